@@ -149,11 +149,15 @@ class StubEngine:
             for request in requests:
                 self.mailbox.put(request.name, self._one(request, version, done, begin))
 
+    def wanted(self, request: GenerateRequest) -> int:
+        """Tokens of the whole answer."""
+        drawn = random.Random(request.rollout_id).lognormvariate(0.0, 0.8)
+        return min(MAX_TOKENS, int(drawn * MEAN_TOKENS / 1.38))
+
     def _one(
         self, request: GenerateRequest, version: PolicyVersion, done: float, begin: float
     ) -> Segment:
-        wanted = random.Random(request.rollout_id).lognormvariate(0.0, 0.8) * MEAN_TOKENS / 1.38
-        left = max(1, min(MAX_TOKENS, int(wanted)) - request.num_sampled)
+        left = max(1, self.wanted(request) - request.num_sampled)
         count = left if done == 1.0 else int(left * done)
         self.tokens += count
         self.traffic.sampled += count

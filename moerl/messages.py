@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.errors import EngineError, RecordError
 from moerl.id_sets import Ranges
 from moerl.types import (
@@ -42,7 +43,7 @@ class Moved:
     """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
 
     digests: bytes
-    total: int
+    total: int  # of factors: over the pieces of the merged weights
     num_bytes: int  # bytes sent by this call
     deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
 
@@ -66,7 +67,7 @@ class SendBuckets:
 
 @dataclass(frozen=True, slots=True)
 class DropSession:
-    """The session failed: its staging buffers are gone.  Reply: Ok, for which nobody waits."""
+    """The session failed: its staging buffers are gone.  Reply: Ok; nothing waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class PrepareUpdate:
     timeout_s: float
     folder: str = ""  # only for the transport disk
     delta: bool = False  # the staging buffer also takes deltas: each follows its region
+    lora: LoraConfig | None = None  # factors are sent, of these adapters; None = weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +302,9 @@ class UpdateVerified:
     """failed: per engine rank, numbers of the buckets that differ; the session stays open."""
 
     failed: tuple[tuple[int, ...], ...]
-    digest: str  # of the staged version, 16 hex digits; empty when any bucket failed
+    # of the staged version, of factors: of the weights that they give, 16 hex digits; empty when
+    # any bucket failed
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,11 @@ class RunDir:
         return self.root / "hf"
 
     @property
+    def adapter(self) -> Path:
+        """Low-rank factors as a folder of peft."""
+        return self.root / "adapter" / "peft"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -148,7 +153,7 @@ class RunDir:
         """Folder of the newest checkpoint that lacks no bytes, and what newer ones lack.
 
         Raises ModelError when there are checkpoints, or damaged ones that were set aside, but none
-        is whole: a run does not begin again by itself.
+        is whole: a run does not start over without being asked.
         """
         torn: dict[Path, str] = {}
         for _, path in reversed(self._named_checkpoints()):

@@ -372,6 +372,7 @@ class Turn:
 
     rollout: Rollout
     parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
+    origins: tuple[str, ...] = ()  # of its trained turns: what an agent's requests were
 
 
 @dataclass(frozen=True, slots=True, eq=False)

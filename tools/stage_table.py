@@ -66,6 +66,9 @@ _TRAINER = (
     "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
+    "tests/multi/test_lora_parity.py",
+    "tests/multi/test_lora_files.py",
+    "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
     "tests/multi/test_replay_matrix.py",
@@ -94,13 +97,16 @@ _ENGINE = (
 )
 _MODELS = ("tests/e2e/test_model_dsa.py", "tests/e2e/test_model_families.py")
 _RECIPES = (
+    "tests/e2e/test_lora_run.py",
     "tests/e2e/test_model_start_run.py",
     "tests/e2e/test_recipes.py",
     "tests/e2e/test_sft.py",
 )
 _VARIANTS = (
     "tests/e2e/test_train.py",
+    "tests/e2e/test_agent_environment_run.py",
     "tests/e2e/test_agent_mixture_run.py",
+    "tests/e2e/test_long_contexts.py",
     "tests/e2e/test_turns.py",
     "tests/e2e/test_variants.py",
 )

@@ -51,7 +51,7 @@ async def run_program(
     given: bytes,
     end: asyncio.Event,
 ) -> ProgramEnd:
-    """Run task.agent.command until it exits, its time is up, or `end` is set.
+    """Run task.agent.command until it exits, its time is up, or `end` is set; then `end` is set.
 
     variables: added to its environment; given: on its standard input.  Raises OSError when no
     process can be started.
@@ -99,18 +99,18 @@ async def _watch(
     assert process.stdout is not None
     assert process.stderr is not None
     most = max(1, task.limits.output_kb) * 1024
-    reading = asyncio.gather(
+    reading: asyncio.Future[tuple[bytes, bytes, int, None]] = asyncio.gather(
         _last_bytes(process.stdout, most),
         _last_bytes(process.stderr, most),
         process.wait(),
         _give(process, given),
     )
-    ending = asyncio.ensure_future(end.wait())
+    reading.add_done_callback(lambda _: end.set())
     try:
-        await asyncio.wait(
-            {reading, ending}, timeout=task.agent.wall_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        why: Literal["exit", "timeout", "ended"] = "ended" if ending.done() else "timeout"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(task.agent.wall_s):
+                await end.wait()
+        why: Literal["exit", "timeout", "ended"] = "ended" if end.is_set() else "timeout"
         why = "exit" if reading.done() else why
         control.close()
         async with asyncio.timeout(_END_S):
@@ -119,7 +119,6 @@ async def _watch(
     except TimeoutError:  # a program with our user id has stopped its keeper
         return ProgramEnd(-1, b"", b"", "timeout")
     finally:
-        ending.cancel()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
 

@@ -90,11 +90,10 @@ class _Worker:
         wall_s = self._task.agent.wall_s
         one = self.open[name] = _OpenEpisode(line, asyncio.get_running_loop().create_future())
         ending = asyncio.ensure_future(end.wait())
+        either: tuple[asyncio.Future[Any], ...] = (one.end, ending)
         try:
             self._send(one)
-            await asyncio.wait(
-                {one.end, ending}, timeout=wall_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(either, timeout=wall_s, return_when=asyncio.FIRST_COMPLETED)
             if one.end.done():
                 return one.end.result()
             self.retires |= one.sent and not ending.done()

@@ -83,6 +83,12 @@ def tools_key(tools: Sequence[Json]) -> bytes:
     return msgspec.json.encode(list(tools))
 
 
+def parsed_object(arguments: str | Json) -> Json | None:
+    """The arguments of a call, or None where they are no JSON object."""
+    found = _parsed(arguments)
+    return found if isinstance(found, dict) else None
+
+
 def _canonical(arguments: str | Json) -> object:
     """One spelling of equal JSON; text that is no JSON stays text."""
     parsed = _parsed(arguments)

@@ -25,7 +25,7 @@ from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
-from moerl.types import Array, Prompt, Rollout, SamplingParams
+from moerl.types import Array, Episode, Prompt, Rollout, SamplingParams
 
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
@@ -74,6 +74,7 @@ class TurnAnswer:
     finish_reason: str  # stop | length | tool_calls
     reasoning: str = ""
     calls: tuple[MessageCall, ...] = ()
+    stop_text: str | None = None  # the one of the client's that ended it
 
     @property
     def prompt_len(self) -> int:
@@ -83,6 +84,16 @@ class TurnAnswer:
     def output_ids(self) -> list[int]:
         ids: list[int] = self.turn.rollout.token_ids[self.prompt_len :].tolist()
         return ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedEpisode:
+    """wasted: blobs to which no turn refers, for deletion."""
+
+    episode: Episode
+    turns: tuple[RecordedTurn, ...]
+    counts: dict[str, int]
+    wasted: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +173,12 @@ class OpenEpisode:
         await self._sampler.close()
         self.counts["resumed"] = self._sampler.resumed
         self.wasted -= {uri for turn in self.forest.turns for uri in blob_uris(turn.rollout)}
+
+    async def finish(self) -> FinishedEpisode:
+        """End it, and what was recorded."""
+        await self.end()
+        turns, wasted = tuple(self.forest.turns), frozenset(self.wasted)
+        return FinishedEpisode(self.forest.episode(self.name), turns, dict(self.counts), wasted)
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
@@ -328,7 +345,7 @@ class OpenEpisode:
         ids = sampled.output_ids.tolist()
         is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
         whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)
-        text, is_stopped = plan.stops.cut(whole)
+        text, stop_text = plan.stops.cut(whole)
         reasoning, calls = "", tuple[MessageCall, ...]()
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
@@ -336,8 +353,14 @@ class OpenEpisode:
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         self.counts[f"origin/{turn.origin}"] += 1
-        reason = "stop" if is_stopped or is_closed else "length"
-        return TurnAnswer(turn, text, "tool_calls" if calls else reason, reasoning, calls)
+        self.counts["tool_calls"] += len(calls)
+        parent = request.parent
+        self.counts["replaced_ends"] += (
+            parent is not None and turn.inherited < parent.rollout.num_tokens
+        )
+        reason = "length" if stop_text is None and not is_closed else "stop"
+        reason = "tool_calls" if calls else reason
+        return TurnAnswer(turn, text, reason, reasoning, calls, stop_text)
 
 
 def _named(name: str, arguments: str) -> MessageCall:

@@ -48,7 +48,8 @@ class OpenaiReply:
             "usage": self.usage(),
         }
 
-    def chat_chunks(self) -> Iterator[Json]:
+    def chat_chunks(self, *, usage: bool) -> Iterator[Json]:
+        """usage: in a chunk of its own at the end."""
         head = self._head("chatcmpl", "chat.completion.chunk")
         for index, one in enumerate(self.shown):
             delta = _message(one.answer, numbered=True)
@@ -57,6 +58,8 @@ class OpenaiReply:
             last = {"index": index, "delta": {}, "finish_reason": one.answer.finish_reason}
             yield head | {"choices": [first]}
             yield head | {"choices": [last]}
+        if usage:
+            yield head | {"choices": [], "usage": self.usage()}
 
     def completion(self) -> Json:
         choices = [
@@ -70,10 +73,12 @@ class OpenaiReply:
         ]
         return self._head("cmpl", "text_completion") | {"choices": choices, "usage": self.usage()}
 
-    def completion_chunks(self) -> Iterator[Json]:
+    def completion_chunks(self, *, usage: bool) -> Iterator[Json]:
         whole = self.completion()
-        whole.pop("usage")
+        counted = whole.pop("usage")
         yield whole
+        if usage:
+            yield whole | {"choices": [], "usage": counted}
 
     def tokens(self) -> Json:
         choices = [

@@ -8,9 +8,8 @@ they are counted and not taken.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -22,7 +21,7 @@ from moerl.types import SamplingParams
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Siblings = Annotated[int, msgspec.Meta(ge=1, le=128)]
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
+StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
 
 
 class _ToolFunction(msgspec.Struct, frozen=True):
@@ -32,13 +31,19 @@ class _ToolFunction(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class _Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request.  refused: fields of its form, with the values that change nothing."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+class _Ending(ClientRequest, frozen=True, kw_only=True):
     """Where a turn ends, and in which form it is answered."""
 
     n: _Siblings | None = None
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
-    stop: _StopText | _StopTexts | None = None
+    stop: _StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: Json | None = None
 
@@ -72,10 +77,10 @@ class TokenRequest(_Ending, frozen=True, kw_only=True):
     logprobs: bool | None = None
 
 
-Known = TypeVar("Known", ChatRequest, CompletionRequest, TokenRequest)
+Known = TypeVar("Known", bound=ClientRequest)
 
-# Each with the values that change nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = {
+# Of all forms, each with the values that change nothing.
+_REFUSED: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -111,7 +116,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
     "reasoning_effort", "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
-    "skip_special_tokens",
+    "skip_special_tokens", "thinking", "reasoning", "include", "truncation", "context_management",
 }  # fmt: skip
 
 
@@ -119,47 +124,36 @@ def read_request(
     data: bytes, form: type[Known], sampling: SamplingParams, counts: Counter[str]
 ) -> Known:
     """counts: of fields that were not taken.  Raises ApiError."""
-    with unreadable():
-        body = decode_body(data)
-        refuse_fields(body, _REFUSED, "what it changes could not be replayed")
+    try:
+        body = msgspec.json.decode(data)
+        if not isinstance(body, dict):
+            raise ApiError(400, "invalid_request", "the body must be a JSON object")
+        _check_fields(body, {**_REFUSED, **form.refused})
         request = msgspec.convert(body, form)
         if isinstance(request, ChatRequest):
-            _check_chat(request)
-    counts.update(not_taken(body, form, sampling, _IGNORED))
-    return request
-
-
-@contextmanager
-def unreadable() -> Iterator[None]:
-    """Errors of a body that is not of its form become one sentence."""
-    try:
-        yield
+            check_chat(request)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "invalid_request", "the body is nested too deeply") from error
+    counts.update(_not_taken(body, form, sampling))
+    return request
 
 
-def decode_body(data: bytes) -> Json:
-    body = msgspec.json.decode(data)
-    if not isinstance(body, dict):
-        raise ApiError(400, "invalid_request", "the body must be a JSON object")
-    return body
-
-
-def refuse_fields(body: Json, refused: Mapping[str, tuple[object, ...]], why: str) -> None:
-    """refused: fields, each with the values that change nothing."""
+def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None:
     for name, neutral in refused.items():
         if body.get(name) is not None and body[name] not in neutral:
             raise ApiError(
                 400,
                 "unsupported_parameter",
-                f"{name}: not supported, because {why}; leave it out",
+                f"{name}: not supported, because what it changes could not be replayed; leave it "
+                "out",
                 retry=False,
             )
 
 
-def _check_chat(request: ChatRequest) -> None:
+def check_chat(request: ChatRequest) -> None:
+    """Raises ApiError; msgspec.ValidationError for a tool that is none."""
     if request.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
@@ -186,18 +180,15 @@ def _check_chat(request: ChatRequest) -> None:
         msgspec.convert(tool.get("function"), _ToolFunction)
 
 
-def not_taken(
-    body: Json, form: type[msgspec.Struct], sampling: SamplingParams, ignored: Collection[str]
-) -> list[str]:
-    """Names of counts, for fields that a client gives and this form does not have."""
+def _not_taken(body: Json, form: type[ClientRequest], sampling: SamplingParams) -> list[str]:
     found = []
     known: set[str] = {field.name for field in msgspec.structs.fields(form)}
+    taken = {"model", *known, *_REFUSED, *form.refused}  # any name of a model is the policy
     for name, value in body.items():
-        if name in known or name == "model" or value is None:  # any name is the policy
-            continue
         if name in _SAMPLING:
-            found += [f"not_taken/{name}"] if value != getattr(sampling, name) else []
-        elif name not in _REFUSED:
+            if value is not None and value != getattr(sampling, name):
+                found.append(f"not_taken/{name}")
+        elif name not in taken and value is not None:
             # Other names come from outside and would grow without bound.
-            found.append(f"not_taken/{name if name in ignored else 'other'}")
+            found.append(f"not_taken/{name if name in _IGNORED else 'other'}")
     return found

@@ -12,15 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from moerl.agents.chat_messages import Json
+from moerl.config.task_programs import ToolName
 from moerl.scoring.isolation import BoxError
 from moerl.scoring.tool_box import BoxPool, Ran, ToolBox
-
-ToolName = Literal["python", "shell", "read_file", "write_file"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,13 @@ class Stops:
     texts: tuple[str, ...] = ()
     ids: frozenset[int] = frozenset()
 
-    def cut(self, text: str) -> tuple[str, bool]:
-        """The text up to the first of these texts, and whether it holds one."""
-        places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
-        return (text[: min(places)], True) if places else (text, False)
+    def cut(self, text: str) -> tuple[str, str | None]:
+        """The text up to the first of these texts, and which it is."""
+        places = [(place, stop) for stop in self.texts if (place := text.find(stop)) >= 0]
+        if not places:
+            return text, None
+        place, stop = min(places)
+        return text[:place], stop
 
 
 class StopFinder:
@@ -46,7 +49,9 @@ class StopFinder:
 
     def ends(self, output_ids: Sequence[int], stops: Stops) -> bool:
         """Whether an answer that the engine stopped has ended, at a stop token or text."""
-        return output_ids[-1] not in stops.ids or stops.cut(self._tokens.decode(output_ids))[1]
+        return output_ids[-1] not in stops.ids or (
+            stops.cut(self._tokens.decode(output_ids))[1] is not None
+        )
 
 
 def can_end(token: str, stop: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of `task.agent`: what a run whose episodes an external program plays cannot do."""
+"""Checks of `task.agent`: what a run whose episodes a program or an environment plays cannot do."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from shutil import which
 
 from moerl.config.algorithms import PROCESS_REWARDS
 from moerl.config.clusters import is_local
+from moerl.config.functions import check_is_there
 from moerl.config.schema import Config
 from moerl.config.task_mixture import entries_of
 from moerl.config.task_programs import AgentConfig
 from moerl.errors import ConfigError
 
 Problem = tuple[str, object, str]
+SANDBOX_TOOLS = "sandbox_tools"
 
 
 def check_agent(config: Config) -> None:
@@ -22,13 +24,15 @@ def check_agent(config: Config) -> None:
         _check_mixture(config)
         return
     agent = config.task.agent
-    if not agent.command:
+    if not agent.plays:
         if agent != AgentConfig():
             raise ConfigError(
-                "task.agent.command", [], "the settings of an agent need its program and arguments"
+                "task.agent.command",
+                [],
+                "the settings of an agent need its program, or task.agent.environment",
             )
         return
-    for field, value, reason in (*_of_task(config), *_of_run(config)):
+    for field, value, reason in (*_of_task(config), *_of_player(config), *_of_run(config)):
         raise ConfigError(field, value, reason)
 
 
@@ -49,10 +53,7 @@ def program_path(name: str) -> str | None:
 
 def _of_task(config: Config) -> Iterator[Problem]:
     task = config.task
-    name = task.agent.command[0]
-    if is_local(config.cluster) and program_path(name) is None:
-        yield "task.agent.command", task.agent.command, f"there is no program {name!r} on PATH"
-    if task.agent.reward == "program" and task.reward:
+    if task.agent.reward == "agent" and task.reward:
         yield (
             "task.reward",
             task.reward,
@@ -71,6 +72,44 @@ def _of_task(config: Config) -> Iterator[Problem]:
         )
 
 
+def _of_player(config: Config) -> Iterator[Problem]:
+    agent = config.task.agent
+    if not agent.environment:
+        yield from _of_program(config)
+        return
+    if agent.command:
+        yield (
+            "task.agent.environment",
+            agent.environment,
+            "task.agent.command plays the episodes; use one of both",
+        )
+    if agent.environment == SANDBOX_TOOLS:
+        if not agent.tools:
+            yield "task.agent.tools", [], "sandbox_tools offers these: name at least one"
+        if agent.reward != "task":
+            yield "task.agent.reward", agent.reward, "sandbox_tools gives no reward; use task"
+    elif agent.environment == "http":
+        if not str(agent.options.get("url", "")).startswith(("http://", "https://")):
+            yield "task.agent.options", agent.options, "http needs a url: http://... or https://..."
+        if config.task.isolation == "bwrap":
+            yield "task.isolation", "bwrap", "the environment http needs a network; use process"
+    elif ":" not in agent.environment:
+        names = f"{SANDBOX_TOOLS}, http or package.module:Class"
+        yield "task.agent.environment", agent.environment, f"use {names}"
+    elif is_local(config.cluster):
+        check_is_there("task.agent.environment", agent.environment)
+
+
+def _of_program(config: Config) -> Iterator[Problem]:
+    agent, default = config.task.agent, AgentConfig()
+    name = agent.command[0]
+    if is_local(config.cluster) and program_path(name) is None:
+        yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
+    for field in ("options", "environment_workers", "environment_s", "tools", "tool_s"):
+        if (value := getattr(agent, field)) != getattr(default, field):
+            yield f"task.agent.{field}", value, "it needs task.agent.environment"
+
+
 def _of_run(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
     if rollout.fixed_lag >= 0:
@@ -78,12 +117,6 @@ def _of_run(config: Config) -> Iterator[Problem]:
             "rollout.fixed_lag",
             rollout.fixed_lag,
             "turns of an episode are sampled by several versions; use -1",
-        )
-    if rollout.in_flight_mode != "abort_resume":
-        yield (
-            "rollout.in_flight_mode",
-            rollout.in_flight_mode,
-            "turns of agents are resumed after an update; use abort_resume",
         )
     for name in ("group_quorum", "slice_tokens"):
         if value := getattr(rollout, name):

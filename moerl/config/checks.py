@@ -17,6 +17,7 @@ from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
 from moerl.config.json_files import read_model_config
+from moerl.config.lora_checks import check_lora
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import (
@@ -33,7 +34,7 @@ from moerl.errors import ConfigError, ModelError
 
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
-_ENVIRONMENTS = ("check_digits",)
+_ENVIRONMENTS = ("calculator", "check_digits")
 _EXPERTS = (  # by family
     "num_experts",
     "num_local_experts",
@@ -53,6 +54,12 @@ NOT_WITH_REPLAY = {  # fields of trainer.megatron; others are refused where mega
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
+}
+_SMOLLM2 = "tools/get_smollm2 makes this folder, in the checkout"
+MODEL_MAKERS = {  # of model folders that recipes name
+    "models/smollm2": _SMOLLM2,
+    "models/smollm2-moe": _SMOLLM2,
+    "runs/tool-use-start/hf": "moerl sft tool-use-start --run tool-use-start makes this folder",
 }
 _FILES = {  # what task.path is
     "jsonl": "a readable JSONL file of prompts",
@@ -76,6 +83,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_replay(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
+    check_lora(config)
     _check_tasks(config)
     check_agent(config)
     _check_sync(config)
@@ -107,13 +115,13 @@ def check_model(config: Config) -> dict[str, Any]:
     """
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
-        made = folder.as_posix() in ("models/smollm2", "models/smollm2-moe")
         raise ConfigError(
             "model.path",
             config.model.path,
-            "tools/get_smollm2 makes this folder, in the checkout"
-            if made
-            else "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+            MODEL_MAKERS.get(
+                folder.as_posix(),
+                "a Hugging Face model folder of this machine is needed; nothing is downloaded",
+            ),
         )
     try:
         hf = read_model_config(folder)
@@ -433,7 +441,7 @@ def _check_task(task: TaskEntry) -> None:
     if task.name in _FILES:
         if not _has_file(task.name, task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
-        if not task.reward and not (task.agent.command and task.agent.reward == "program"):
+        if not task.reward and not (task.agent.plays and task.agent.reward == "agent"):
             raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
     for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
         value = getattr(task, field)

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
+
+_ENDS = 2**20  # bytes of a file's begin and end that name it
 
 
 def resume_facts(config: Config) -> dict[str, Any]:
@@ -23,7 +29,31 @@ def resume_facts(config: Config) -> dict[str, Any]:
         "distributed_optimizer": trainer.optimizer.distributed,
         "dtype": trainer.dtype,
         "critic": config.algorithm.advantage == "gae",
+        "lora": _adapters(config.lora),
+        "base": _fingerprint(Path(config.model.path)) if config.lora.rank else "",
     }
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of a model's files: names, sizes, their first and last MiB."""
+    found = xxhash.xxh3_64()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            found.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            found.update(file.read(_ENDS))
+    return str(found.hexdigest())
+
+
+def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
+    """What the factors are; how they travel may change."""
+    return (
+        {name: value for name, value in asdict(lora).items() if name != "send"}
+        if lora.rank
+        else None
+    )
 
 
 def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: bool) -> None:
@@ -42,6 +72,18 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
         )
     if config.algorithm.advantage == "gae" and not saved["critic"]:
         raise ConfigError("algorithm.advantage", "gae", "the checkpoint holds no critic")
+    if (lora := resume_facts(config)["lora"]) != saved.get("lora"):
+        kept = saved.get("lora")
+        raise ConfigError(
+            "lora", lora, f"the checkpoint holds {f'adapters of {kept}' if kept else 'all weights'}"
+        )
+    if saved.get("base") and (base := resume_facts(config)["base"]) != saved["base"]:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"its files have the fingerprint {base}, the checkpoint's adapters belong to weights "
+            f"with {saved['base']}; name their folder",
+        )
     if reset_optimizer:
         return
     ep, saved_ep = trainer.parallel.ep, saved["parallel"]["ep"]

@@ -23,13 +23,13 @@ from moerl.config.bounds import (
     Share,
     UnitInterval,
 )
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.task_programs import AgentConfig, TaskLimits
 
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 Column = Literal["prompt", "messages", "answer"]
-
 
 TinyFamily = Literal[
     "qwen3_moe",
@@ -78,8 +78,10 @@ class ModelConfig:
 class TaskConfig:
     """Source of prompts and reward."""
 
-    name: Literal["sort_digits", "reasoning_gym", "jsonl", "hf_dataset"] = "sort_digits"
-    digits: Count = 4  # sort_digits: how many digits to sort
+    name: Literal["sort_digits", "calculator", "reasoning_gym", "jsonl", "hf_dataset"] = (
+        "sort_digits"
+    )
+    digits: Count = 4  # sort_digits: how many to sort; calculator: of each number
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
     # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}; hf_dataset: folder
@@ -106,7 +108,7 @@ class TaskConfig:
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
     read_paths: list[str] = field(default_factory=list)  # bwrap: further files that they see
-    # check_digits | package.module:function; answers between turns, with max_turns > 1
+    # calculator | check_digits | package.module:function; answers between turns, with max_turns > 1
     environment: str = ""
     max_turns: Count = 1  # turns of the policy in one episode
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -477,6 +479,7 @@ class Config:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters in place of weights
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     ref_models: RefModelsConfig = field(default_factory=RefModelsConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

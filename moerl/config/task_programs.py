@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -26,20 +26,39 @@ class TaskLimits:
     user: Literal["other", "same"] = "other"
 
 
+ToolName = Literal["python", "shell", "read_file", "write_file"]
+
+
 @dataclass(frozen=True)
 class AgentConfig:
-    """An external program that plays each episode through OpenAI's interface (docs/agents.md)."""
+    """What plays each episode (docs/agents.md): an external program through OpenAI's interface, or
+    a stateful environment that answers the policy.
+    """
 
-    # Program and arguments; python is moerl's own interpreter; empty = no agent
+    # Program and arguments; python is moerl's own interpreter
     command: list[str] = field(default_factory=list)
     # Programs that play many episodes each; 0 = a program for every episode
     workers: Natural = 0
-    # program: its last line of output is {"reward": NUMBER}; task: task.reward
-    reward: Literal["program", "task"] = "program"
+    # sandbox_tools | http | package.module:Class; instead of a program
+    environment: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the environment's class
+    environment_workers: Count = 1  # processes that hold the open environments
+    environment_s: Positive = 120.0  # of each answer of an environment; then the episode has failed
+    # Tools in a sandbox that an environment may offer; a box for each episode that calls one
+    tools: list[ToolName] = field(default_factory=list)
+    tool_s: Positive = 20.0  # of each call; then it is ended, and the policy is told
+    # agent: a program's last line of output is {"reward": NUMBER}, an environment gives it with its
+    # answers; task: task.reward
+    reward: Literal["agent", "task"] = "agent"
     # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
     call_format: str = ""
     reasoning_format: str = ""
     max_turns: Count = 64
     max_sampled_tokens: Count = 65536  # of all turns of an episode
     context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes
-    wall_s: Positive = 3600.0  # then the program is ended, and the episode has failed
+    wall_s: Positive = 3600.0  # then it is ended, and the episode has failed
+
+    @property
+    def plays(self) -> bool:
+        """Whether there is an agent."""
+        return bool(self.command or self.environment)

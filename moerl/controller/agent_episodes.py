@@ -19,7 +19,9 @@ from moerl.controller.turn_rows import SampledTurn, TurnRows, rows_of
 from moerl.errors import RecordError
 from moerl.types import Array, GenerateRequest, Prompt, Rollout, Score, Segment, Turn
 
-ENDED = "ended"  # failure of an episode that the controller ended
+# Failures of an episode: the controller ended it; what played it has died, through no fault of its
+# own, and the group is played again.
+ENDED, LOST = "ended", "lost"
 
 
 class TurnEngine(Protocol):
@@ -38,10 +40,11 @@ class TurnEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedTurn:
-    """continues: the earlier turn with whose tokens its prompt begins."""
+    """continues: the earlier turn with whose tokens its prompt begins; origin: of its request."""
 
     sampled: SampledTurn
     continues: int | None = None
+    origin: str = ""
 
     @property
     def output_ids(self) -> Array:
@@ -95,7 +98,10 @@ class PlayedEpisode:
                 end = self.turns[place].sampled.end
                 row_of[place] = len(nodes) + _first_with(rows, end)
             for row in rows:
-                nodes.append(Turn(row, () if before is None else (before,)))
+                origins = tuple(
+                    self.turns[place].origin for place in new if self._is_in(place, row)
+                )
+                nodes.append(Turn(row, () if before is None else (before,), origins))
                 before = len(nodes) - 1
         return tuple(nodes)
 
@@ -106,6 +112,11 @@ class PlayedEpisode:
     def blob_uris(self) -> set[str]:
         """Every blob sealed for it."""
         return set(self.wasted).union(*(turn.blob_uris() for turn in self.turns))
+
+    def _is_in(self, place: int, row: Rollout) -> bool:
+        """Whether a row trains tokens of this turn."""
+        turn = self.turns[place].sampled
+        return bool(row.loss_mask[len(turn.prompt_ids) : turn.end].any())
 
     def _branches(self) -> list[list[int]]:
         """The turns from each root to each turn that none continues, oldest first."""
@@ -128,7 +139,7 @@ def _first_with(rows: Sequence[Rollout], end: int) -> int:
 
 
 class EpisodeRunner(Protocol):
-    """What plays episodes (`moerl.agents.agent_programs`)."""
+    """What plays episodes (`moerl.agents.agent_loop`)."""
 
     async def start(self, engine: TurnEngine) -> None:
         """engine: samples the turns; used from the caller's event loop."""

@@ -1,7 +1,7 @@
 """Keeps agents playing: each sibling of a group is an episode, scheduled without the others.
 
 A group closes when its episodes have ended.  One that fails ends its siblings, and the group is
-replaced.
+replaced; where what played it has died, the group is played again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from moerl.controller.agent_episodes import ENDED, EpisodeRunner, PlayedEpisode
+from moerl.controller.agent_episodes import ENDED, LOST, EpisodeRunner, PlayedEpisode
 from moerl.controller.context import Context
 from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
 from moerl.controller.producer import Producer
@@ -31,6 +31,7 @@ class AgentProducer(Producer):
         super().__init__(context, scoring_stage)
         self._runner, self._turns = runner, PooledTurns(context)
         self._playing: dict[int, list[str]] = {}  # episodes by group
+        self._ended: set[str] = set()  # episodes of these that have ended
         self._stale: set[int] = set()  # groups that are being cancelled
 
     def start(self) -> None:
@@ -43,13 +44,27 @@ class AgentProducer(Producer):
     def partials(self) -> Iterator[EpisodeTurns]:
         yield from self._turns.episodes.values()
 
+    def open_episodes(self) -> dict[str, float]:
+        """Each open episode once."""
+        opened = {name for names in self._playing.values() for name in names} - self._ended
+        engine = opened & self._turns.sampling
+        queue = (opened & self._turns.queued) - engine
+        return {
+            "agent/open/engine": float(len(engine)),
+            "agent/open/queue": float(len(queue)),
+            "agent/open/program": float(len(opened) - len(engine) - len(queue)),
+            "agent/open/siblings": float(len(self._ended)),
+        }
+
     def cancel_stale(self) -> None:
         """End groups with tokens that are too old for the next step to come."""
         rollout, step = self._config.rollout, self._buffer.next_step
         limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
+        through = rollout.in_flight_mode in ("in_place", "retract")
         for group_id, names in self._playing.items():
             turns = [self._turns.episodes[name] for name in names if name in self._turns.episodes]
-            steps = [one.oldest.step for one in turns if one.oldest is not None]
+            known = [one.oldest_step(runs_through_updates=through) for one in turns]
+            steps = [found for found in known if found is not None]
             if steps and step - min(steps) > limit and group_id not in self._stale:
                 self._stale.add(group_id)
                 self._end(names)
@@ -78,6 +93,7 @@ class AgentProducer(Producer):
             played = await asyncio.gather(*(self._play(name, prompt, names) for name in names))
         finally:
             del self._playing[group_id]
+            self._ended.difference_update(names)
             for name in names:
                 self._turns.episodes.pop(name, None)
             self._in_flight -= 1
@@ -86,6 +102,7 @@ class AgentProducer(Producer):
 
     async def _play(self, name: str, prompt: Prompt, names: Sequence[str]) -> PlayedEpisode:
         played = await self._runner.play(name, prompt)
+        self._ended.add(name)
         self._step_metrics.episode_played(played.counts, played.failure)
         if played.failure not in ("", ENDED):
             self._end(names)
@@ -106,6 +123,9 @@ class AgentProducer(Producer):
         elif failed:
             first = failed[0]
             error = ScoreError(f"the agent of {first.episode_id} {first.detail}")
-            self._scoring_stage.drop_unscored(group_id, played, error)
+            if any(one.failure == LOST for one in failed):
+                self._scoring_stage.play_again(group_id, played, error)
+            else:
+                self._scoring_stage.drop_unscored(group_id, played, error)
         else:
             self._scoring_stage.finish(group_id, played)

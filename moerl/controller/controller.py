@@ -140,8 +140,8 @@ class Controller:
             "async/in_flight": float(buffer.num_started * siblings),
             "trainer/incarnation": float(incarnation),
             "ref_models/start": float(self._ref_models.start),
-        } | {
-            f"refused/{reason}": float(n) for reason, n in self.context.step_metrics.refused.items()
+            **self.producer.open_episodes(),
+            **{f"refused/{r}": float(n) for r, n in self.context.step_metrics.refused.items()},
         }
 
     # --- engines ----------------------------------------------------------------------------

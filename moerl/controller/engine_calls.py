@@ -80,7 +80,7 @@ class EngineCalls:
     async def ask(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails.
 
-        When it is cancelled the engine is told to stop.
+        When it is cancelled the engine stops too.
         """
         replies: dict[str, Segment | RecordError] = {}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -289,7 +289,7 @@ class EnginePool:
     ) -> list[Segment | RecordError]:
         """Replies to all requests, in order.
 
-        Raises EngineError when one fails, and after limit_s; then the engine is told to stop.
+        Raises EngineError when one fails, and after limit_s, when the engine stops too.
         """
         try:
             async with asyncio.timeout(limit_s):

@@ -203,7 +203,7 @@ def _metrics(scored: Sequence[tuple[PartialEpisode, float]], samples: int) -> di
 
 
 def interval_95(means: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean reward, from the mean of each prompt: answers to one are alike.
+    """95 % interval of the mean reward, from the mean of each prompt: its answers are correlated.
 
     Rewards in [0, 1] get Wilson's interval (JASA 22, 1927), which has a width when all answers are
     right, too; partial credit varies less than the coin that it assumes, so it is never too narrow.

@@ -33,9 +33,17 @@ class EpisodeTurns:
     oldest: PolicyVersion | None = None
     engine: int = -1  # of the last request
     uris: set[str] = field(default_factory=set)
+    asked: dict[str, int] = field(default_factory=dict)  # requests, with the engine's step then
 
     def blob_uris(self) -> set[str]:
         return self.uris
+
+    def oldest_step(self, *, runs_through_updates: bool) -> int | None:
+        """As `GroupFlight.oldest_step`."""
+        steps = [] if self.oldest is None else [self.oldest.step]
+        if runs_through_updates:
+            steps += self.asked.values()
+        return min(steps, default=None)
 
     def add(self, reply: Segment) -> None:
         self.uris |= blob_uris(reply)
@@ -60,6 +68,16 @@ class PooledTurns:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return list(await asyncio.gather(*map(self._generate, requests)))
 
+    @property
+    def sampling(self) -> set[str]:
+        """Episodes with a turn on an engine."""
+        return {episode_of(name) for name in self._asked}
+
+    @property
+    def queued(self) -> set[str]:
+        """Episodes with a turn that no engine serves yet."""
+        return {episode_of(name) for name in self._waiting}
+
     async def abort(self, names: Sequence[str]) -> None:
         """Raises EngineError."""
         self._withdrawn |= self._waiting.intersection(names)
@@ -81,13 +99,14 @@ class PooledTurns:
         member, turns.engine = self._pool.members[index], index
         member.generating += 1
         self._asked[request.name] = member
+        turns.asked[request.name] = member.version.step
         try:
             (reply,) = await member.calls.ask([request])
         except EngineError as error:
             self._rest(index, member, error)
             return _nothing(request, turns)
         finally:
-            del self._asked[request.name]
+            del self._asked[request.name], turns.asked[request.name]
             member.generating -= 1
             self._tasks.notify()
         if isinstance(reply, Segment):

@@ -73,6 +73,10 @@ class Producer:
         for partials in (*(flight.partials for flight in self._flights), *self._orphans.values()):
             yield from partials
 
+    def open_episodes(self) -> dict[str, float]:
+        """Episodes of agents by what they wait for, as docs/metrics.md names them."""
+        return {}
+
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
         if self._buffer.next_step >= self._config.run.steps:

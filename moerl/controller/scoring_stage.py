@@ -116,9 +116,18 @@ class ScoringStage:
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
+        self._regenerate(group_id, "was refused", error)
+
+    def play_again(self, group_id: int, partials: Sequence[Generated], error: ScoreError) -> None:
+        """What played a group has died; three times in a row end the run."""
+        log.warning("group %d is played again: %s", group_id, error)
+        self._delete(partials)
+        self._regenerate(group_id, "could not be played", error)
+
+    def _regenerate(self, group_id: int, what: str, error: Exception) -> None:
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
-            raise EngineError(f"group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}")
+            raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
         self._buffer.abandon(group_id)
         self._tasks.notify()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.config import Config
+from moerl.controller.shown_turns import shown_turns
 from moerl.messages import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish, PolicyVersion, Rollout
 
@@ -249,7 +250,7 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
-    is_agents = bool(config.task.agent.command)
+    is_agents = config.task.agent.plays
     begin = rollout.prompt_len if is_agents else len(group.prompt.token_ids)
     return [
         {
@@ -257,22 +258,13 @@ def samples_of(
             "version": str(rollout.versions[-1].version),
             "lag": step - rollout.oldest.step,
             **({"task": group.prompt.task} if group.prompt.task else {}),
+            "episode": episode.episode_id,
             "prompt": group.prompt.text,
             "response": decode(rollout.token_ids[begin:].tolist()),
-            "turns": [one for node in episode.turns for one in _said(node.rollout, decode)],
+            "turns": shown_turns(episode, decode),
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])
             ),
         }
-    ]
-
-
-def _said(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[dict[str, str]]:
-    """The trained turns of a row, each with what stands before it."""
-    edges = np.flatnonzero(np.diff(rollout.loss_mask)) + 1
-    pieces = [decode(piece.tolist()) for piece in np.split(rollout.token_ids, edges)]
-    return [
-        {"context": before, "answer": answer}
-        for before, answer in zip(pieces[::2], pieces[1::2], strict=False)
     ]

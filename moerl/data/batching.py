@@ -9,8 +9,8 @@ Rejected: best-fit by token count (it ignores padding, which dominates with padd
 
 One batch may become several optimizer steps: whole groups in each, one plan per step.  How many is
 the trainer's own matter, so the split is made on every rank from the plan and the seed, and no
-message knows of it.  Each part is planned like a batch of its own: global denominators, microbatch
-numbers and shapes follow from it, alike on all data-parallel ranks.  Groups are dealt by chance in
+message carries it.  Each part is planned like a batch of its own: global denominators, microbatch
+numbers and shapes follow from it, equal on all data-parallel ranks.  Groups are dealt by chance in
 each batch: their order in the plan is that of their age.
 Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
 """

@@ -2,7 +2,9 @@
 
 A demonstration is a `Rollout` without an engine: the prompt, then the answer's tokens and the end
 token, both of which count in the loss.  Any task with text answers works: a JSONL file of
-{"prompt" or "messages", "answer"}, or sort_digits.  The stream is that of training: step s takes
+{"prompt" or "messages", "answer"}, or sort_digits.  Where an item has the field "demonstration", a
+list, it is the texts of policy and environment in turn, and takes the answer's place: every text of
+the policy is learned with an end token, as one row.  The stream is that of training: step s takes
 the next `batch` prompts, and the seed shuffles a file again in each epoch.
 """
 
@@ -26,6 +28,7 @@ from moerl.types import (
     SamplingParams,
     Score,
     Turn,
+    TurnEnd,
     VersionSpan,
 )
 
@@ -68,23 +71,42 @@ def demonstration_plan(
 def _group(
     prompt: Prompt, encode: Callable[[str], Sequence[int]], eos: int, version: PolicyVersion
 ) -> EpisodeGroup:
-    if not isinstance(prompt.answer, str) or not prompt.answer:
-        raise ConfigError(
-            "task.path", prompt.text, f"its answer is {prompt.answer!r}; sft needs a text to learn"
-        )
-    answer = [*encode(prompt.answer), eos]
-    tokens = np.array([*prompt.token_ids, *answer], np.int32)
+    tokens, is_learned = list(prompt.token_ids), [False] * len(prompt.token_ids)
+    ends: list[TurnEnd] = []
+    for place, text in enumerate(_texts(prompt)):
+        by_policy = place % 2 == 0
+        ids = [*encode(text), eos] if by_policy else encode(text)
+        tokens += ids
+        is_learned += [by_policy] * len(ids)
+        if by_policy:
+            ends.append(TurnEnd(sum(is_learned), Finish.STOP))
     name = f"{prompt.index}.0"
     rollout = Rollout(
         rollout_id=name,
-        token_ids=tokens,
-        loss_mask=np.arange(len(tokens)) >= len(prompt.token_ids),
-        logprobs=np.zeros(len(answer), np.float32),  # not sampled; no ratio is taken
+        token_ids=np.array(tokens, np.int32),
+        loss_mask=np.array(is_learned),
+        logprobs=np.zeros(sum(is_learned), np.float32),  # not sampled; no ratio is taken
         versions=(VersionSpan(0, version),),
         routing=(),
         sampling_mask=(),
         finish=Finish.STOP,
-        sampling=SamplingParams(max_new_tokens=len(answer)),
+        sampling=SamplingParams(max_new_tokens=sum(is_learned)),
         engine=0,
+        turn_ends=tuple(ends) if len(ends) > 1 else (),
     )
     return EpisodeGroup(prompt.index, prompt, (Episode(name, (Turn(rollout),), Score(1.0)),))
+
+
+def _texts(prompt: Prompt) -> Sequence[str]:
+    """What policy and environment say in turn, the policy first and last."""
+    if "demonstration" not in prompt.extra:
+        if not isinstance(prompt.answer, str) or not prompt.answer:
+            problem = f"its answer is {prompt.answer!r}; sft needs a text to learn"
+            raise ConfigError("task.path", prompt.text, problem)
+        return [prompt.answer]
+    texts = prompt.extra["demonstration"]
+    valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    if not valid or len(texts) % 2 == 0:
+        problem = f"its demonstration is {texts!r}; a list of texts that the policy begins and ends"
+        raise ConfigError("task.path", prompt.text, problem)
+    return list(texts)

@@ -11,6 +11,7 @@ from typing import Any
 
 from moerl.config.functions import look_up
 from moerl.config.schema import TaskConfig
+from moerl.data.calculator import calculator
 from moerl.types import Prompt
 
 Environment = Callable[[Prompt, Sequence[str]], str]
@@ -35,4 +36,4 @@ def check_digits(prompt: Prompt, responses: Sequence[str]) -> str:
     return "" if responses[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
 
 
-NAMED: dict[str, Environment] = {"check_digits": check_digits}
+NAMED: dict[str, Environment] = {"calculator": calculator, "check_digits": check_digits}

@@ -74,7 +74,7 @@ class TaskOrder:
 def chairmen(weights: Sequence[int]) -> Array:
     """The order of one period: task numbers, each as often as its weight.
 
-    Of the tasks whose share has come due, the one that would be late first is next.
+    Of the tasks whose share has come due, the first to be late is next.
     """
     period, slack = sum(weights), max(1, 2 * len(weights) - 2)
     given = np.zeros(len(weights), np.int64)

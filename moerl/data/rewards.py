@@ -31,8 +31,8 @@ UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]
 
 def make_reward(config: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
-    if config.name == "sort_digits" and not config.reward:
-        return _outcome(right_positions)
+    if config.name in _OWN and not config.reward:
+        return _outcome(_OWN[config.name])
     if config.name == "reasoning_gym":
         return GymReward(config)
     if config.reward in NAMED:
@@ -106,6 +106,7 @@ NAMED: dict[str, Callable[[Prompt, str], float]] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
 }
+_OWN = {"sort_digits": right_positions, "calculator": exact_match}  # by name of the task
 PROCESS: dict[str, Reward] = {"position_steps": position_steps, "turn_gains": turn_gains}
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from moerl.config.schema import Column, TaskConfig
+from moerl.data.calculator import demonstration
 from moerl.errors import ConfigError, ModelError
 from moerl.types import Prompt
 
@@ -68,6 +69,25 @@ class SortDigits:
         return Item("".join(digits) + "=", "".join(sorted(digits)))
 
 
+class Products:
+    """`127*348=` -> `44196`.  Half of the demonstrations call the calculator, half answer at once.
+
+    So a supervised start has seen the tool and does not yet rely on it.
+    """
+
+    size: int | None = None
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._least, self._seed = 10 ** (config.digits - 1), seed
+
+    def item(self, index: int) -> Item:
+        draw = random.Random(f"{self._seed}/{index}")
+        expression = "*".join(str(draw.randrange(self._least, 10 * self._least)) for _ in "ab")
+        shown = demonstration(expression)
+        turns = shown if draw.random() < 0.5 else shown[-1:]
+        return Item(f"{expression}=", shown[-1], extra={"demonstration": turns})
+
+
 class ReasoningGym:
     """Any dataset of the reasoning-gym package by name.
 
@@ -108,6 +128,7 @@ def _table_rows(config: TaskConfig, seed: int) -> Source:
 
 SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
     "sort_digits": SortDigits,
+    "calculator": Products,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
     "hf_dataset": _table_rows,
@@ -148,8 +169,10 @@ class PromptStream:
                 f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
             )
         extra = dict(item.extra)
-        if item.messages and self._task.agent.command:
-            extra["messages"] = list(item.messages)  # the agent writes its own conversation
+        if self._task.agent.plays:
+            extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
+            if item.messages:  # the agent writes its own conversation
+                extra["messages"] = list(item.messages)
         return Prompt(index, tuple(ids), text, item.answer, extra)
 
     def _place(self, index: int) -> int:
@@ -166,7 +189,7 @@ class PromptStream:
     def _text(self, item: Item) -> str:
         if not item.messages and not self._task.chat_template:
             return item.prompt
-        if self._task.agent.command:
+        if self._task.agent.plays:
             return "\n".join(message["content"] for message in item.messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(

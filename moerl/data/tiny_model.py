@@ -37,7 +37,7 @@ _CHAT_TEMPLATE = (
 def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
     """Write config, weights (fp32 safetensors) and tokenizer; `folder` gets its name at the end.
 
-    The files are those that transformers writes.  It is not imported, because that takes longer
+    The files are as transformers writes them.  It is not imported, because that takes longer
     than all the rest and every run of a tiny recipe would wait for it.
 
     Raises ModelError when the folder exists.

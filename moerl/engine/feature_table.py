@@ -355,7 +355,7 @@ FEATURES = (
     Feature(
         "LoRA",
         Verdict.WITHOUT_REPLAY,
-        "the trainer has no adapters; a publish replaces whole weights",
+        "a publish merges the trainer's adapters into the weights",
         {"enable_lora": (None, False), "lora_paths": _NONE},
     ),
     Feature(

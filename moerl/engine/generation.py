@@ -239,7 +239,7 @@ class Generation:
     def _parser(
         self, reply: dict[str, Any], request: GenerateRequest, version: PolicyVersion
     ) -> Callable[[Records], Reply]:
-        """The check of a reply, for a thread: versions are those that were served until now."""
+        """The check of a reply, for a thread: versions are the served ones until now."""
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         mode = self._updates.mode
         updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)

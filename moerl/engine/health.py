@@ -121,7 +121,7 @@ class Pulse:
     """Whether a server answers.  A process that hangs is alive for the kernel.
 
     One question at a time, asked again some time after its answer; `look` says when none came for
-    `limit_s`.  Time in which nobody looked does not count: this process may have been suspended.
+    `limit_s`.  Time without a look does not count: this process may have been suspended.
     """
 
     _QUESTIONS = 12  # per limit_s

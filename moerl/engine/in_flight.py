@@ -3,7 +3,7 @@
 `exchange` runs between two forward passes and writes the new weights; the mode decides what happens
 to running requests:
 
-    interrupt   the host has aborted all requests before; one that still runs is retracted
+    interrupt   the host has aborted all requests before; if one still runs it is retracted
     in_place    requests continue with the KV cache of the older weights
     retract     SGLang frees every request's KV cache and prefills it again under the new weights
 

@@ -1,7 +1,7 @@
 """Which routes of SGLang's server answer without the run's token: `/health`, `/ready`, `/metrics`.
 
 SGLang opens every path that begins with one of these names, so that probes need no secret.  One of
-them, `/health_generate`, samples a token: whoever can connect could keep an engine busy.
+them, `/health_generate`, samples a token: any process that connects could keep an engine busy.
 """
 
 from __future__ import annotations

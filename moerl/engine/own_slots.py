@@ -3,10 +3,10 @@
 SGLang records by cache slot.  When two requests compute one prefix at the same time, the second to
 publish it in the prefix cache gives its slots up for those of the first: its record would then name
 what the other request chose, although its own tokens were computed from its own choice.  Mostly
-both chose alike.  Where they did not (scores that tie, rounding), or where that cannot be told yet,
-the request stays out of the prefix cache, which SGLang allows per request: it keeps its slots, its
-keys and its record.  A prefix found in the cache is another matter: its slots, and so its rows, are
-those that the request really used.
+both made the same choice.  Where they did not (scores that tie, rounding), or where that cannot be
+told yet, the request stays out of the prefix cache, which SGLang allows per request: it keeps its
+slots, its keys and its record.  A prefix found in the cache is another matter: its slots, and so
+its rows, are what the request really used.
 
 Rejected: refusing such records (siblings of one prompt meet often), no prefix cache at all.
 """

@@ -67,7 +67,7 @@ class RecordWriter:
         """Store the record of an ended request.  Returns the reference for its reply.
 
         A record that finds no room is refused in the reference, and in no exception: the request
-        ends alone, and its server goes on.
+        ends alone, and its server continues.
         """
         stored = [_narrowed(name, array) for name, array in arrays.items()]
         parts = tuple(part for part, _ in stored)
@@ -107,7 +107,7 @@ class RecordWriter:
 
 
 class RecordReader:
-    """The host's end: reads each file once, and removes those that nothing waits for."""
+    """The host's end: reads each file once, and removes each that nothing waits for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -4,7 +4,7 @@ Legend: T' tokens of the request, n sampled by this call, L MoE layers, K expert
 docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
 token is never fed), log-probabilities and mask rows to produced tokens (n).
 
-The behaviour log-probability of truncated sampling is the one that SGLang records with the mask
+The behaviour log-probability of truncated sampling is what SGLang records with the mask
 (renormalised over it); `output_token_logprobs` is the one before truncation.
 
 A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back

@@ -33,7 +33,7 @@ from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:
-    from moerl.agents.agent_programs import AgentPrograms
+    from moerl.agents.agent_loop import AgentRunner
     from moerl.agents.tool_calls import AnswerParser
     from moerl.controller.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
@@ -174,33 +174,39 @@ class RunContext:
             }
         )
 
-    def agents(self) -> AgentPrograms | None:
+    def agents(self) -> AgentRunner | None:
         """What plays the episodes, with task.agent.  Raises ConfigError."""
-        agent, shape = self.config.task.agent, self.model_shape()
-        if not agent.command:
+        task, shape = self.config.task, self.model_shape()
+        if not task.agent.plays:
             return None
+        from moerl.agents.agent_loop import PolicySettings
         from moerl.agents.agent_process import program_of
-        from moerl.agents.agent_programs import AgentPrograms, PolicySettings
+        from moerl.agents.agent_programs import AgentPrograms
+        from moerl.agents.environment_episodes import EnvironmentEpisodes
+        from moerl.agents.environment_pool import EnvironmentPool
         from moerl.agents.prompt_tokens import PromptTokens
         from moerl.controller.rollout_builder import sampling_params
         from moerl.records.blob_ranges import read_logprobs
 
-        program_of(agent.command)
-        if agent.context_tokens > shape.context_tokens:
+        if task.agent.command:
+            program_of(task.agent.command)
+        if task.agent.context_tokens > shape.context_tokens:
             raise ConfigError(
                 "task.agent.context_tokens",
-                agent.context_tokens,
+                task.agent.context_tokens,
                 f"the engines take at most {shape.context_tokens}",
             )
         settings = PolicySettings(
             tokens=PromptTokens(self.tokenizer()),
             parser=self._answer_parser(),
             sampling=sampling_params(entries_of(self.config)[0].sampling, shape),
-            context_tokens=agent.context_tokens or shape.context_tokens,
+            context_tokens=task.agent.context_tokens or shape.context_tokens,
             audit=self.config.replay.audit,
             logprobs=partial(read_logprobs, self.blobs()),
         )
-        return AgentPrograms(self.config.task, settings, self.run.logs / "agents.log")
+        if task.agent.environment:
+            return EnvironmentEpisodes(task, settings, EnvironmentPool(task))
+        return AgentPrograms(task, settings, self.run.logs / "agents.log")
 
     def _answer_parser(self) -> AnswerParser:
         from moerl.agents.tool_calls import PlainAnswers

@@ -43,6 +43,9 @@ class Alerts:
         if "loss/grad_norm_router" in row:
             moves = row.get("loss/grad_norm", 0.0) > 0
             found["router_detached"] = moves and row["loss/grad_norm_router"] == 0
+        if "lora/changed_frac" in row:
+            moves = row.get("loss/grad_norm", 0.0) > 0 and row.get("loss/lr", 0.0) > 0
+            found["lora_rounded_away"] = moves and row["lora/changed_frac"] == 0
         if "scorer/failed" in row:
             found["scorer"] = row["scorer/failed"] > _SCORE_FAIL_FRAC * self._episodes
         return {f"alert/{name}": float(holds) for name, holds in found.items()}

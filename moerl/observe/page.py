@@ -60,13 +60,32 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Passage:
+    """A labelled piece of text; colour: of its edge, from 1 to 6, 0 = none."""
+
+    label: str
+    text: str
+    colour: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A conversation, folded below its title."""
+
+    title: str
+    note: str
+    passages: Sequence[Passage]
+
+
+@dataclass(frozen=True, slots=True)
 class PageSection:
-    """A heading with text, a table, charts and folded text, each of them optional."""
+    """A heading with text, a table, transcripts, charts and folded text, each optional."""
 
     title: str
     text: str = ""
     table: Table | None = None
     figures: Sequence[Figure] = ()
+    transcripts: Sequence[Transcript] = ()
     folded: tuple[str, str] | None = None  # (summary, text)
 
 
@@ -81,6 +100,11 @@ class Page:
     paragraphs: Sequence[str] = ()
     cards: Sequence[StatCard] = ()
     sections: Sequence[PageSection] = ()
+
+
+def visible(text: str) -> str:
+    """The text with control characters replaced by their picture symbols."""
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
 
 
 def write_html(path: Path, page: Page) -> Path:
@@ -187,9 +211,15 @@ th, td { padding: 7px 14px 7px 0; vertical-align: top; border-bottom: 1px solid 
 tr:last-child td { border-bottom: 0; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text-cell { min-width: 8em; }
-td .text { max-height: 9.5em; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
-  color: var(--strong); }
+.transcript { margin-top: 12px; }
+.passage { margin-top: 10px; padding-left: 10px; border-left: 4px solid var(--line); }
+.passage.sampled { border-left-color: var(--edge); }
+.passage .label { font-size: 12px; }
+.passage .text { max-height: 24em; color: var(--ink); }
+.passage.sampled .text { color: var(--strong); }
+td .text { max-height: 9.5em; color: var(--strong); }
+.text { overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .badge { display: inline-block; min-width: 3.6em; padding: 0 7px; border-radius: 6px;
   text-align: center; color: var(--strong);
   background: color-mix(in srgb, var(--c3) calc(var(--share) * 55%), var(--page)); }
@@ -236,6 +266,17 @@ footer { margin-top: 36px; font-size: 12.5px; }
 <h2>{{ section.title }}</h2>
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.table %}{{ table(section.table) }}{% endif %}
+{% for episode in section.transcripts %}
+<div class="card transcript"><details{{ ' open' if loop.first }}>
+<summary>{{ episode.title }}</summary><p>{{ episode.note }}</p>
+{% for passage in episode.passages %}
+<div class="passage{{ ' sampled' if passage.colour }}"
+{%- if passage.colour %} style="--edge: var(--c{{ passage.colour }})"{% endif %}>
+<div class="label">{{ passage.label }}</div>
+<div class="text">{{ passage.text }}</div></div>
+{% endfor %}
+</details></div>
+{% endfor %}
 {% if section.figures %}
 <div class="charts">
 {% for figure in section.figures %}

@@ -17,6 +17,7 @@ from moerl.config.schema import Config
 from moerl.config.task_mixture import entries_of
 from moerl.observe.charts import draw_heatmap, draw_timeline
 from moerl.observe.console import alerts, clock
+from moerl.observe.episode_section import episode_section
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
     GENERATE,
@@ -39,9 +40,11 @@ from moerl.observe.page import (
     StatCard,
     Table,
     figure,
+    visible,
     write_html,
 )
 from moerl.observe.report_sections import (
+    AGENTS,
     LEARNING,
     ROUTERS,
     SECTIONS,
@@ -90,7 +93,9 @@ def write_report(
     beyond a torn last line.
     """
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
+    samples = read_lines(run.samples)
     num_steps = config.run.steps
+    parts = (*SECTIONS, AGENTS) if config.task.agent.command else SECTIONS
     labels = [entry.label for entry in entries_of(config)] if config.tasks else []
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
@@ -102,9 +107,10 @@ def write_report(
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
-            *(_charts(part, rows, run, labels) for part in SECTIONS),
+            *(_charts(part, rows, run, labels) for part in parts),
             _timeline(spans),
-            _samples(read_lines(run.samples), by_task=bool(labels)),
+            *episode_section(samples),
+            _samples(samples, by_task=bool(labels)),
             PageSection("Configuration", folded=("Resolved configuration", printed(config))),
         ],
     )
@@ -438,8 +444,8 @@ def _sample(
         _number(sample.get("group_mean"), ".3f"),
         str(sample.get("lag", "-")),
         str(sample.get("version", "-")),
-        _visible(str(sample.get("prompt", ""))),
-        _visible(_response(sample)),
+        visible(str(sample.get("prompt", ""))),
+        visible(_response(sample)),
     ]
 
 
@@ -454,8 +460,3 @@ def _response(sample: Mapping[str, Any]) -> str:
         for number, turn in enumerate(turns, 1)
         if isinstance(turn, dict)
     )
-
-
-def _visible(text: str) -> str:
-    """The text with control characters replaced by their picture symbols."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)

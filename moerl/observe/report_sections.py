@@ -198,6 +198,40 @@ SECTIONS = (
     ),
 )
 
+# Of a run whose episodes a program plays.
+AGENTS = Section(
+    "Agents",
+    "All episodes that ended since the step before, trained or not. A request that continues no "
+    "earlier turn, or one that was continued before, begins a branch: a row of its own.",
+    (
+        Chart(
+            "Time of episodes",
+            "seconds, summed",
+            {"agent/engine_s": "with the engines", "agent/program_s": "waiting for the program"},
+            scale="zero",
+        ),
+        Chart(
+            "Turns by their request",
+            "turns",
+            {
+                "agent/origin/continued": "continued",
+                "agent/origin/branched": "branched",
+                "agent/origin/repeated": "repeated",
+                "agent/origin/rewritten": "rewritten",
+                "agent/origin/tools_changed": "other tools",
+                "agent/origin/new": "another conversation",
+            },
+            scale="zero",
+        ),
+        Chart(
+            "Tokens saved by rows of several turns",
+            "share",
+            {"sample/shared_frac": "of a row per turn"},
+            scale="share",
+        ),
+    ),
+)
+
 LEARNING = "Learning"  # the section that `task_charts` belongs to
 _TASK_CHARTS = (
     ("Reward by task", "reward", "reward/mean"),

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
-from moerl.config.checks import check_model_sizes
+from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
@@ -45,6 +45,7 @@ from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
     engine_memory,
+    factor_bytes,
     ref_model_memory,
     trainer_memory,
 )
@@ -109,14 +110,17 @@ def process_table(config: Config, placed: Placement) -> str:
 
 def _agent_line(agent: AgentConfig) -> str:
     limits = f"{agent.max_turns} turns, {agent.max_sampled_tokens} tokens, {agent.wall_s:g} s each"
-    return f"{' '.join(agent.command)}; at most {limits}; reward: {agent.reward}"
+    played_by = " ".join(agent.command) or f"environment {agent.environment}"
+    return f"{played_by}; at most {limits}; reward: {agent.reward}"
 
 
 def _agents(config: Config) -> str:
-    """How many programs there are at once."""
-    rollout = config.rollout
+    """How many processes there are at once."""
+    agent, rollout = config.task.agent, config.rollout
+    if not agent.command:
+        return str(agent.environment_workers)
     most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
-    return str(config.task.agent.workers or f"<= {most}")
+    return str(agent.workers or f"<= {most}")
 
 
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
@@ -131,7 +135,7 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
-    if placed.controller.name == name and config.task.agent.command:
+    if placed.controller.name == name and config.task.agent.plays:
         rows.append(("agents", "", _agents(config), "", _agent_line(config.task.agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
@@ -317,7 +321,7 @@ class _Size:
     def __init__(
         self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
     ) -> None:
-        self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
+        self.spec, self.engines, self.sent = spec, engines, Spread.of(totals.sent_bytes)
         self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
         self.memory = engine_memory(
@@ -333,7 +337,11 @@ class _Size:
 
 def model_shapes(config: Config) -> dict[str, Any]:
     """The model's config.json, or that of the tiny model that would be made."""
-    return _shapes_of(config.model.path) if config.model.path else _tiny_shapes(config.model.tiny)
+    model = config.model
+    is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
+    if not model.path or (model.tiny.enabled and is_to_be_made):
+        return _tiny_shapes(model.tiny)
+    return _shapes_of(model.path)
 
 
 def _shapes_of(name: str) -> dict[str, Any]:
@@ -434,6 +442,8 @@ def _host_lines(
     if rank.offloaded:
         trainer += f", optimizer {_gb(each * rank.offloaded)}"
     trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
+    if rank.base:
+        trainer += f", W0 of adapters {_gb(each * rank.base)}"
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
     records = waiting / max(1, len(engine_nodes))
     needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}
@@ -463,6 +473,13 @@ def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: st
 
 def _transfer_lines(config: Config, size: _Size) -> str:
     engines = size.engines
+    if config.lora.sends_factors:
+        received = factor_bytes(size.spec, engines, config.lora, config.engine.dtype)
+        return (
+            f"a publish over {config.sync.transport}: factors of {_gb(received)} GB into each of "
+            f"{engines.num} x {engines.tp} engine ranks, which merge them; weights would be "
+            f"{_gb(size.received)} GB"
+        )
     return (
         f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "
         f"{engines.num} x {engines.tp} engine ranks, {_gb(engines.num * size.sent.mean)} GB (mean) "

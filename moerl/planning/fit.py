@@ -59,6 +59,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         optimizer=optimizer_bytes(config.trainer),
         bucket=config.sync.bucket_bytes,
         gpu=gpu,
+        lora=config.lora,
     )
 
 

@@ -18,6 +18,8 @@ Legend (of one rank; bytes unless stated otherwise)
     logits       10 t V / tp on the last stage: bf16, fp32 and their gradient
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
+    adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;
+    W0 of adapted weights is in host memory, on engines in the place of staging
     buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
@@ -35,13 +37,16 @@ Source of the byte model: Megatron's own report (6 + 12 / shard bytes per parame
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
-from moerl.layout.shards import chunk_layers
+from moerl.layout.adapters import engine_factors, projections
+from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles, sglang_tiles
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.planning.layout_check import ITEMSIZE, stage_bytes
 from moerl.weight_sync.held_shards import EngineLayout
@@ -96,6 +101,7 @@ class Training:
     optimizer: OptimizerBytes = OptimizerBytes()
     bucket: int = 0  # bytes of a publish's bucket, sync.bucket_bytes
     gpu: bool = True
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,7 @@ class TrainerMemory:
     snapshot: int  # host memory: weights of a publish
     offloaded: int  # host memory: optimizer
     checkpoint: int  # host memory: copy of the state that is written
+    base: int = 0  # host memory: W0 of adapted weights
 
     @property
     def total(self) -> int:
@@ -125,7 +132,7 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        return self.snapshot + self.offloaded + self.checkpoint
+        return self.snapshot + self.offloaded + self.checkpoint + self.base
 
     @property
     def static(self) -> int:
@@ -208,6 +215,7 @@ def ref_model_memory(
             snapshot=0,
             offloaded=0,
             checkpoint=0,
+            base=0,
         )
         for rank, inside in zip(alone, one, strict=True)
     )
@@ -237,12 +245,18 @@ def _stage(
     last = stage == layout.pp - 1
     vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
     weights = width * (dense + expert) + _router_biases(spec, layout, stage)
-    own = dense // shard + expert // expert_shard  # parameters that this rank's optimizer updates
+    trained, adapted, saved = (dense, expert), 0, weights
+    if training.lora.rank:
+        trained, adapted = _factors(spec, layout, training.lora, stage)
+        saved = width * sum(trained)
+        weights += saved
+    # parameters that this rank's optimizer updates
+    own = trained[0] // shard + trained[1] // expert_shard
     return TrainerMemory(
         stage=stage,
         parameters=dense + expert,
         weights=weights,
-        gradients=4 * (dense + expert),
+        gradients=4 * sum(trained),
         optimizer=held.device * own,
         activations=_activations(spec, layout, training, stage),
         logits=(10 if half else 12) * tokens * vocab if last else 0,
@@ -253,8 +267,31 @@ def _stage(
         runtime=RUNTIME if training.gpu else 0,
         snapshot=weights,
         offloaded=held.host * own,
-        checkpoint=weights + held.saved * own,
+        checkpoint=saved + held.saved * own,
+        base=width * adapted,
     )
+
+
+def _factors(
+    spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
+) -> tuple[tuple[int, int], int]:
+    """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
+    shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
+    for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
+        for part in projections(local, lora.rank_of, shapes):
+            counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
+            adapted += len(part.rows) * len(part.cols)
+    return (counts[0], counts[1]), adapted
+
+
+def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str) -> int:
+    """What an engine rank receives of a publish that sends factors, at most."""
+    shapes, every = hf_shapes(spec), []
+    for rank in range(engine.tp):
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        held = engine_factors(named, lora.rank_of, shapes).values()
+        every.append(sum(math.prod(local.shape) for local in held))
+    return max(every) * ITEMSIZE.get(dtype, 2)
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

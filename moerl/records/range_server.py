@@ -2,7 +2,7 @@
 
 It runs inside the engine host, whose threads and descriptors it shares, so callers that have not
 shown the token are bounded (`CallerLimits`): in the time and the bytes until it is seen, as sums
-and not per read, and in their number.  When there are too many, the one that has waited longest is
+and not per read, and in their number.  When there are too many, the longest waiting one is
 sent away: a reader of the run shows the token with its first bytes.
 """
 
@@ -69,7 +69,7 @@ class RangeServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """A thread per connection; knows those that have not shown the token."""
+    """A thread per connection; knows which have not shown the token."""
 
     daemon_threads = True
     request_queue_size = 128  # 5 by default: readers of a whole trainer connect at once

@@ -157,10 +157,13 @@ class Isolation:
 
     def open(self, argv: Sequence[str]) -> Box:
         """Start a program that answers requests on its standard input and output."""
+        return Box(*self.connect(argv), self.limits.reply_kb * 1024)
+
+    def connect(self, argv: Sequence[str]) -> tuple[Kept, socket.socket]:
+        """Start a program, and the other end of its standard input and output."""
         data, theirs = socket.socketpair()
         with theirs:
-            kept = self._start(argv, theirs.fileno(), theirs.fileno(), None)
-        return Box(kept, data, self.limits.reply_kb * 1024)
+            return self._start(argv, theirs.fileno(), theirs.fileno(), None), data
 
     def run(
         self, argv: Sequence[str], stdin: bytes = b"", *, timeout_s: float, max_output: int

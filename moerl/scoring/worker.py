@@ -144,7 +144,7 @@ class Worker:
         try:
             data = encode(self._evaluate(request))
         except BaseException as error:
-            data = encode(WorkerAnswer(request.serial, failure=_one_line(error)))
+            data = encode(WorkerAnswer(request.serial, failure=one_line(error)))
         if len(data) > self._setup.reply_bytes:
             problem = f"answered with {len(data)} bytes, {_TOO_LONG}"
             data = encode(WorkerAnswer(request.serial, failure=problem))
@@ -191,8 +191,8 @@ def _empty(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _one_line(error: BaseException) -> str:
-    """What was raised, short and without control characters: a policy may have written it."""
+def one_line(error: BaseException) -> str:
+    """The error, short and without control characters: a policy may have written it."""
     try:
         text = " ".join(str(error).split())
     except BaseException:
@@ -202,7 +202,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _how_it_ended(child: int) -> str:
-    """About a child that closed its connection; one that has not ended gets 0.2 s."""
+    """About a child that closed its connection; if it has not ended it gets 0.2 s."""
     for _ in range(40):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -214,7 +214,7 @@ def _how_it_ended(child: int) -> str:
     return "closed its connection"
 
 
-def _own_connection() -> socket.socket:
+def own_connection() -> socket.socket:
     """The connection from standard input; what is printed goes to standard error from now on."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -226,12 +226,12 @@ def _own_connection() -> socket.socket:
 
 def main() -> None:
     """Take the Setup, say that the task's functions are there, and serve."""
-    connection = _own_connection()
+    connection = own_connection()
     setup = msgspec.msgpack.decode(receive(connection), type=Setup)
     try:
         worker = Worker(connection, setup)
     except BaseException as error:
-        send(connection, encode(WorkerAnswer(0, failure=_one_line(error))))
+        send(connection, encode(WorkerAnswer(0, failure=one_line(error))))
         return
     send(connection, encode(WorkerAnswer(0)))
     with contextlib.suppress(OSError):  # the scorer has ended

@@ -5,7 +5,8 @@
 The learner of reinforcement learning with advantage 1 and no ratio: its policy term is then the
 mean negative log-likelihood of the answers' tokens.  Nothing is replayed, routers are live.  Every
 rank derives the same plans.  Rank 0 prints one JSON object per step and the trained model is saved
-in runs/X/hf; there is no checkpoint to continue from, a warm start is short.
+in runs/X/hf, adapters in runs/X/adapter/peft too; there is no checkpoint to continue from, a warm
+start is short.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def _train(config: Config, run: RunDir) -> None:
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner
+    from moerl.trainer.live_adapters import save_live_adapters
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build
 
@@ -73,8 +75,9 @@ def _train(config: Config, run: RunDir) -> None:
     ranks = parallel.start(trainer.parallel, place, timeout_s=trainer.step_timeout_s)
     torch.manual_seed(config.run.seed)
     source = HfFolder(config.model.path)
-    model = build(source.spec, trainer, ranks, with_replay=False)
+    model = build(source.spec, trainer, ranks, with_replay=False, lora=config.lora)
     load_hf(model.tensors, model.tiles, source)
+    model.keep_base()
     learner = Learner(model, ranks, config, BlobStore(run.root / "blobs", "none"))
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
@@ -97,6 +100,8 @@ def _train(config: Config, run: RunDir) -> None:
     held = every_rank(model.spec, ranks.sizes, "te" if place.name == "cuda" else "local")
     group = RankGroup(ranks.rank, ranks.control)
     HfShards(lambda: model.tensors, held, group, source.path).save(run.hf)
+    if model.adapters:
+        save_live_adapters(run.adapter, model, config.lora, ranks, source.path)
     dist.barrier(ranks.control)
     parallel.stop()
 

@@ -52,6 +52,7 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
+from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
@@ -97,8 +98,10 @@ class TrainLoop:
             config.trainer,
             parallel,
             with_replay=config.replay.routing != "off",
+            lora=config.lora,
         )
         load_hf(self.model.tensors, self.model.tiles, self.source)
+        self.model.keep_base()
         critic = None
         if config.algorithm.advantage == "gae":
             critic = Critic(config, parallel, context.blobs)
@@ -279,11 +282,19 @@ class TrainLoop:
     def _keep_version(self) -> None:
         with self.tracer.span("save hf", version=str(self.version)):
             self.save_model(self.context.run.versions / str(self.version))
+            self._save_adapter(self.context.run.adapter.with_name(str(self.version)))
 
     def _save_hf(self) -> None:
         with self.tracer.span("save hf", step=self.version.step):
             self.save_model(self.context.run.hf)
+            self._save_adapter(self.context.run.adapter)
         self.hf_step = self.version.step
+
+    def _save_adapter(self, folder: Path) -> None:
+        if self.model.adapters:
+            save_live_adapters(
+                folder, self.model, self.config.lora, self.parallel, self.source.path
+            )
 
     def save_model(self, folder: Path) -> None:
         """Save the live weights as a model folder; collective."""
@@ -291,6 +302,11 @@ class TrainLoop:
         held = every_rank(self.model.spec, parallel.sizes, parallel.platform.layers)
         ranks = RankGroup(parallel.rank, parallel.control)
         HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
+
+    def _sent(self) -> dict[str, torch.Tensor]:
+        """What a publish sends, and the weights that engines must have then."""
+        factors = self.model.factors() if self.config.lora.sends_factors else {}
+        return self.model.tensors | factors
 
     def _checkpoint(self) -> None:
         progress = checkpoint.Progress(
@@ -313,7 +329,7 @@ class TrainLoop:
             spec=self.model.spec,
             layout=parallel.sizes,
             layer_spec=parallel.platform.layers,
-            live=lambda: self.model.tensors,
+            live=self._sent,
             # own connections: a publish never delays a plan, and sockets belong to one thread
             connect=lambda: RpcClient(
                 context.controller, context.keys, timeout_s=config.sync.timeout_s

@@ -12,7 +12,7 @@ is filled again when its pieces have been copied.  The buckets are allocated in 
 failure is a refusal: a commit allocates nothing.
 
 Rejected: pieces copied from host memory one by one (thousands of small transfers in the pause), a
-whole version on the device (a second copy of the weights beside the KV cache).
+whole version on the device (a second copy of the weights, next to the KV cache).
 """
 
 from __future__ import annotations

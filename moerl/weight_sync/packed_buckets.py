@@ -5,9 +5,9 @@ One thread per engine sends.  The first that needs a bucket packs it (copies its
 casts or quantises them, computes the digest); the others take it from here.
 
 Memory is bounded: two buffers per engine, because a sender holds two at most, one in transit and
-the next one.  So there is always a free buffer, and no sender waits for another engine: one that
-falls behind finds its buckets overwritten and packs them again.  A thread waits for another only
-while that one packs the very bucket that it needs.
+the next one.  So there is always a free buffer, and no sender waits for another engine: a sender
+that falls behind finds its buckets overwritten and packs them again.  A thread waits for another
+only while that one packs the very bucket that it needs.
 
 A transport that maps an engine's host memory gets the bucket packed straight into it: one copy per
 engine, where a shared buffer would cost one more.  With the figures of bench/weight_sync.py (pack
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,8 +87,14 @@ class PackedBucket:
 class BucketPacker:
     """Packs a rank's regions; used by the threads of all engines with this plan."""
 
-    def __init__(self, plan: SenderPlan, snapshot: WeightSnapshot) -> None:
-        self.plan, self.snapshot = plan, snapshot
+    def __init__(
+        self,
+        plan: SenderPlan,
+        snapshot: WeightSnapshot,
+        merged: Callable[[int, PolicyVersion], int] | None = None,
+    ) -> None:
+        """merged: of a plan of factors, digests of what they give (`MergedTotals.total`)."""
+        self.plan, self.snapshot, self.merged = plan, snapshot, merged
         self.num_packed = 0  # buckets, of all versions
         self._regions = {region.dst: region for region in plan.regions}
         self._seeds = {region.dst: seeds(region) for region in plan.regions}
@@ -175,7 +181,7 @@ class BucketPacker:
                 raise TransportError("deadline", f"bucket {key.number} was not packed in time")
 
     def _claim(self, key: BucketKey, version: PolicyVersion) -> PackedBucket:
-        """A buffer that nobody uses, to pack into; call with the lock held."""
+        """An unused buffer to pack into; call with the lock held."""
         num_bytes, before = self._bucket(key).num_bytes, self._views.get(key)
         if before is not None and not before[0].users:
             packed = before[0]  # its views are made

@@ -34,7 +34,9 @@ from moerl.rpc import Keys
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
@@ -53,7 +55,8 @@ class SyncContext:
     spec: ModelSpec
     layout: ParallelConfig
     layer_spec: LayerSpec
-    live: Callable[[], Mapping[str, Tensor]]  # parameters by their name in megatron_tiles
+    # parameters by their name in megatron_tiles; factors, which are sent, by Hugging Face name
+    live: Callable[[], Mapping[str, Tensor]]
     connect: Callable[[], Control]  # opens a connection to the controller
     keys: Keys  # of the run
     tracer: Tracer
@@ -205,6 +208,7 @@ class Destinations:
         model = read_model_config(Path(config.model.path))
         wants = engine_wants(config.engine.args.get("quantization"), model)
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
+        self._lora = config.lora if config.lora.sends_factors else None
 
     def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
         """Collective: connect to new engines; their sessions are not started yet."""
@@ -241,16 +245,15 @@ class Destinations:
     def _sender(self, one: SyncTarget) -> tuple[str, str]:
         """Start this rank's sender to an engine; (id of its transfer plan, its endpoint)."""
         config, context = self._config, self._context
-        packer = self._packer(
-            TransferPlan(
-                context.spec,
-                context.layout,
-                engine_layout(config, one.tp),
-                PLAN_ID,
-                self._policy,
-                context.layer_spec,
-            )
+        plan = TransferPlan(
+            context.spec,
+            context.layout,
+            engine_layout(config, one.tp),
+            PLAN_ID,
+            self._policy,
+            context.layer_spec,
         )
+        packer = self._packer(plan if self._lora is None else FactorPlan(plan, self._lora))
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
         sender = WeightSender(packer, transport, delta=config.sync.delta)
@@ -258,11 +261,14 @@ class Destinations:
         thread.start()
         return packer.plan.plan_id, thread.endpoint
 
-    def _packer(self, plan: TransferPlan) -> BucketPacker:
+    def _packer(self, plan: TransferPlan | FactorPlan) -> BucketPacker:
         """One for all engines with this plan."""
         packer = self._packers.get(plan.id)
         if packer is None:
-            packer = BucketPacker(plan.sender(self._context.rank), self.snapshot.weights)
+            rank, weights, merged = self._context.rank, self.snapshot.weights, None
+            if isinstance(plan, FactorPlan):
+                merged = MergedTotals(plan.weights.sender(rank), weights).total
+            packer = BucketPacker(plan.sender(rank), weights, merged)
             self._packers[plan.id] = packer
         return packer
 
@@ -280,6 +286,7 @@ class Destinations:
             drain_s=config.update_wait_s,
             folder=config.sync.folder,
             delta=config.sync.delta,
+            lora=self._lora,
         )
 
 

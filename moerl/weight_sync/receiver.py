@@ -36,10 +36,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import EngineError, LayoutError, TransportError, cause_of
-from moerl.layout import ModelSpec, num_elements
-from moerl.layout.tiles import Box, overlap
+from moerl.layout import ModelSpec
 from moerl.messages import (
     AbortUpdate,
     Message,
@@ -52,10 +52,13 @@ from moerl.messages import (
 )
 from moerl.rpc import Keys, RpcServer
 from moerl.types import PolicyVersion
-from moerl.weight_sync.buckets import ALIGN, Piece, WirePolicy, delta_start, digest, seeds, split
+from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
 from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
 from moerl.weight_sync.delta import DeltaError, apply
+from moerl.weight_sync.engine_adapters import EngineAdapters, check_same
+from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
 from moerl.weight_sync.transports.base import Staging, Transport
 
@@ -103,16 +106,28 @@ class ReceiverContext:
     layout: str  # fingerprint of the engine's weight layout (`moerl.engine.weight_layout`)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """What this rank receives; the same for every version."""
+
+    plan: ReceiverPlan
+    seeds: list[list[int]]  # one per region and piece
+    merged: ReceiverPlan | None = None  # of whole weights, where factors are received
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
     message: PrepareUpdate
-    plan: ReceiverPlan
+    planned: _Planned
     staging: Staging
-    seeds: list[list[int]]  # one per region and piece
     verified: bool = False
     claimed: bool = False
     total: int = 0  # digest of the rank's staged bytes
     copies: CommitCopies | None = None  # once committed
+
+    @property
+    def plan(self) -> ReceiverPlan:
+        return self.planned.plan
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -132,7 +147,8 @@ class Receiver:
     _taken: _Session | None = None  # committed last; its staging is used again
     _buckets: CommitBuckets | None = None
     _device: torch.device | None = None  # GPU of the live weights
-    _plans: dict[str, tuple[ReceiverPlan, list[list[int]]]] = field(default_factory=dict)
+    _plans: dict[str, _Planned] = field(default_factory=dict)
+    _adapters: EngineAdapters | None = None  # once factors were announced
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # --- the control thread -----------------------------------------------------------------------
@@ -158,7 +174,8 @@ class Receiver:
             raise LayoutError(
                 f"the engine's weight layout is {context.layout}, the sender knows {message.layout}"
             )
-        plan, seeds_ = self._plan(message)
+        planned = self._plan(message)
+        plan = planned.plan
         with self._lock:
             before = self._session
             if before is not None and before.claimed:
@@ -166,7 +183,7 @@ class Receiver:
             self._close_session()
             staging = self._staging(message, plan)
             self._make_buckets(plan, staging)
-            self._session = _Session(message, plan, staging, seeds_)
+            self._session = _Session(message, planned, staging)
         starts = {
             region.src: start
             for region, start in zip(plan.regions, _starts(plan, message), strict=True)
@@ -181,7 +198,7 @@ class Receiver:
         wanted = iter(split(message.digests[self.context.rank]))
         failed, total, number = [], 0, 0
         for region, start, seeds_ in zip(
-            session.plan.regions, session.starts, session.seeds, strict=True
+            session.plan.regions, session.starts, session.planned.seeds, strict=True
         ):
             for bucket in region.buckets:
                 begin = start + bucket.offset
@@ -194,6 +211,8 @@ class Receiver:
         extra = sum(1 for _ in wanted)
         if extra:
             raise EngineError(f"{extra} digests more than the {number} buckets of this rank")
+        if session.planned.merged is not None and not failed:
+            total = self._merged_total(session, session.planned.merged)
         with self._lock:
             if self._session is not session:
                 raise EngineError(f"the session of {message.version} ended while it was verified")
@@ -263,8 +282,12 @@ class Receiver:
         _finish(self._device)  # the last forward pass, on whatever stream it runs
         for hook in before:
             self.model.run_hook(hook)
-        session.copies = self._copies(session)
-        session.copies.run()
+        if session.planned.merged is not None:
+            assert self._adapters is not None, "PREPARE made them"
+            self._adapters.commit(self.model.tensors())
+        else:
+            session.copies = self._copies(session)
+            session.copies.run()
         for hook in after:
             self.model.run_hook(hook)
         _finish(self._device)  # also: staging may be written again, and errors are raised here
@@ -273,7 +296,7 @@ class Receiver:
             self._taken, self._session = session, None
 
     # --- private ----------------------------------------------------------------------------------
-    def _plan(self, message: PrepareUpdate) -> tuple[ReceiverPlan, list[list[int]]]:
+    def _plan(self, message: PrepareUpdate) -> _Planned:
         """Derive and check this rank's plan; cached, since it is the same for every version."""
         if message.plan not in self._plans:
             context = self.context
@@ -282,22 +305,49 @@ class Receiver:
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
-            plan = TransferPlan(
+            weights = TransferPlan(
                 context.spec,
                 trainer,
                 context.engine,
                 message.plan_engine,
                 policy,
                 "te" if message.layer_spec == "te" else "local",
-            ).receiver(context.rank)
+            )
+            whole = plan = weights.receiver(context.rank)
+            if message.lora is not None:
+                plan = FactorPlan(weights, message.lora).receiver(context.rank)
             if plan.plan_id != message.plan:
                 raise LayoutError(
                     f"the sender's transfer plan is {message.plan}, this engine derives "
                     f"{plan.plan_id}: model, layouts, wire or code differ"
                 )
-            check_targets(plan, self.model.tensors())
-            self._plans = {message.plan: (plan, [seeds(region) for region in plan.regions])}
+            check_targets(whole, self.model.tensors())
+            if message.lora is not None:
+                check_targets(plan, self._with_adapters(message.lora).factors)
+            merged = whole if message.lora is not None else None
+            seeds_ = [seeds(region) for region in plan.regions]
+            self._plans = {message.plan: _Planned(plan, seeds_, merged)}
         return self._plans[message.plan]
+
+    def _with_adapters(self, lora: LoraConfig) -> EngineAdapters:
+        """W0 is what this process loaded, whichever trainer asks."""
+        if self._adapters is None:
+            if self.total is not None:
+                raise EngineError("W0 is gone: whole weights were received; start the engine again")
+            context = self.context
+            self._adapters = EngineAdapters(
+                context.spec, context.engine, context.rank, lora, self.model.tensors()
+            )
+        check_same(self._adapters.lora, lora)
+        return self._adapters
+
+    @torch.no_grad()
+    def _merged_total(self, session: _Session, whole: ReceiverPlan) -> int:
+        """Take the staged factors; digest of the weights that they give, before any is written."""
+        assert self._adapters is not None, "PREPARE made them"
+        factors = self._adapters.factors
+        CommitCopies(session.plan, session.starts, session.staging.buffer, factors).run()
+        return self._adapters.total(whole, self.model.tensors())
 
     def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
         kept = self._taken
@@ -391,40 +441,6 @@ class Receiver:
             if self._taken is not None:
                 self._taken.staging.close()
                 self._taken = None
-
-
-def check_targets(plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Check that every piece fits a live tensor and that the pieces fill all tensors but padding.
-
-    Raises LayoutError naming the tensor.
-    """
-    boxes: dict[str, list[Box]] = {}
-    for region in plan.regions:
-        for piece in region.pieces:
-            if piece.dst_name not in tensors:
-                raise LayoutError(f"{piece.dst_name}: the plan fills it, the live model lacks it")
-            target = tensors[piece.dst_name]
-            _check_piece(piece, target)
-            boxes.setdefault(piece.dst_name, []).append(piece.dst_box)
-    padding = dict(plan.padding)
-    for name, target in tensors.items():
-        rows = padding.get(name, target.shape[0] if target.dim() else 1)
-        wanted = target.numel() // max(1, target.shape[0] if target.dim() else 1) * rows
-        parts = boxes.get(name, [])
-        filled = sum(map(num_elements, parts))
-        if filled != wanted:
-            raise LayoutError(f"{name}: the plan fills {filled} of {wanted} elements")
-        if twice := overlap(parts):  # then something else is never filled
-            raise LayoutError(f"{name}: the plan fills {twice[0]} and {twice[1]}, which overlap")
-
-
-def _check_piece(piece: Piece, target: Tensor) -> None:
-    if len(piece.dst_box) != target.dim() or any(
-        r and (r[-1] >= n or r[0] < 0) for r, n in zip(piece.dst_box, target.shape, strict=True)
-    ):
-        raise LayoutError(f"{piece.dst_name} {tuple(target.shape)} has no box {piece.dst_box}")
-    if str(target.dtype) != f"torch.{piece.dtype}":
-        raise LayoutError(f"{piece.dst_name} is {target.dtype} live, {piece.dtype} on the wire")
 
 
 def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:

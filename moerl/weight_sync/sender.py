@@ -95,6 +95,8 @@ class _RegionSender:
         if self._memory is not None:
             self._memory.version = version
         total = sum(self._totals) % 2**64
+        if self._packer.merged is not None:
+            total = self._packer.merged(self.region.dst, version)
         return Moved(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
 
     def _map(self) -> list[MappedBucket] | None:

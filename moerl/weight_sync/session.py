@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import MoerlError, TransportError
 from moerl.layout import LayerSpec
@@ -88,6 +89,7 @@ class SessionSpec:
     drain_s: float  # longest wait for running requests before a commit
     folder: str = ""  # folder of the transport disk
     delta: bool = False  # the senders may send deltas
+    lora: LoraConfig | None = None  # the senders send factors
 
 
 class EngineSession(threading.Thread):
@@ -397,6 +399,7 @@ class _Session:
             timeout_s=wait_s,
             folder=spec.folder,
             delta=spec.delta,
+            lora=spec.lora,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 

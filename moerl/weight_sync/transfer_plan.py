@@ -133,7 +133,7 @@ class TransferPlan:
         regions: dict[int, list[Keyed]] = defaultdict(list)
         for found in deliveries(self._tables(), where.pp, self.engine_id, mine, src=rank):
             regions[found.part.rank] += pieces_of(found)
-        made = tuple(_region(rank, dst, regions[dst], self.policy) for dst in sorted(regions))
+        made = tuple(region_of(rank, dst, regions[dst], self.policy) for dst in sorted(regions))
         return SenderPlan(self.id, rank, made)
 
     def receiver(self, rank: int) -> ReceiverPlan:
@@ -147,17 +147,13 @@ class TransferPlan:
         for stage in range(trainer.pp):
             for found in deliveries(self._tables(), stage, self.engine_id, every, dst=rank):
                 regions[found.src] += pieces_of(found)
-        made = tuple(_region(src, rank, regions[src], self.policy) for src in sorted(regions))
-        starts, end = [], 0
-        for region in made:
-            starts.append(end)
-            end += -(-region.num_bytes // ALIGN) * ALIGN
+        made = tuple(region_of(src, rank, regions[src], self.policy) for src in sorted(regions))
         named = sglang_tiles(self.spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         return ReceiverPlan(
             plan_id=self.id,
             rank=rank,
             regions=made,
-            starts=tuple(starts),
+            starts=starts_of(made),
             padding=tuple((n, t.shape[0] - t.pad_rows) for n, t in named.items() if t.pad_rows),
             hooks=post_load_hooks(self.spec, self.policy),
         )
@@ -195,7 +191,17 @@ def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
     return ("restore_weights_before_loading", *latent, "postprocess_weights")
 
 
-def _region(src: int, dst: int, keyed: list[Keyed], policy: WirePolicy) -> Region:
+def starts_of(regions: Iterable[Region]) -> tuple[int, ...]:
+    """Their offsets in a staging buffer."""
+    starts, end = [], 0
+    for region in regions:
+        starts.append(end)
+        end += -(-region.num_bytes // ALIGN) * ALIGN
+    return tuple(starts)
+
+
+def region_of(src: int, dst: int, keyed: Iterable[Keyed], policy: WirePolicy) -> Region:
+    """Pieces in wire order, in buckets; without pieces there is none."""
     pieces: list[Piece] = []
     buckets: list[Bucket] = []
     first = start = offset = 0
@@ -205,7 +211,8 @@ def _region(src: int, dst: int, keyed: list[Keyed], policy: WirePolicy) -> Regio
             first, start = len(pieces), offset
         pieces.append(piece._replace(offset=offset))
         offset += piece.num_bytes
-    buckets.append(Bucket(start, offset - start, first, len(pieces)))
+    if pieces:
+        buckets.append(Bucket(start, offset - start, first, len(pieces)))
     return Region(src, dst, tuple(pieces), tuple(buckets), offset)
 
 

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from moerl.observe.metrics import read_rows
+from moerl.types import Rollout
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
+from tests.helpers.warm_score import score_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -30,6 +33,12 @@ SETTINGS = [
     "observe.engine_alone_s=0",
     "trainer.optimizer.warmup_steps=0",
 ]
+LONG_TURNS = [
+    "checkpoint.keep_versions=true",
+    "sampling.ignore_eos=true",
+    "sampling.max_new_tokens=160",
+]
+JOINED = "mismatch/abs_dlogp_max/joined_lag_"
 
 
 def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
@@ -71,13 +80,13 @@ def agents_of(run: Run) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", ["controller", "engine-0"])
+@pytest.mark.parametrize("victim", ["controller", "engine-0", "program"])
 def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> None:
     run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=4", name="x", copies=True)
     try:
         run.wait_for(lambda: len(run.rows()) >= 1 and bool(agents_of(run)))
         members, playing = run.members(), agents_of(run)
-        os.kill(run.pids()[victim], signal.SIGKILL)
+        os.kill(playing[-1].pid if victim == "program" else run.pids()[victim], signal.SIGKILL)
         if victim == "controller":
             assert not survivors(playing, 10.0), "programs end with the gateway"
         assert run.finish() == 0, run.text()
@@ -85,6 +94,61 @@ def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> No
         run.end()
     check(run, 4)
     assert not survivors(members, 10.0)
+    failed = sum(row.get("agent/failed/exit", 0.0) for row in run.rows())
+    assert failed == (victim == "program"), "its group is replaced"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["drain", "in_place", "retract"])
+def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
+    """Long answers, so that updates come into the middle of turns; scored with each version's
+    saved weights.
+
+    Rows are split where the weights change, so every row is exact; tokens on a KV cache of older
+    weights, which no weights reproduce, are joined and have bins of their own.
+    """
+    rows_of = "join" if mode == "in_place" else "split"
+    settings = [*SETTINGS, *LONG_TURNS, f"rollout.in_flight_mode={mode}"]
+    settings += [f"rollout.turn_rows={rows_of}", f"replay.audit={str(rows_of == 'split').lower()}"]
+    run = start(tmp_path, "digits-by-agent", *settings, "run.steps=4", name="x", copies=True)
+    members = run.members()
+    assert run.finish() == 0, run.text()
+    check(run, 4)
+    assert not survivors(members, 10.0)
+    steps = run.rows()
+    groups = [group for _, group in run.trained.groups(steps)]
+    rows = [node.rollout for g in groups for e in g.episodes for node in e.turns]
+    changed = sum(row["async/interrupts"] + row["async/recomputed_tokens"] for row in steps)
+    behind = [name for row in steps for name in row if name.startswith(JOINED)]
+    kept = [span for row in rows for span in row.versions if span.kept_kv]
+    print(f"{mode}: {len(rows)} rows, {len(kept)} spans on a kept cache, {changed:.0f} recomputed")
+    assert bool(behind) == bool(kept) == (mode == "in_place")
+    assert (changed > 0) == (mode == "retract"), "an update met a running turn"
+    check_scores(run, tmp_path, [row for row in rows if len(row.versions) == 1])
+
+
+def check_scores(run: Run, folder: Path, rows: list[Rollout]) -> None:
+    """The trainer with a version's saved weights gives what the engine recorded under it."""
+    version = max(rows, key=lambda row: (row.oldest.step < 3, row.num_sampled)).oldest
+    own, other = (run.dir.versions / f"0.{step}" for step in (version.step, version.step + 1))
+    jobs = score_all(
+        run.plan(),
+        [row for row in rows if row.oldest == version],
+        folder,
+        variants=["both", "both_shifted"],
+        dtypes=["fp32"],
+        weights=[(own, str(version)), (other, str(version))],
+    )
+    found = {}
+    for name, job in zip(("own", "other"), jobs, strict=True):
+        scores = np.load(job.out)
+        for variant in job.variants:
+            gap = np.abs(scores[f"fp32/{variant}"] - scores["engine"])
+            found[f"{name}/{variant}"] = float(gap.max())
+    print(f"{len(gap)} tokens of {version}: {found}")
+    assert found["own/both"] <= 5e-5
+    assert found["own/both_shifted"] > 1e-2, "control: rows of the token before"
+    assert found["other/both"] > 1e-3, "control: weights of another version"
 
 
 @pytest.mark.full

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moerl.data.tasks import load_tokenizer
 from tests.e2e.test_variants import SMALL
 from tests.helpers.train_runs import start
+from tests.helpers.warm_score import score
 
 ENOUGH = ["rollout.groups_per_step=8", "rollout.group_size=16"]  # for some reward by chance
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
@@ -29,6 +34,7 @@ RECIPES = {  # what the recipe must have measured, beyond what every run does
     "minibatches": ("loss/moved_k3", "loss/cut_frac/tis_token"),
     "online-dpo": ("dpo/loss", "dpo/right_frac"),
 }
+WARM = ("run.steps=40", "rollout.groups_per_step=64")  # enough for the form of a call
 EVERY = ("loss/total", "loss/grad_norm", "mismatch/ess_seq_frac", "mismatch/ratio_p999")
 
 
@@ -83,3 +89,40 @@ def test_distillation_from_a_trained_folder(tmp_path: Path) -> None:
     assert run.finish() == 0, run.text()
     assert all(row["loss/kl_teacher"] != 0 for row in run.rows())
     assert all(row["loss/grad_norm"] > 0 for row in run.rows())
+
+
+def test_tool_use_from_its_demonstrations(tmp_path: Path) -> None:
+    """Turns with calls and their results are trained on exact rows."""
+    sft = ["-m", "moerl", "sft", "tool-use-start", f"run.root={tmp_path}", "--run", "warm"]
+    done = subprocess.run([sys.executable, *sft, *WARM], timeout=400, check=False)
+    assert done.returncode == 0
+    # One version of the weights: every row can be scored with the same model.
+    still = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"
+    settings = [*SMALL, f"model.path={tmp_path / 'warm' / 'hf'}", still, "evaluation.every=3"]
+    run = start(tmp_path, "tool-use", *settings, name="x", copies=True)
+    assert run.finish() == 0, run.text()
+    steps = [row for row in run.rows() if "loss/total" in row]
+    assert not [name for row in run.rows() for name in row if name.startswith("refused/")]
+    for row in steps:
+        assert (row["keep/cover_frac"], row["routing/replay_cover_frac"]) == (1.0, 1.0)
+    rows = [row for _, group in run.trained.groups(run.rows()) for row in group.rollouts()]
+    called = [row for row in rows if len(row.ends) > 1]
+    assert called, "the demonstrations showed calls"
+    text = load_tokenizer(tmp_path / "warm" / "hf").decode(called[0].token_ids)
+    assert text.index("<calc>") < text.index("</calc>") < text.index("\n")
+    plan = run.plan()
+    job = score(
+        plan,
+        rows,
+        tmp_path,
+        variants=["both", "both_shifted"],
+        dtypes=["fp32"],
+        model=plan.model_path,
+    )
+    scores = np.load(job.out)
+    gap, shifted = (
+        float(np.abs(scores[f"fp32/{name}"] - scores["engine"]).max()) for name in job.variants
+    )
+    print(f"{len(rows)} rows, {len(called)} with calls: {gap:.2g} nats; shifted {shifted:.2g}")
+    assert gap <= 5e-5
+    assert shifted > 1e-2, "control: rows of the token before"

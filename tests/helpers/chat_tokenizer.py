@@ -7,6 +7,7 @@ letter.  So a random policy calls tools, and what it samples changes when it is 
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -42,9 +43,10 @@ def call_text(number: int) -> str:
     return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer(calls: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """calls: entries of the vocabulary; else calls of `add`."""
     letters = [c for c in string.printable if c.isprintable() or c in "\n\t"]
-    calls = [call_text(number) for number in range(60)]
+    calls = calls or [call_text(number) for number in range(60)]
     entries = [*SPECIAL, *letters, *MARKS, *calls]
     words = [a + b for a in string.ascii_lowercase for b in "aeiou_"]
     entries += words[: SIZE - len(entries)]
@@ -65,5 +67,5 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save(folder: Path) -> None:
-    chat_tokenizer().save_pretrained(folder)
+def save(folder: Path, calls: Sequence[str] = ()) -> None:
+    chat_tokenizer(calls).save_pretrained(folder)

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -24,9 +24,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import EngineError, TrainerError
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
+from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of
 from moerl.messages import (
     AskEngine,
     CommitUpdate,
@@ -43,7 +45,10 @@ from moerl.messages import (
 from moerl.rpc import Keys, RpcClient
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import (
     Receiver,
@@ -61,6 +66,7 @@ from moerl.weight_sync.transports.factory import make
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TRAINER = ParallelConfig(tp=2, ep=2)
+START = PolicyVersion(0, 0)
 POLICY = WirePolicy(dtype="float32", bucket_bytes=4096)
 # Forked from a process that has imported everything: a start takes a tenth of a second.
 CONTEXT = get_context("forkserver")
@@ -73,8 +79,9 @@ def spec() -> ModelSpec:
     return model_spec(json.loads(FAMILIES.read_text())["qwen3_moe"])
 
 
-def transfer(tp: int) -> TransferPlan:
-    return TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), PLAN_ID, POLICY)
+def transfer(tp: int, lora: LoraConfig | None = None) -> TransferPlan | FactorPlan:
+    plan = TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), PLAN_ID, POLICY)
+    return plan if lora is None else FactorPlan(plan, lora)
 
 
 def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tensor:
@@ -87,13 +94,45 @@ def hf_tensor(name: str, shape: tuple[int, ...], version: PolicyVersion) -> Tens
     return tensor
 
 
-def local_tensors(named: Named, version: PolicyVersion) -> dict[str, Tensor]:
+def hf_merged(
+    name: str, shape: tuple[int, ...], version: PolicyVersion, lora: LoraConfig
+) -> Tensor:
+    """Weights of the start, and the adapters of a version; the start has none."""
+    base, module = hf_tensor(name, shape, START), module_of(name)
+    rank = lora.rank_of(module) if len(shape) == 2 and version != START else 0
+    if not rank:
+        return base
+    a = hf_tensor(f"{module}.lora_A", (rank, shape[1]), version)
+    b = hf_tensor(f"{module}.lora_B", (shape[0], rank), version)
+    merged = torch.empty_like(base)
+    merge_into(merged, base, a, b, lora.scale)
+    return merged
+
+
+def local_factors(rank: int, version: PolicyVersion, lora: LoraConfig | None) -> dict[str, Tensor]:
+    """What a trainer rank sends of a version with adapters."""
+    if lora is None:
+        return {}
+    shapes = adapter_shapes(hf_shapes(spec()), lora.rank_of)
+    return {
+        name: hf_tensor(name, shapes[name], version)[at(local.tiles[0].hf_box)]
+        for name, local in adapter_tiles(spec(), TRAINER, rank, lora.rank_of).items()
+    }
+
+
+def local_tensors(
+    named: Named, version: PolicyVersion, lora: LoraConfig | None = None
+) -> dict[str, Tensor]:
     """What a rank with these tiles holds of a version; padding is 0."""
     shapes, tensors = hf_shapes(spec()), {}
     for name, local in named.items():
         tensors[name] = torch.zeros(local.shape)
         for tile in local.tiles:
-            whole = hf_tensor(tile.hf, shapes[tile.hf], version)
+            shape = shapes[tile.hf]
+            if lora is None:
+                whole = hf_tensor(tile.hf, shape, version)
+            else:
+                whole = hf_merged(tile.hf, shape, version, lora)
             tensors[name][at(tile.box)] = whole[at(tile.hf_box)]
     return tensors
 
@@ -117,6 +156,7 @@ class FaultyReceiver:
         self._named = sglang_tiles(spec(), tp, rank)
         self._model = PlainModel(local_tensors(self._named, held))
         self._flips = flips
+        self._lora: LoraConfig | None = None
         self.receiver = Receiver(
             ReceiverContext(spec(), EngineLayout(tp=tp), rank, "layout"),
             self._model,
@@ -126,6 +166,10 @@ class FaultyReceiver:
 
     def handle(self, message: Message) -> Message:
         match message:
+            case PrepareUpdate():
+                prepared = self.receiver.handle(message)
+                self._lora = message.lora
+                return prepared
             case VerifyUpdate() if self._flips:
                 session = self.receiver._session
                 assert session is not None
@@ -147,7 +191,7 @@ class FaultyReceiver:
 
     def _difference(self) -> str:
         """Why what is served is not the whole version that is claimed; empty when it is."""
-        want = local_tensors(self._named, self.receiver.held)
+        want = local_tensors(self._named, self.receiver.held, self._lora)
         wrong = [
             name for name, t in self._model.tensors().items() if not torch.equal(t, want[name])
         ]
@@ -265,17 +309,23 @@ def run_trainer_rank(
     halt: Halt | None,
     delta: bool,
     num_engines: int,
+    lora: LoraConfig | None = None,
+    stale: bool = False,
 ) -> None:
     """Sender threads towards all engines; stores each version that comes over the queue.
 
-    wires: keys of the run, and where the threads' endpoints are sent.
+    wires: keys of the run, and where the threads' endpoints are sent.  stale: the factors stay
+    those of version 0.1, whatever is published.
     """
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
     keys, lines = wires
     threads = []
-    packer = BucketPacker(transfer(tp).sender(rank), offer.weights)
+    plan, merged = transfer(tp, lora), None
+    if isinstance(plan, FactorPlan):
+        merged = MergedTotals(plan.weights.sender(rank), offer.weights).total
+    packer = BucketPacker(plan.sender(rank), offer.weights, merged)
     for engine in range(num_engines):
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
@@ -288,7 +338,8 @@ def run_trainer_rank(
     while True:
         version = versions.get()  # type: ignore[attr-defined]
         with offer.changed:
-            offer.weights.store(local_tensors(named, version), version)
+            factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
+            offer.weights.store(local_tensors(named, version, lora) | factors, version)
             offer.changed.notify_all()
 
 
@@ -328,6 +379,8 @@ class Trainer:
         plan: str | None = None,
         halt: Halt | None = None,
         delta: bool = False,
+        lora: LoraConfig | None = None,
+        stale: bool = False,
     ) -> None:
         """direct: engines that are served by the trainer ranks; 0 = all.
 
@@ -351,6 +404,8 @@ class Trainer:
                     halt,
                     delta,
                     len(engines),
+                    lora,
+                    stale,
                 ),
                 daemon=True,
             )
@@ -364,6 +419,8 @@ class Trainer:
             group = SenderGroup([by_engine[index] for by_engine in endpoints], keys)
             timeout_s = timeouts[index] if timeouts else 60.0
             terms = self._terms(index, tp, transport, timeout_s, plan, delta, folder)
+            if lora is not None:
+                terms = replace(terms, plan=transfer(tp, lora).id, lora=lora)
             connect = lambda engine=engine: Control(engine, engines)  # noqa: E731
             (src,) = [hop.src for hop in hops if hop.dst == index]
             source = self.sessions[src] if src != TRAINER_ID else None

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from moerl.scoring import ProcessScorer
 from moerl.types import Episode, Prompt, Score
 
 ROOT = Path(__file__).parents[2]
-MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it in its environment
+MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it, with our pid
 SECRETS = ("RAY_AUTH_TOKEN", "MOERL_TOKEN", "WANDB_API_KEY", "HF_TOKEN")
 SECRET = "c0ffee" * 6
 TIMEOUT_S = 1.0
+ABSTRACT = f"moerl-hostile-texts-{os.getpid()}"  # a name of the whole machine
 
 # Common to texts that look for the secret, or for a way to the outside.
 _SEEK = """
@@ -227,7 +229,7 @@ class Scene:
             "free": str(self.folder),
             "package": str(ROOT / "moerl" / "types.py"),
             "port": self.listener.getsockname()[1],
-            "abstract": "moerl-hostile-test",
+            "abstract": ABSTRACT,
             "scorer": os.getpid(),
         }
         return Prompt(7, (1,), "text", None, extra | more)
@@ -239,7 +241,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     (folder / "token").write_text(SECRET)
     reached: list[object] = []
     tcp, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
-    abstract.bind("\0moerl-hostile-test")
+    abstract.bind(f"\0{ABSTRACT}")
     abstract.listen()
 
     def accept(listener: socket.socket) -> None:
@@ -250,7 +252,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     for listener in (tcp, abstract):
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, "1")
+        patch.setenv(MARK, str(os.getpid()))
         for name in SECRETS:
             patch.setenv(name, SECRET)
         yield Scene(folder, tcp, reached)
@@ -291,7 +293,7 @@ def marked() -> dict[int, list[str]]:
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and MARK in process.environ():
+            if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
                 found[process.pid] = process.cmdline()
     return found
 
@@ -389,6 +391,10 @@ def test_control_without_isolation_the_texts_win(scene: Scene, tmp_path: Path) -
     )
     assert dict(zip(names, done.stdout.split(), strict=True)) == dict.fromkeys(names, "1.0")
     assert (tmp_path / "canary").exists()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(scene.reached) < 2:  # both connections; a thread takes them
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     while scene.reached:
         scene.reached.pop().close()
 
@@ -449,12 +455,24 @@ def gym_texts(scene: Scene) -> dict[str, str]:
 def check_gym(scene: Scene, dataset: str, *names: str) -> None:
     """names: of the texts; none: all."""
     texts = gym_texts(scene)
-    with scorer_of(gym(dataset), timeout_s=1.5) as scorer:
+    with scorer_of(gym(dataset), timeout_s=deadline_s()) as scorer:
         prompt = replace(scene.prompt(), extra={"seed": 1, "item": 0})
         score(scorer, prompt, *(texts[name] for name in names or texts))
         assert not left_behind(1)
         check_scene(scene)
         assert isinstance(score(scorer, prompt, "1")[0], Score)
+
+
+@lru_cache
+def deadline_s() -> float:
+    """1.5 s, or twice what a worker takes here to import the data sets: it is killed at a deadline,
+    and the next one must serve within another.
+    """
+    with scorer_of(gym("countdown"), timeout_s=60.0) as scorer:
+        begin = time.monotonic()
+        found = score(scorer, Prompt(7, (1,), "text", None, {"seed": 1, "item": 0}), "1")
+        assert isinstance(found[0], Score), found
+        return max(1.5, 2 * (time.monotonic() - begin))
 
 
 def test_a_scorer_that_evaluates_answers_does_it_in_a_box(scene: Scene) -> None:
@@ -509,7 +527,7 @@ def test_nothing_outlives_a_killed_scorer(scene: Scene, isolation: str) -> None:
     ) as parent:
         assert parent.stdout is not None
         assert "reward=1.0" in parent.stdout.readline()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60  # for the scorer to start
         most = {"process": 4, "bwrap": 7}[isolation]  # the scorer, its worker, and two of the text
         while len(marked()) < most:
             assert time.monotonic() < deadline, marked()

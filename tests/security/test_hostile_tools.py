@@ -25,6 +25,7 @@ from moerl.scoring.tool_box import Ran, ToolBox, ToolSandbox
 SECRET = "c0ffee" * 6
 LIMITS = TaskLimits(memory_mb=256, cpu_s=1, processes=24, file_mb=16, open_files=64)
 WAIT_S = 20.0
+ABSTRACT = f"moerl-hostile-tools-{os.getpid()}"  # a name of the whole machine
 
 # What code can reach outside of a box: each of these wins without one.
 REACHES = {
@@ -45,7 +46,7 @@ REACHES = {
     "settings of the kernel": "won = os.path.isdir('/sys/kernel')",
     "a listener": "socket.create_connection(('127.0.0.1', port), 1); won = True",
     "an abstract socket": (
-        "s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + 'moerl-hostile-tools'); won = True"
+        "s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + abstract); won = True"
     ),
     "a network device": "won = len(open('/proc/net/dev').readlines()) > 3",
     "a socket of the kernel": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW); won = True",
@@ -112,6 +113,7 @@ class Prey:
         return (
             "import ctypes, os, resource, socket, subprocess, sys, time\n"
             f"secret, folder, port = {SECRET[::-1]!r}[::-1], {str(self.folder)!r}, {self.port}\n"
+            f"abstract = {ABSTRACT!r}\n"
             "server, won = os.getppid(), False\n"
             "def holds(path):\n"
             "    try: return secret.encode() in open(path, 'rb').read(1 << 20)\n"
@@ -126,7 +128,7 @@ def prey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prey]:
     folder = tmp_path_factory.mktemp("run")
     (folder / "token").write_text(SECRET)
     abstract = socket.socket(socket.AF_UNIX)
-    abstract.bind("\0moerl-hostile-tools")
+    abstract.bind(f"\0{ABSTRACT}")
     abstract.listen()
     inherited = os.open(folder / "token", os.O_RDONLY)
     os.set_inheritable(inherited, True)

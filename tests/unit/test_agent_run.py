@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.agent_process import ProgramEnd, program_of, run_program
-from moerl.agents.agent_programs import AgentPrograms, PolicySettings
+from moerl.agents.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.checks import check
@@ -25,11 +26,13 @@ from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, Tu
 from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.controller import Controller
 from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
+from moerl.controller.shown_turns import shown_turns
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import ConfigError, EngineError
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from moerl.types import (
+    Episode,
     Finish,
     GenerateRequest,
     ModelShape,
@@ -166,11 +169,11 @@ def played(*turns: PlayedTurn) -> PlayedEpisode:
 def test_each_turn_is_trained_once_and_branches_share_their_beginning() -> None:
     """0 - 1 - 2, 1 - 3, and 4 that stands alone."""
     episode = played(
-        PlayedTurn(turn([1], [2, 3])),
-        PlayedTurn(turn([1, 2, 3, 4], [5]), 0),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 6], [7]), 1),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 8], [9, 9]), 1),
-        PlayedTurn(turn([3], [3])),
+        PlayedTurn(turn([1], [2, 3]), None, "first"),
+        PlayedTurn(turn([1, 2, 3, 4], [5]), 0, "continued"),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 6], [7]), 1, "continued"),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 8], [9, 9]), 1, "branched"),
+        PlayedTurn(turn([3], [3]), None, "new"),
     )
     nodes = episode.nodes("join")
     rows = [node.rollout for node in nodes]
@@ -178,12 +181,42 @@ def test_each_turn_is_trained_once_and_branches_share_their_beginning() -> None:
     assert sampled == [[2, 3, 5, 7], [9, 9], [3]], "the second row has turns 0 and 1 as context"
     assert [node.parents for node in nodes] == [(), (0,), ()]
     assert len({row.rollout_id for row in rows}) == 3
+    assert [node.origins for node in nodes] == [
+        ("first", "continued", "continued"),
+        ("branched",),
+        ("new",),
+    ]
     assert not episode.is_chain
     for row in rows:
         check_record(row, SHAPE)
     apart = episode.nodes("separate")
     assert [node.rollout.num_sampled for node in apart] == [2, 1, 1, 2, 1]
     assert [node.parents for node in apart] == [(), (0,), (1,), (1,), ()]
+
+
+def test_samples_show_each_token_once_with_its_version() -> None:
+    """The forest of the test above, whose turn 1 an update has cut, on a kept cache."""
+    later = replace(turn([], [6], V1).segments[0], kept_kv=True)
+    cut = turn([1, 2, 3, 4], [5])
+    cut = replace(cut, segments=(*cut.segments, later))
+    episode = played(
+        PlayedTurn(turn([1], [2, 3]), None, "first"),
+        PlayedTurn(cut, 0, "continued"),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 6, 7], [8], V1), 1, "continued"),
+        PlayedTurn(turn([1, 2, 3, 4, 5, 6, 9], [8], V1), 1, "branched"),
+    )
+    for kind in ("join", "separate"):
+        shown = shown_turns(Episode("7.0", episode.nodes(kind)), str)
+        assert [one["context"] for one in shown] == ["[1]", "[4]", "[7]", "[9]"], kind
+        assert [one["answer"] for one in shown] == ["[2, 3]", "[5, 6]", "[8]", "[8]"]
+        assert [one["origin"] for one in shown] == ["first", "continued", "continued", "branched"]
+        assert [one["context_tokens"] for one in shown] == [1, 1, 1, 1]
+        assert shown[1]["pieces"] == [
+            {"version": "0.0", "kept_kv": False, "tokens": 1, "text": "[5]"},
+            {"version": "0.1", "kept_kv": True, "tokens": 1, "text": "[6]"},
+        ]
+        assert (shown[3]["continues"], shown[3]["shared_tokens"]) == (kind == "separate", 6)
+    assert [one["row"] for one in shown] == [0, 1, 2, 3]
 
 
 def test_a_turn_whose_last_token_was_replaced_is_a_row_of_its_own() -> None:
@@ -232,6 +265,7 @@ def test_a_run_trains_what_an_unchanged_client_asked_for(tmp_path: Path) -> None
     assert totals["agent/episodes"] >= 8
     assert totals["agent/turns"] == 2 * totals["agent/episodes"]
     assert totals["agent/origin/continued"] == totals["agent/episodes"]
+    assert totals["agent/tool_calls"] == totals["agent/replaced_ends"] == 0
     assert totals["agent/program_s"] > totals["agent/engine_s"] > 0
     assert "done" in (tmp_path / "agents.log").read_text()
     said = [sample["turns"] for report in reports for sample in report.samples]
@@ -243,6 +277,8 @@ AGENT_TOTALS = (
     "agent/episodes",
     "agent/turns",
     "agent/origin/continued",
+    "agent/tool_calls",
+    "agent/replaced_ends",
     "agent/program_s",
     "agent/engine_s",
 )
@@ -315,11 +351,32 @@ class FakeRunner:
         pass
 
 
-def faked(tmp_path: Path, agents: FakeRunner, **kwargs: Any) -> Controller:
-    config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_groups_in_flight=1))
-    controller, _ = make(tmp_path, StubEngine(), config, agents=agents, **kwargs)
+def faked(tmp_path: Path, agents: FakeRunner, **changes: Any) -> Controller:
+    rollout = replace(CONFIG.rollout, max_groups_in_flight=1, **changes)
+    controller, _ = make(tmp_path, StubEngine(), replace(CONFIG, rollout=rollout), agents=agents)
     controller.context.pool.incarnation = 0
     return controller
+
+
+def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = StubEngine()
+        engine.open.clear()
+        controller, _ = make(tmp_path, engine)
+        controller.context.pool.incarnation = 0
+        turns = PooledTurns(controller.context)
+        asking = asyncio.create_task(turns.generate([request(0)]))
+        await until(lambda: bool(turns.episodes and turns.episodes["8.0"].asked))
+        known = turns.episodes["8.0"]
+        assert (turns.sampling, turns.queued) == ({"8.0"}, set())
+        assert known.oldest_step(runs_through_updates=True) == 0
+        assert known.oldest_step(runs_through_updates=False) is None, "an update ends it first"
+        engine.open.set()
+        await asking
+        assert not known.asked
+        await controller.stop()
+
+    asyncio.run(body())
 
 
 async def until(what: Callable[[], bool]) -> None:
@@ -337,7 +394,15 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
         controller = faked(tmp_path, agents)
         deleted: list[str] = []
         controller.context.ref_counts.release = lambda uris: deleted.extend(uris)  # type: ignore[method-assign]
-        await running(controller, until(lambda: len(agents.names) == 4))
+        lanes: list[dict[str, float]] = []
+
+        def both_play_again() -> bool:
+            lanes.append(controller.status())
+            return len(agents.names) == 4
+
+        await running(controller, until(both_play_again))
+        assert {"agent/open/program", "agent/open/siblings"} <= lanes[-1].keys()
+        assert lanes[-1]["agent/open/program"] == 2
         assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
         assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
         counts = controller.context.step_metrics.agents
@@ -347,17 +412,28 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
     asyncio.run(body())
 
 
-def test_a_group_that_is_too_old_is_played_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "turns"),
+    [
+        ("abort_resume", EpisodeTurns(oldest=V0)),
+        ("in_place", EpisodeTurns(asked={"0.1.t0": 0})),
+        ("retract", EpisodeTurns(asked={"0.1.t0": 0})),
+    ],
+)
+def test_a_group_that_is_too_old_is_played_again(
+    tmp_path: Path, mode: Any, turns: EpisodeTurns
+) -> None:
+    """What runs through updates may have tokens of the weights that it was sent to."""
     agents = FakeRunner()
 
     async def body() -> None:
-        controller = faked(tmp_path, agents)
+        controller = faked(tmp_path, agents, in_flight_mode=mode)
         producer = controller.producer
         assert isinstance(producer, AgentProducer)
 
         async def work() -> None:
             await until(lambda: len(agents.names) == 2)
-            producer._turns.episodes["0.1"] = EpisodeTurns(oldest=V0)
+            producer._turns.episodes["0.1"] = turns
             controller.context.buffer.next_step = 2
             producer.cancel_stale()
             assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
@@ -392,6 +468,7 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
         waiting = asyncio.create_task(turns.generate([request(3)]))
         await asyncio.sleep(0.05)
         assert not waiting.done(), "engines have older weights"
+        assert (turns.sampling, turns.queued) == (set(), {"8.0"})
         await turns.abort([request(3).name])
         (reply,) = await waiting
         assert isinstance(reply, Segment)
@@ -416,7 +493,6 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     for override, sentence in (
         ("task.reward=exact_match", "the agent gives the reward"),
         ("task.chat_template=true", "its gateway applies the template"),
-        ("rollout.in_flight_mode=in_place", "use abort_resume"),
         ("rollout.group_quorum=2", "not with task.agent"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),

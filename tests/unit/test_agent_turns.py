@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -21,11 +22,9 @@ from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
+from moerl.controller.turn_rows import join
 from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.types import (
-    Finish,
-    SamplingParams,
-)
+from moerl.types import Finish, GenerateRequest, SamplingParams, Segment
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -414,6 +413,38 @@ def test_an_interrupted_turn_is_resumed_inside_one_call() -> None:
     assert [span.first for span in answer.turn.rollout.versions] == [0, 2, 3]
     assert resumed == 3
     assert [request.num_sampled for request in engine.requests] == [0, 2, 2, 3]
+
+
+class RunsThrough(ScriptedEngine):
+    """Updates do not end a call: its reply has one part per version, on the old KV cache."""
+
+    async def _reply(self, request: GenerateRequest) -> Segment | RecordError:
+        reply = await super()._reply(request)
+        assert isinstance(reply, Segment)
+        parts = [reply]
+        while parts[-1].finish is Finish.ABORT:
+            part = self._sampled(request, self._rest.pop(request.rollout_id))
+            parts.append(replace(part, kept_kv=True))
+        return replace(reply, rest=tuple(parts[1:]))
+
+
+def test_a_turn_that_runs_through_updates_has_their_versions() -> None:
+    engine = RunsThrough()
+    engine.interrupt_at.extend([1, 2])
+    engine.say([3, 4, 5, 6, END], [7, END])
+
+    async def turns() -> list[TurnAnswer]:
+        client = Talk(engine)
+        return [await client.say(user("q")), await client.say(user("again"))]
+
+    first, second = (answer.turn for answer in run(turns()))
+    assert len(engine.requests) == 2, "nothing is asked for again"
+    spans = [(span.first, span.version.step, span.kept_kv) for span in first.rollout.versions]
+    assert spans == [(0, 0, False), (1, 1, True), (3, 2, True)]
+    row = join("e", [first.sampled, second.sampled])
+    spans = [(span.first, span.version.step, span.kept_kv) for span in row.versions]
+    assert spans == [(0, 0, False), (1, 1, True), (3, 2, True), (5, 2, False)]
+    assert row.token_ids[row.loss_mask].tolist() == [3, 4, 5, 6, END, 7, END]
 
 
 def test_an_ended_request_is_not_recorded() -> None:

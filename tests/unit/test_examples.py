@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from examples.audit_dump import write_dump
+from examples.live_environment import Locks
 from examples.new_model_family import ACME, CONFIG, read
 from examples.new_objective import soft_clip
 from examples.own_reward import reward
 from examples.turn_environment import reply
 from examples.turn_environment import reward as turn_reward
+from moerl.agents.episode_environment import (
+    EpisodeEnd,
+    EpisodeStart,
+    EpisodeTools,
+    Observation,
+    PolicyAnswer,
+)
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.audit.dumps import model_shape, read_dump
@@ -43,8 +53,8 @@ def command_of(example: Path) -> str:
     return line
 
 
-def test_there_are_eight() -> None:
-    assert len(EXAMPLES) == 8
+def test_there_are_nine() -> None:
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -72,6 +82,22 @@ def test_the_environment_names_the_first_wrong_position() -> None:
     assert reply("3142", "1234", ["12"], {}) == "\n3 is wrong\n3142"
     assert turn_reward("3142", "1234", "1234", {"turns": ["1", "1234"]}) == 0.9
     assert turn_reward("3142", "1234", "1243", {"turns": ["1243"]}) == 0.25
+
+
+def test_the_live_environment_opens_each_lock_once() -> None:
+    async def played() -> list[Observation | EpisodeEnd]:
+        locks = Locks(wait_s=0.0)
+        tools = cast(EpisodeTools, None)
+        prompt = [{"role": "user", "content": "3142"}]
+        seen = await locks.reset(EpisodeStart("0.0", "3142", prompt, "1234", {}, tools))
+        assert seen == Observation(prompt)
+        return [await locks.step(PolicyAnswer(text)) for text in ("1432", "1432", "_2_4")]
+
+    assert asyncio.run(played()) == [
+        Observation([{"role": "user", "content": "1_3_"}], reward=0.5),
+        Observation([{"role": "user", "content": "1_3_"}], reward=0.0),
+        EpisodeEnd(0.5),
+    ]
 
 
 def test_the_objective_fades_with_distance() -> None:

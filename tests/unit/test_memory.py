@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.planning.memory import (
     Training,
     engine_memory,
+    factor_bytes,
     layer_activations,
     optimizer_bytes,
     trainer_memory,
@@ -129,6 +131,27 @@ def test_bytes_of_the_optimizer(
     assert rank.optimizer == device * rank.parameters
     assert rank.offloaded == host * rank.parameters
     assert rank.checkpoint == rank.weights + saved * rank.parameters
+
+
+def test_adapters_have_gradients_and_the_base_has_none() -> None:
+    """Qwen3-30B-A3B, rank 32, experts 4, tp 4 ep 4: counted by hand."""
+    lora = LoraConfig(rank=32, ranks={"*.experts.*": 4})
+    spec, layout = spec_of("qwen3-30b-a3b"), ParallelConfig(tp=4, ep=4)
+    (whole,) = trainer_memory(spec, layout, Training())
+    (rank,) = trainer_memory(spec, layout, Training(lora=lora))
+    q, kv, out = (2048 + 4096 // 4), (2048 + 512 // 4), (4096 // 4 + 2048)
+    attention = 48 * 32 * (q + 2 * kv + out)
+    experts = 48 * (128 // 4) * 3 * 4 * (2048 + 768)
+    assert rank.gradients == 4 * (attention + experts)
+    assert rank.optimizer == 12 * (attention + experts)
+    assert rank.weights == whole.weights + 2 * (attention + experts)
+    assert rank.checkpoint == (2 + 12) * (attention + experts)
+    adapted = 48 * (2048 * (2 * 4096 + 2 * 512) // 4 + 32 * 3 * 2048 * 768)
+    assert rank.base == 2 * adapted
+    one = EngineLayout(tp=1)
+    sent = factor_bytes(spec, one, lora, "bfloat16")
+    whole_experts = 48 * 128 * 3 * 4 * (2048 + 768)
+    assert sent == 2 * (48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512)) + whole_experts)
 
 
 def test_a_checkpoint_is_copied_by_shard() -> None:

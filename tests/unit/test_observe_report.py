@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from moerl.config.schema import Config, RunConfig
+from moerl.config.schema import Config, RunConfig, TaskConfig
+from moerl.config.task_programs import AgentConfig
 from moerl.observe.charts import Chart, draw_chart
+from moerl.observe.episode_section import MAX_EPISODES
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import (
     ENGINE_ALONE,
@@ -190,6 +193,70 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     assert "{{ 7 * 7 }}" in page.text
     assert "49" not in card(html, "Reward")
     assert "\u2407" in page.text  # the bell is visible
+
+
+def turn(text: str, **more: object) -> dict[str, object]:
+    piece = {"version": "0.1", "kept_kv": False, "tokens": 3, "text": text}
+    return {"row": 0, "context": "ask", "context_tokens": 2, "pieces": [piece], **more}
+
+
+def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
+    fill(run, 2)
+    later = {"version": "0.2", "kept_kv": True, "tokens": 1, "text": "late"}
+    turns = [
+        turn("one", finish="stop", origin="first"),
+        turn("two", row=1, continues=0, shared_tokens=5, origin="rewritten"),
+    ]
+    turns[1]["pieces"] = [*turns[1]["pieces"], later]  # type: ignore[misc]
+    sample = {"step": 1, "episode": "7.0", "version": "0.2", "reward": 0.5, "turns": turns}
+    run.samples.write_text(json.dumps(sample) + "\n")
+    text = " ".join(Page(report(run)).text.split())
+    for shown in (
+        "step 1, episode 7.0: reward 0.500",
+        "2 turns in 2 rows; 7 tokens trained, 4 of context",
+        "context, 2 tokens, not trained ask",
+        "turn 1, version 0.1, 3 tokens, trained; ended: stop one",
+        "row 2 has the first 5 tokens of row 1; context, 2 tokens, not trained",
+        "turn 2, version 0.1, 3 tokens, trained; the history was rewritten two",
+        "after an update of the weights; on the KV cache of older weights; ended: - late",
+    ):
+        assert shown in text
+    html = report(run)
+    assert [html.count(f"--edge: var(--c{number})") for number in (1, 2, 3)] == [2, 1, 0]
+
+
+def test_hostile_episodes_are_shown_and_never_markup(run: RunDir) -> None:
+    fill(run, 2)
+    bad = turn(HOSTILE, context=HOSTILE, finish=HOSTILE, origin=HOSTILE)
+    bad["pieces"] = [{"version": HOSTILE, "tokens": 1, "text": HOSTILE}]
+    wrong = ([{"pieces": 7}], [7], "text", [turn("x", row=HOSTILE)], [{"pieces": [HOSTILE]}])
+    lines = [{"step": HOSTILE, "episode": HOSTILE, "reward": HOSTILE, "turns": [bad, bad]}]
+    lines += [{"step": 1, "turns": turns} for turns in wrong]
+    run.samples.write_text("".join(json.dumps(line) + "\n" for line in [*lines, [1], 2]))
+    page = Page(report(run))
+    assert page.text.count("reward -") == 1, "lines of another form are left out"
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.text.count("<script>alert('x')</script>") >= 2 * 4 + 2
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_many_episodes_are_spread_over_the_run(run: RunDir) -> None:
+    fill(run, 2)
+    sample = {"turns": [turn("a"), turn("b")]}
+    run.samples.write_text("".join(json.dumps(sample | {"step": n}) + "\n" for n in range(100)))
+    html = report(run)
+    assert html.count('<div class="card transcript">') == MAX_EPISODES
+    assert "step 0, episode" in html
+    assert "step 99, episode" in html
+
+
+def test_charts_of_agents_are_those_of_a_run_with_an_agent(run: RunDir) -> None:
+    fill(run, 3, **{"agent/engine_s": 1.0, "agent/program_s": 2.0})
+    config = Config(run=RunConfig(steps=3))
+    assert "Time of episodes" not in report(run, config)
+    agent = TaskConfig(agent=AgentConfig(command=["python", "agent.py"]))
+    assert "Time of episodes" in report(run, replace(config, task=agent))
 
 
 @pytest.mark.parametrize("with_folders", [True, False])

@@ -2,8 +2,8 @@
 
 SGLang's indexer has kernels only, with its keys in an fp8 cache of its own.  Here they are kept in
 fp32 by cache slot; the Hadamard rotation of queries and keys is left out, because it changes only
-how fp8 rounds.  The model is told that it has an indexer; pools, backends and checks of arguments
-are told that it has none, so they stay those of latent attention.
+how fp8 rounds.  The model's settings say that it has an indexer; pools, backends and checks of
+arguments are told that it has none, so they stay those of latent attention.
 
 Legend: T tokens of a batch, L tokens of a request, N index heads, D index head size, K positions
 of a token, H query heads.

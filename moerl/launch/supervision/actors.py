@@ -350,7 +350,8 @@ class ControllerActor:
         trainer = self._controller.trainer
         failure, trainer.failure = trainer.failure, ""
         status = self._controller.status()
-        for name in ("async/buffer_depth", "async/in_flight"):
+        open_episodes = (name for name in status if name.startswith("agent/open/"))
+        for name in ("async/buffer_depth", "async/in_flight", *open_episodes):
             self._tracer.count(name, status[name])
         return status, rows, failure
 

@@ -117,7 +117,7 @@ class EngineSupervisor:
 
     # --- hosts ----------------------------------------------------------------------------------
     def ping_hosts(self) -> None:
-        """Ask every host for its pid: one that does not answer in time hangs.
+        """Ask every host for its pid: a host that does not answer in time hangs.
 
         A new host is given the time of a start on this machine; on a cluster it may wait for a node
         with room.

@@ -96,7 +96,7 @@ class Membership:
         self._place(index)
 
     def exclude(self, index: int) -> None:
-        """Remove an engine that keeps dying: it leaves like one that was asked to."""
+        """Remove an engine that keeps dying: it leaves as after a request."""
         self.changed = True
         self._excluded.add(index)
         self._leaving.add(index)

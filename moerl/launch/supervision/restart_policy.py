@@ -4,7 +4,7 @@
 - `supervision.max_restarts`: restarts of one process without a new step in between.
 - `supervision.max_deaths`: deaths of one engine within `window_s`.  A new step does not forgive
   them, because other engines may have made it possible.  The window counts the time in which the
-  engine ran: one that takes long to start would otherwise never be over the limit.
+  engine ran: an engine with a slow start would otherwise never be over the limit.
 - The pause before a restart doubles with each death in the window, and shrinks as deaths leave it.
 """
 

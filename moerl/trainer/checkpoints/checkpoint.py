@@ -43,6 +43,8 @@ from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.checkpoints.optimizer_shards import is_sharded, load_state, sharded_state
 from moerl.trainer.learner.step import Learner
+from moerl.trainer.model.gpt import Chunk
+from moerl.trainer.model.lora import PREFIX
 from moerl.trainer.model.parallel import Parallel
 from moerl.types import PolicyVersion
 
@@ -175,7 +177,8 @@ def _ranges_of(consumed: Sequence[Any]) -> Ranges:
 
 def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) -> None:
     for chunk in learner.model.chunks:
-        chunk.gpt.load_state_dict(state[f"model{chunk.index}"])
+        chunk.gpt.load_state_dict(state[f"model{chunk.index}"], strict=chunk.lora is None)
+    learner.model.merge()
     if (critic := learner.critic) is not None:
         for chunk in critic.model.chunks:
             chunk.gpt.load_state_dict(state[f"critic_model{chunk.index}"])
@@ -212,10 +215,7 @@ def _state(
 
     with_optimizer: False leaves optimizers untouched; requesting their state would create it.
     """
-    model = {
-        f"model{chunk.index}": chunk.gpt.sharded_state_dict(metadata=dict(METADATA))
-        for chunk in learner.model.chunks
-    }
+    model = {f"model{chunk.index}": _trained_part(chunk) for chunk in learner.model.chunks}
     state = model | {
         "schedule": learner.schedule.state_dict(),
         "random": ShardedObject(
@@ -240,6 +240,14 @@ def _state(
         if with_optimizer:
             state["critic_optimizer"] = _optimizer_state(critic.optimizer, model, is_loading)
     return state
+
+
+def _trained_part(chunk: Chunk) -> dict[str, Any]:
+    """The sharded tensors of a chunk; adapters alone where the weights are frozen."""
+    whole: dict[str, Any] = chunk.gpt.sharded_state_dict(metadata=dict(METADATA))
+    if chunk.lora is None:
+        return whole
+    return {name: part for name, part in whole.items() if name.startswith(PREFIX)}
 
 
 def _optimizer_state(

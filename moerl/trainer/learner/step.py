@@ -101,6 +101,7 @@ class Learner:
         self.critic = critic
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
+        self.changed_frac = 0.0  # of adapted weights, by the last optimizer step
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         # a user's objective that is not there ends the start, not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
@@ -113,7 +114,8 @@ class Learner:
         ] = {}  # by role; on other ranks with ref_models.placement: separate
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
-        self.watches_routers = bool(model.spec.moe_layers) and not optimizer.distributed
+        routers_move = bool(model.spec.moe_layers) and not model.adapters
+        self.watches_routers = routers_move and not optimizer.distributed
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
@@ -143,6 +145,8 @@ class Learner:
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
         if norms:
             metrics["loss/grad_norm"] = max(norms)
+        if self.model.adapters:
+            metrics["lora/changed_frac"] = self.changed_frac
         if routers:
             metrics["loss/grad_norm_router"] = max(routers)
         return metrics if self.critic is None else metrics | self.critic.update(parts)
@@ -245,6 +249,9 @@ class Learner:
         begin = time.perf_counter()
         self.before_update()
         norms = take_step(self.optimizer, f"step {step}")
+        if self.model.adapters:
+            gather_parameters(self.ddp)
+            self.changed_frac = self.model.merge().share(self.parallel.control)
         times.optimizer += time.perf_counter() - begin
         return norms
 

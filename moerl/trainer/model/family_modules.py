@@ -109,7 +109,7 @@ class SinkAttention(DotProductAttention):  # type: ignore[misc]  # untyped
 class UncompressedQueryAttention(MLASelfAttention):  # type: ignore[misc]  # untyped
     """Latent attention of a model that does not compress its queries.
 
-    Such a model has no norm of queries.  megatron-core 0.19 asks for a norm of keys and queries by
+    It has no norm of queries.  megatron-core 0.19 asks for a norm of keys and queries by
     one flag (`mla_qk_norm_config.py`) and fuses one before the query projection: without
     Transformer Engine that is an error, with it a second norm that the checkpoint does not have.
     """

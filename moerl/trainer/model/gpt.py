@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import ddp_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.errors import ConfigError
@@ -24,6 +25,7 @@ from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
 from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
+from moerl.trainer.model.lora import PREFIX, Adapters, Changes, attach_adapters
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
@@ -39,6 +41,7 @@ class Chunk:
     gpt: GPTModel  # bare: parameter names of the layout tables
     module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
     has_loss: bool  # its output is logits
+    lora: Adapters | None = None  # None: all weights are trained
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +79,25 @@ class Model:
         return named
 
     @property
+    def adapters(self) -> tuple[Adapters, ...]:
+        """Of each chunk; () where all weights are trained."""
+        return tuple(chunk.lora for chunk in self.chunks if chunk.lora is not None)
+
+    def keep_base(self) -> None:
+        """The loaded weights are those that adapters change."""
+        for adapters in self.adapters:
+            adapters.keep_base()
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each factor, by Hugging Face name."""
+        return {name: t for adapters in self.adapters for name, t in adapters.factors().items()}
+
+    def merge(self) -> Changes:
+        """Bring adapted weights up to date with their factors."""
+        every = [adapters.merge() for adapters in self.adapters]
+        return Changes(sum(one.weights for one in every), sum(one.changed for one in every))
+
+    @property
     def call_args(self) -> dict[str, Any]:
         """Keep bf16 logits as they are: the rows that matter are cast later, alone."""
         return {"fp32_output": False} if self.half else {}
@@ -87,14 +109,18 @@ def build(
     parallel: Parallel,
     *,
     with_replay: bool,
+    lora: LoraConfig | None = None,
 ) -> Model:
-    """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError."""
+    """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError.
+
+    lora: `Model.keep_base` is to be called when they are.
+    """
     layers = parallel.platform.layers
     check_family(spec, trainer.parallel, trainer.packing, on_cpu=layers == "local")
     spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     chunks = tuple(
-        _chunk(index, spec, config, parallel, half=trainer.dtype == "bf16")
+        _chunk(index, spec, config, parallel, half=trainer.dtype == "bf16", lora=lora)
         for index in range(trainer.parallel.vpp)
     )
     replay = None
@@ -120,7 +146,13 @@ def build(
 
 
 def _chunk(
-    index: int, spec: ModelSpec, config: TransformerConfig, parallel: Parallel, *, half: bool
+    index: int,
+    spec: ModelSpec,
+    config: TransformerConfig,
+    parallel: Parallel,
+    *,
+    half: bool,
+    lora: LoraConfig | None,
 ) -> Chunk:
     last = parallel.sizes.vpp - 1
     has_loss = parallel.is_last_stage and index == last
@@ -134,11 +166,12 @@ def _chunk(
         vp_stage=index if last else None,
     )
     gpt.to(parallel.device)
+    adapters = attach_adapters(gpt, index, spec, lora, parallel) if lora and lora.rank else None
     module = Float16Module(config, gpt) if half else gpt
     for router in gpt.modules():
         if hasattr(router, "_maintain_float32_expert_bias"):  # Float16Module casts buffers, too
             router._maintain_float32_expert_bias()
-    return Chunk(index, gpt, module, has_loss)
+    return Chunk(index, gpt, module, has_loss, adapters)
 
 
 def gpt_model(
@@ -185,9 +218,10 @@ def _vocab_rows(spec: ModelSpec, sizes: ParallelConfig) -> int:
 
 
 def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that the layout describes: all parameters, and the buffers that are weights."""
+    """Tensors that the layout describes: all weights, and the buffers that are weights."""
     bias = {name: t for name, t in gpt.named_buffers() if name.endswith(".expert_bias")}
-    return dict(gpt.named_parameters()) | bias
+    weights = {name: t for name, t in gpt.named_parameters() if not name.startswith(PREFIX)}
+    return weights | bias
 
 
 def check_family(

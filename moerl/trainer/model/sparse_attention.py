@@ -5,10 +5,10 @@ index heads many scores are exactly equal (a sum of ReLUs is often 0), so the ch
 computed again, even on one machine: it is recorded by the engine and given to attention here.
 
 megatron-core lets a layer take its positions from an earlier layer ("index share").  That is the
-one interface used: a layer with a record is told, for one call, that it shares, and reads the
-record where it would read the other layer's choice.  So the indexer does not run, and attention,
-its kernels, context parallelism and packing are megatron-core's own.  Source of the interface:
-megatron-core 0.19.2 `transformer/experimental_attention_variant/dsa.py`.
+one interface used: a layer with a record shares, for one call, and reads the record where it would
+read the other layer's choice.  So the indexer does not run, and attention, its kernels, context
+parallelism and packing are megatron-core's own.  Source of the interface: megatron-core 0.19.2
+`transformer/experimental_attention_variant/dsa.py`.
 Rejected: a patch of the top-k in the indexer (the fused kernels choose and attend in one call).
 
 The indexer gets no gradient from the policy loss (its input is detached and a choice has none), so

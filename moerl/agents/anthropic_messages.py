@@ -1,0 +1,231 @@
+"""Anthropic's messages form: a request as chat messages, an answer as content blocks and events.
+
+Source: Anthropic's Messages API, version 2023-06-01, as its Python client 2.12 reads and writes it.
+Blocks of thinking are not given back to the policy, as with clients of OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from moerl.agents.api_errors import ApiError
+from moerl.agents.chat_messages import (
+    ChatMessage,
+    ContentPart,
+    Function,
+    Json,
+    MessageCall,
+    parsed_object,
+)
+from moerl.agents.open_episode import TurnAnswer
+from moerl.agents.openai_requests import ChatRequest, ClientRequest, StopTexts
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessageBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A content block of any type; fields of other types are empty."""
+
+    type: str
+    text: str = ""
+    id: str = ""  # of tool_use
+    name: str = ""
+    input: Json = {}
+    tool_use_id: str = ""  # of tool_result
+    content: str | list[ContentPart] | None = None
+
+
+class BlockMessage(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant"]
+    content: str | list[MessageBlock]
+
+
+class BlockTool(msgspec.Struct, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    type: str | None = None
+    description: str | None = None
+    input_schema: Json | None = None
+
+
+class MessagesRequest(ClientRequest, frozen=True, kw_only=True):
+    """The body of a request to /v1/messages."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "mcp_servers": ([],),
+        "container": (),
+        "output_format": (),
+    }
+
+    messages: Annotated[list[BlockMessage], msgspec.Meta(min_length=1)]
+    max_tokens: _Count
+    system: str | list[ContentPart] | None = None
+    tools: list[BlockTool] | None = None
+    tool_choice: Json | None = None
+    stop_sequences: StopTexts | None = None
+    stream: bool | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same request in OpenAI's form.  Raises ApiError."""
+        found = [ChatMessage("system", self.system)] if self.system else []
+        for place, message in enumerate(self.messages):
+            found += _chat_messages(message, f"messages[{place}]")
+        return ChatRequest(
+            messages=found,
+            max_tokens=self.max_tokens,
+            tools=[_function(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
+            tool_choice=_choice(self.tool_choice),
+            stop=self.stop_sequences or None,
+            stream=self.stream,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesReply:
+    """An answer.  model: name that clients see."""
+
+    answer: TurnAnswer
+    model: str
+
+    def whole(self) -> Json:
+        end = {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
+        return self._message(self._blocks(), self._usage()) | end
+
+    def events(self) -> Iterator[Json]:
+        """One delta for each block: the turn is complete before a client sees any of it."""
+        blocks = self._blocks()
+        start = self._message([], self._usage() | {"output_tokens": 0})
+        yield {"type": "message_start", "message": start}
+        for index, block in enumerate(blocks):
+            empty, delta = _opened(block)
+            yield {"type": "content_block_start", "index": index, "content_block": empty}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        end = {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
+        usage = {"output_tokens": len(self.answer.output_ids)}
+        yield {"type": "message_delta", "delta": end, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _message(self, content: Sequence[Json], usage: Json) -> Json:
+        return {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _blocks(self) -> list[Json]:
+        answer = self.answer
+        blocks: list[Json] = []
+        if answer.reasoning:
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.text or not answer.calls:
+            blocks.append({"type": "text", "text": answer.text})
+        return blocks + [_tool_use(call) for call in answer.calls]
+
+    def _stop_reason(self) -> str:
+        if self.answer.stop_text is not None:
+            return "stop_sequence"
+        return _STOPS.get(self.answer.finish_reason, "end_turn")
+
+    def _usage(self) -> Json:
+        return {
+            "input_tokens": self.answer.prompt_len,
+            "output_tokens": len(self.answer.output_ids),
+        }
+
+
+def error_body(error: ApiError) -> Json:
+    """An error in this form; `message` begins with our code, which the form has no field for."""
+    kind = _ERRORS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error.message}"}}
+
+
+# --- requests ------------------------------------------------------------------------------------
+def _chat_messages(message: BlockMessage, where: str) -> list[ChatMessage]:
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    known = _USER if message.role == "user" else _ASSISTANT
+    for place, block in enumerate(message.content):
+        if block.type not in known:
+            allowed = ", ".join(sorted(known))
+            raise _refused(
+                f"{where}.content[{place}]: a block of type {block.type}; the policy reads text "
+                f"only: allowed for {message.role} are {allowed}"
+            )
+    text = [ContentPart("text", block.text) for block in message.content if block.type == "text"]
+    if message.role == "assistant":
+        calls = [_call(block) for block in message.content if block.type == "tool_use"]
+        return [ChatMessage("assistant", text, calls or None)]
+    results = [
+        ChatMessage("tool", block.content, tool_call_id=block.tool_use_id)
+        for block in message.content
+        if block.type == "tool_result"
+    ]
+    return results + ([ChatMessage("user", text)] if text else [])
+
+
+_USER = frozenset({"text", "tool_result"})
+_ASSISTANT = frozenset({"text", "tool_use", "thinking", "redacted_thinking"})
+_AS_TEXT = "_text"  # input of a call whose arguments are no JSON object
+
+
+def _call(block: MessageBlock) -> MessageCall:
+    arguments = block.input.get(_AS_TEXT) if len(block.input) == 1 else None
+    return MessageCall(
+        Function(block.name, arguments if isinstance(arguments, str) else block.input), block.id
+    )
+
+
+def _function(tool: BlockTool, where: str) -> Json:
+    if tool.type not in (None, "custom"):
+        raise _refused(f"{where}: type {tool.type!r} runs at its provider; allowed is custom")
+    found: Json = {"name": tool.name}
+    if tool.description is not None:
+        found["description"] = tool.description
+    return {"type": "function", "function": found | {"parameters": tool.input_schema or {}}}
+
+
+def _choice(choice: Json | None) -> str | Json | None:
+    """auto and none; others are refused by the checks of OpenAI's form."""
+    kind = (choice or {"type": "auto"}).get("type")
+    return kind if kind in ("auto", "none") else choice
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, "unsupported_parameter", message, retry=False)
+
+
+# --- answers -------------------------------------------------------------------------------------
+def _tool_use(call: MessageCall) -> Json:
+    given = parsed_object(call.function.arguments)
+    if given is None:
+        given = {_AS_TEXT: call.function.arguments}
+    return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": given}
+
+
+def _opened(block: Json) -> tuple[Json, Json]:
+    """A block without its contents, and the one delta that brings them."""
+    if block["type"] == "tool_use":
+        contents = msgspec.json.encode(block["input"]).decode()
+        return block | {"input": {}}, {"type": "input_json_delta", "partial_json": contents}
+    field = "thinking" if block["type"] == "thinking" else "text"
+    return block | {field: ""}, {"type": f"{field}_delta", field: block[field]}

@@ -1,0 +1,61 @@
+"""Checks of `lora`: its own settings, and what cannot run beside adapters."""
+
+from __future__ import annotations
+
+from moerl.config.schema import Config
+from moerl.errors import ConfigError
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def check_lora(config: Config) -> None:
+    """Raises ConfigError."""
+    lora = config.lora
+    if not lora.rank:
+        return
+    if lora.dropout:
+        raise ConfigError(
+            "lora.dropout", lora.dropout, "merged weights cannot drop a part of a token; use 0"
+        )
+    if not lora.targets:
+        raise ConfigError("lora.targets", lora.targets, "name at least one pattern, such as *_proj")
+    for pattern, rank in lora.ranks.items():
+        if rank < 1:
+            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
+    if config.algorithm.advantage == "gae":
+        raise ConfigError(
+            "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
+        )
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if config.trainer.megatron.get(name):
+            raise ConfigError(
+                f"trainer.megatron.{name}",
+                config.trainer.megatron[name],
+                "routers are frozen with lora, a loss of theirs was not tried; use 0",
+            )
+    if lora.sends_factors and config.engine.count:
+        _check_sending(config)
+
+
+def _check_sending(config: Config) -> None:
+    """Each engine rank merges for itself, from the weights that it loaded."""
+    wanted = _DTYPES[config.trainer.dtype]
+    refused = (
+        (
+            config.engine.dtype != wanted,
+            f"engines in {config.engine.dtype} round another sum than a trainer in {wanted}; set "
+            "engine.dtype to that",
+        ),
+        (config.sync.delta, "sync.delta was not tried with factors, which are small; set it false"),
+        (
+            config.sync.direct > 0,
+            "sync.direct was not tried with factors, which are small; set it to 0",
+        ),
+        (
+            "quantization" in config.engine.args,
+            "engines with quantised weights cannot merge factors",
+        ),
+    )
+    for holds, reason in refused:
+        if holds:
+            raise ConfigError("lora.send", config.lora.send, f"{reason}, or use weights")

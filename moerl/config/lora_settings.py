@@ -1,0 +1,44 @@
+"""`lora`: which weights get low-rank factors, of which rank, and how they are scaled.
+
+W = W0 + scale * B A, A [rank, in], B [out, rank].  One scale holds for all weights, also where
+`ranks` gives some of them another rank: a rank is a capacity, not a strength.
+Idea: LoRA, Hu et al., 2106.09685; rsLoRA, Kalajdzievski, 2312.03732.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from moerl.config.bounds import Natural, NonNegative
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: Natural = 0  # 0 = off: all weights are trained
+    alpha: NonNegative = 0.0  # the scale is alpha / rank; 0 = the rank, a scale of 1
+    rslora: bool = False  # the scale is alpha / sqrt(rank)
+    dropout: NonNegative = 0.0  # must be 0
+    # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
+    targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
+    ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
+    send: Literal["factors", "weights"] = "factors"
+    """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
+
+    @property
+    def sends_factors(self) -> bool:
+        return self.rank > 0 and self.send == "factors"
+
+    @property
+    def scale(self) -> float:
+        divisor = math.sqrt(self.rank) if self.rslora else self.rank
+        return (self.alpha or self.rank) / divisor
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the factors of a Hugging Face module's weight; 0 = it is not a target."""
+        if not any(fnmatchcase(module, pattern) for pattern in self.targets):
+            return 0
+        own = [rank for pattern, rank in self.ranks.items() if fnmatchcase(module, pattern)]
+        return own[-1] if own else self.rank

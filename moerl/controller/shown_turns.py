@@ -1,0 +1,69 @@
+"""An episode as the report shows it: each turn with what stands before it.
+
+A row that continues another shows only what is new in it, so that each token is shown once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from moerl.types import Episode, Rollout
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def shown_turns(episode: Episode, decode: Decode) -> list[dict[str, object]]:
+    """The trained turns in the order of the rows; read by `moerl.observe.episode_section`."""
+    return [
+        turn for place in range(len(episode.turns)) for turn in _turns_of(episode, place, decode)
+    ]
+
+
+def _turns_of(episode: Episode, place: int, decode: Decode) -> Iterator[dict[str, object]]:
+    node = episode.turns[place]
+    row, sampled = node.rollout, np.flatnonzero(node.rollout.loss_mask)
+    continues = node.parents[-1] if node.parents else None
+    parent = None if continues is None else episode.turns[continues].rollout
+    shared = shown = 0 if parent is None else min(_shared(row, parent), int(sampled[0]))
+    begin = 0
+    for number, end in enumerate(row.ends):
+        first, stop = int(sampled[begin]), int(sampled[end.end - 1]) + 1
+        yield {
+            "row": place,
+            "continues": continues,
+            "shared_tokens": shared,
+            "origin": node.origins[number] if number < len(node.origins) else "",
+            "context": decode(row.token_ids[shown:first].tolist()),
+            "context_tokens": first - shown,
+            "answer": decode(row.token_ids[first:stop].tolist()),
+            "pieces": _pieces(row, begin, end.end, first, decode),
+            "finish": end.finish.value,
+        }
+        shown, begin = stop, end.end
+
+
+def _shared(row: Rollout, parent: Rollout) -> int:
+    """Leading tokens that both rows have."""
+    size = min(row.num_tokens, parent.num_tokens)
+    differ = np.flatnonzero(row.token_ids[:size] != parent.token_ids[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _pieces(
+    row: Rollout, begin: int, end: int, first: int, decode: Decode
+) -> list[dict[str, object]]:
+    """Sampled tokens begin..end, the first of which is token `first` of the row, by version."""
+    edges = [begin, *(span.first for span in row.versions if begin < span.first < end), end]
+    spans = [[span for span in row.versions if span.first <= at][-1] for at in edges[:-1]]
+    return [
+        {
+            "version": str(span.version),
+            "kept_kv": span.kept_kv,
+            "tokens": stop - at,
+            "text": decode(row.token_ids[first + at - begin : first + stop - begin].tolist()),
+        }
+        for span, (at, stop) in zip(spans, pairwise(edges), strict=True)
+    ]

@@ -1,0 +1,371 @@
+"""LoRA inside Megatron's linear layers: frozen weights that hold W0 + s B A, gradients for A and B.
+
+The forward pass runs on the merged weight itself, in its own dtype: what an engine gets by the
+same merge is bit for bit what was trained on, and a forward pass costs what it costs without
+LoRA.  `Adapters.merge` computes it after each update from W0, which is kept in host memory; the
+previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
+layer sends the gradient of its output straight through the rounding to the factors:
+
+    h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
+
+No gradient of W is computed and W has no gradient buffer.  What a rank holds of a factor follows
+from the tiles of its weights; only tensors of width `rank` are communicated:
+
+    layer               A on a rank   B on a rank   h                        summed over TP
+    column parallel     whole         its rows      gathered                 A
+    row parallel        its columns   whole         reduce-scattered         B
+    whole on each rank  whole         whole         -                        A and B
+    expert              as cut by ETP               -                        the whole one, if cut
+
+Ideas: Megatron-Bridge (where to communicate), straight-through estimation, Bengio 2013.
+Legend: T tokens (and batch), R rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.autograd import Function
+
+from moerl.config.lora_settings import LoraConfig
+from moerl.config.schema import ParallelConfig
+from moerl.errors import ConfigError
+from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles, transposed_stacks
+from moerl.layout.adapters import Projection, adapter_shapes, projections
+from moerl.trainer.model.family_modules import DuplicatedLinear
+from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.low_rank import merge_into
+
+Linear = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
+PREFIX = "lora."  # of the factors' names in a GPTModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """A and B of one Hugging Face weight on this rank."""
+
+    projection: Projection
+    a: torch.nn.Parameter  # [rank, cols]
+    b: torch.nn.Parameter  # [rows, rank]
+    index: Tensor | None  # rows of the local weight in the order of B; None: all of them
+
+
+@dataclass(slots=True)
+class Changes:
+    """Elements of adapted tensors on this rank, and how many a merge changed.
+
+    Rounding swallows updates below half a step of the dtype.
+    """
+
+    weights: int = 0
+    changed: int = 0
+
+    def share(self, group: dist.ProcessGroup) -> float:
+        """Of all ranks together; collective over a group of gloo."""
+        both = torch.tensor([self.weights, self.changed], dtype=torch.float64)
+        dist.all_reduce(both, group=group)
+        return float(both[1] / both[0])
+
+
+class Adapters(torch.nn.Module):
+    """All factors of a model chunk, as `gpt.lora`: names of the weights stay those of the layout.
+
+    A factor's parameter name is its Hugging Face name with `/` for dots, which torch forbids.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.tiles: Named = {}  # by parameter name
+        self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
+        self._base: list[Tensor] = []
+
+    def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
+        """Give a linear layer factors and a hook."""
+        factors = tuple(self._factors(linear, part) for part in parts)
+        self._merged.append((linear.weight, factors))
+        linear.register_forward_hook(_Hook(linear, factors, self.scale))
+
+    def keep_base(self) -> None:
+        """The weights as they are now are W0.  Call once, after they were loaded."""
+        assert not self._base, "the base is kept once"
+        self._base = [weight.detach().to("cpu", copy=True) for weight, _ in self._merged]
+        self.merge()
+
+    @torch.no_grad()
+    def merge(self) -> Changes:
+        """Set every adapted weight to W0 + s B A, computed in fp32 and rounded once.
+
+        Rows of a fused tensor without factors keep W0.
+        """
+        assert len(self._base) == len(self._merged), "keep_base comes first"
+        changes = Changes()
+        for (weight, every), base in zip(self._merged, self._base, strict=True):
+            base, before = base.to(weight.device), weight.detach().clone()
+            for part in every:
+                if part.index is None:
+                    merge_into(weight, base, part.a, part.b, self.scale)
+                    continue
+                rows = base.new_empty(len(part.index), base.shape[1])
+                merge_into(rows, base[part.index], part.a, part.b, self.scale)
+                weight[part.index] = rows
+            changes.weights += weight.numel()
+            changes.changed += int((weight != before).sum())
+        return changes
+
+    def factors(self) -> dict[str, Tensor]:
+        """Factors, or what this rank holds of them, by Hugging Face name."""
+        named = self.named_parameters()
+        return {self.tiles[name].tiles[0].hf: param.detach() for name, param in named}
+
+    @torch.no_grad()
+    def set_factors(self, values: Mapping[str, Tensor]) -> None:
+        """Take whole factors by Hugging Face name, and merge."""
+        for name, param in self.named_parameters():
+            (tile,) = self.tiles[name].tiles
+            rows, cols = tile.hf_box
+            param.copy_(values[tile.hf][rows.start : rows.stop, cols.start : cols.stop])
+        self.merge()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Factors by Hugging Face name, in whole coordinates: any layout can load them."""
+        return {
+            prefix + name: self._sharded(name, param) for name, param in self.named_parameters()
+        }
+
+    def _sharded(self, name: str, param: torch.nn.Parameter) -> ShardedTensor:
+        (tile,) = self.tiles[name].tiles
+        held = zip(tile.hf_box, getattr(param, "whole_shape"), strict=True)  # noqa: B009
+        offsets = [
+            (dim, part.start // len(part), whole // len(part))
+            for dim, (part, whole) in enumerate(held)
+            if len(part) < whole
+        ]
+        return ShardedTensor.from_rank_offsets(
+            PREFIX + tile.hf, param, *offsets, replica_id=_replica(param)
+        )
+
+    def _factors(self, linear: Linear, part: Projection) -> Factors:
+        parameters = []
+        for hf, local in part.factors.items():
+            param = torch.nn.Parameter(
+                _first_value(hf, part).to(linear.weight.device, linear.weight.dtype)
+            )
+            name = hf.replace(".", "/")
+            self.register_parameter(name, param)
+            self.tiles[name] = local
+            _mark(param, linear, part, "B" if hf.endswith("lora_B") else "A")
+            parameters.append(param)
+        index = _index(part)
+        same = torch.equal(index, torch.arange(linear.weight.shape[0]))
+        a, b = parameters
+        return Factors(part, a, b, None if same else index)
+
+
+def attach_adapters(
+    gpt: GPTModel, chunk: int, spec: ModelSpec, lora: LoraConfig, parallel: Parallel
+) -> Adapters:
+    """Freeze a model chunk and give its targets factors, as `gpt.lora`.  Raises ConfigError.
+
+    A starts as U(-1, 1) / sqrt(in), equal under every layout; B as 0.
+    """
+    sizes, shapes = parallel.sizes, hf_shapes(spec)
+    check_lora_model(spec, lora, sizes)
+    if parallel.platform.layers != "local":
+        raise ConfigError(
+            "lora.rank", lora.rank, "adapters were not compared with Transformer Engine; use 0"
+        )
+    if gpt.config.moe_shared_expert_overlap:
+        raise ConfigError(
+            "trainer.megatron.moe_shared_expert_overlap",
+            True,
+            "adapters of shared experts communicate as these do without it; not with lora",
+        )
+    gpt.requires_grad_(False)
+    adapters, prefix = Adapters(lora.scale), f"chunk{chunk}." if sizes.vpp > 1 else ""
+    for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
+        if name.startswith(prefix) and (parts := projections(local, lora.rank_of, shapes)):
+            path = name.removeprefix(prefix).rpartition(".")[0]
+            linear = gpt.get_submodule(path)
+            if not isinstance(linear, Linear) or not path.startswith("decoder.layers."):
+                raise _no_adapter(parts[0].module, lora)
+            adapters.adopt(linear, parts)
+    if not adapters.tiles:
+        raise ConfigError(
+            "lora.targets", lora.targets, "a pipeline stage has no target; every stage needs one"
+        )
+    gpt.lora = adapters
+    if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed ones run no backward
+        gpt.embedding.register_forward_hook(_needs_grad)
+    return adapters
+
+
+def _no_adapter(module: str, lora: LoraConfig) -> ConfigError:
+    return ConfigError(
+        "lora.targets",
+        lora.targets,
+        f"{module} is not a layer that can have an adapter; choose projections of attention, of "
+        "dense and shared blocks, and of experts",
+    )
+
+
+def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -> None:
+    """Refuse what has no adapters, or was not compared with peft.  Raises ConfigError."""
+    odd = (
+        ("linear attention", spec.linear_layers),
+        ("sparse attention", spec.index_topk),
+        ("biases in its experts", spec.o_bias),
+        ("experts stored as [E, in, out]", transposed_stacks(spec)),
+    )
+    for what, has in odd:
+        if has:
+            raise ConfigError(
+                "lora.rank", lora.rank, f"{spec.family} has {what}: not compared with peft; use 0"
+            )
+    if sizes.etp not in (1, sizes.tp):
+        raise ConfigError("trainer.parallel.etp", sizes.etp, f"with lora it is 1 or tp, {sizes.tp}")
+    shapes = hf_shapes(spec)
+    for pattern in (*lora.targets, *lora.ranks):
+        one = LoraConfig(rank=1, targets=[pattern])
+        if not adapter_shapes(shapes, one.rank_of) and pattern not in LoraConfig().targets:
+            raise ConfigError(
+                "lora.ranks" if pattern in lora.ranks else "lora.targets",
+                pattern,
+                f"it matches no weight of {spec.family}; names are like "
+                + next(iter(adapter_shapes(shapes, LoraConfig(rank=1).rank_of))).rpartition(".")[0],
+            )
+
+
+# --- the gradient of a factor ---------------------------------------------------------------------
+class _Hook:
+    """After a frozen linear layer: the same output, with a way for gradients to its factors."""
+
+    def __init__(self, linear: Linear, factors: tuple[Factors, ...], scale: float) -> None:
+        self._factors, self._scale = factors, scale
+        self._group = getattr(linear, "tp_group", None)
+        self._gathers = self._scatters = False
+        if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            speaks = linear.sequence_parallel and not linear.explicit_expert_comm
+            if self._group.size() > 1 and not linear.explicit_expert_comm:
+                assert speaks, "tensor parallelism comes with sequence parallelism"
+            self._gathers = speaks and isinstance(linear, ColumnParallelLinear)
+            self._scatters = speaks and isinstance(linear, RowParallelLinear)
+
+    def __call__(
+        self, linear: torch.nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any] | None:
+        if not torch.is_grad_enabled():
+            return None
+        y, bias = output
+        a_all = torch.cat([one.a for one in self._factors])
+        h_TR = torch.nn.functional.linear(args[0].detach(), a_all)
+        if self._gathers:
+            h_TR = gather_from_sequence_parallel_region(h_TR, group=self._group)
+        if self._scatters:
+            h_TR = reduce_scatter_to_sequence_parallel_region(h_TR, group=self._group)
+        bs = [one.b for one in self._factors]
+        y = _StraightThrough.apply(y, h_TR, self._scale, [one.index for one in self._factors], *bs)  # type: ignore[no-untyped-call]
+        return y, bias
+
+
+class _StraightThrough(Function):
+    """y unchanged; backward: as if s (h B') were a part of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, h: Tensor, scale: float, indices: list[Tensor | None], *bs: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(h, *bs)
+        ctx.scale, ctx.indices = scale, indices
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        h, *bs = ctx.saved_tensors
+        dhs, dbs = [], []
+        flat = dy.flatten(0, -2)
+        for index, b, part in zip(
+            ctx.indices, bs, h.flatten(0, -2).split([b.shape[1] for b in bs], -1), strict=True
+        ):
+            own = flat if index is None else flat.index_select(-1, index)
+            dhs.append(ctx.scale * (own @ b))
+            dbs.append(ctx.scale * (own.T @ part))
+        dh = torch.cat(dhs, -1).view_as(h)
+        return dy, dh, None, None, *dbs
+
+
+def _needs_grad(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+# --- one factor's parameter -----------------------------------------------------------------------
+def _mark(param: torch.nn.Parameter, linear: Linear, part: Projection, factor: str) -> None:
+    """What Megatron's reductions, gradient norm and checkpoints read of a parameter."""
+    held = part.rows if factor == "B" else part.cols
+    whole = part.shape[0] if factor == "B" else part.shape[1]
+    is_cut = len(held) < whole
+    is_expert = bool(getattr(linear, "is_expert", False))
+    group = getattr(linear, "tp_group", None)
+    size = parallel_state.get_tensor_model_parallel_world_size() if group is None else group.size()
+    # a whole factor of a cut layer, or of one that sees a part of the positions, has a part of
+    # its gradient on each rank
+    marks = {
+        "allreduce": getattr(linear.weight, "allreduce", True),
+        "sequence_parallel": not is_cut and size > 1,
+        # else only the first rank of the group counts it in the norm
+        "tensor_model_parallel": is_cut or (is_expert and size == 1),
+        "partition_dim": 0 if factor == "B" else 1,
+        "partition_stride": 1,
+        "is_expert_factor": is_expert,
+        "is_cut_factor": is_cut,
+        "whole_shape": (whole, part.rank) if factor == "B" else (part.rank, whole),
+    }
+    for name, value in marks.items():
+        setattr(param, name, value)
+
+
+def _replica(param: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Which copy of its part this rank has; the first one is written."""
+    is_expert, is_cut = getattr(param, "is_expert_factor"), getattr(param, "is_cut_factor")  # noqa: B009
+    if is_expert:
+        among = parallel_state.get_expert_tensor_parallel_rank()
+        copies = parallel_state.get_expert_data_parallel_rank()
+    else:
+        among = parallel_state.get_tensor_model_parallel_rank()
+        copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return 0, 0 if is_cut else among, copies
+
+
+def _first_value(name: str, part: Projection) -> Tensor:
+    """This rank's part of a factor at the start."""
+    if name.endswith("lora_B"):
+        return torch.zeros(len(part.rows), part.rank)
+    chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
+    return whole[:, part.cols.start : part.cols.stop] * part.shape[1] ** -0.5
+
+
+def _index(part: Projection) -> Tensor:
+    """Rows of the local weight, in the order of the Hugging Face rows."""
+    index = torch.empty(len(part.rows), dtype=torch.long)
+    for rows, local in part.places:
+        index[torch.tensor(rows) - part.rows.start] = torch.tensor(local)
+    return index

@@ -1,0 +1,134 @@
+"""Adapters of an engine rank: W0 in host memory, the factors of a version, and what both give.
+
+W0 is copied once, before the first version is committed.  A version's weights are always computed
+from it: subtracting the factors before from rounded weights would drift.  VERIFY digests the merged
+weights one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank
+needs no second copy of what it serves beside W0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from moerl.config.lora_settings import LoraConfig
+from moerl.errors import EngineError, LayoutError
+from moerl.layout import ModelSpec, at, hf_shapes, sglang_tiles
+from moerl.layout.adapters import engine_factors, module_of
+from moerl.layout.tiles import Box, Named, Tile
+from moerl.weight_sync.buckets import Piece, seeds
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.transfer_plan import ReceiverPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merge:
+    """One box of a live tensor, and its parts of the factors."""
+
+    place: tuple[slice | int, ...]  # in the live tensor; two dims are left
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+
+
+class EngineAdapters:
+    """W0 and factors of one engine rank."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine: EngineLayout,
+        rank: int,
+        lora: LoraConfig,
+        live: Mapping[str, Tensor],
+    ) -> None:
+        """live: the weights as the engine loaded them.  Raises LayoutError."""
+        if any(tensor.is_cuda for tensor in live.values()):
+            raise LayoutError("factors were never merged on a GPU; use lora.send = weights")
+        self.lora = lora
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        shapes = hf_shapes(spec)
+        self._held = engine_factors(named, lora.rank_of, shapes)
+        merges = {name: self._targets(local.tiles) for name, local in named.items()}
+        adapted = [name for name, tiles in merges.items() if tiles]
+        if missing := [name for name in adapted if name not in live]:
+            raise LayoutError(f"{missing[0]}: it has an adapter, the live model lacks it")
+        self.base = {name: live[name].detach().to("cpu", copy=True) for name in adapted}
+        dtypes = {tensor.dtype for tensor in self.base.values()}
+        if len(dtypes) != 1:
+            raise LayoutError(f"adapted weights have the dtypes {sorted(map(str, dtypes))}")
+        (dtype,) = dtypes
+        self.factors = {
+            name: torch.zeros(local.shape, dtype=dtype) for name, local in self._held.items()
+        }
+        self._merges = {name: [self._merge(tile) for tile in merges[name]] for name in adapted}
+
+    def commit(self, live: Mapping[str, Tensor]) -> None:
+        """Write the merged weights, in place."""
+        for name in self._merges:
+            self._write(name, live[name])
+
+    def total(self, whole: ReceiverPlan, live: Mapping[str, Tensor]) -> int:
+        """Sum of the digests of all pieces of this rank, as they would be after `commit`.
+
+        whole: plan of whole weights.
+        """
+        found: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
+        for region in whole.regions:
+            for piece, seed in zip(region.pieces, seeds(region), strict=True):
+                found[piece.dst_name].append((piece, seed))
+        total = 0
+        for name, pieces in found.items():
+            value = live[name]
+            if name in self._merges:
+                value = self.base[name].clone()
+                self._write(name, value)
+            total += sum(_digest(value[at(piece.dst_box)], seed) for piece, seed in pieces)
+        return total % 2**64
+
+    def _write(self, name: str, target: Tensor) -> None:
+        base = self.base[name]
+        for one in self._merges[name]:
+            merge_into(target[one.place], base[one.place], one.a, one.b, self.lora.scale)
+
+    def _targets(self, tiles: tuple[Tile, ...]) -> list[Tile]:
+        return [tile for tile in tiles if f"{module_of(tile.hf)}.lora_A" in self._held]
+
+    def _merge(self, tile: Tile) -> _Merge:
+        module = module_of(tile.hf)
+        rows, cols = tile.hf_box
+        a, b = f"{module}.lora_A", f"{module}.lora_B"
+        lead = len(tile.box) - 2
+        place = (*(part.start for part in tile.box[:lead]), *at(tile.box[lead:]))
+        first_row, first_col = _start(self._held, b, 0), _start(self._held, a, 1)
+        return _Merge(
+            place,
+            self.factors[a][:, _moved(cols, first_col)],
+            self.factors[b][_moved(rows, first_row)],
+        )
+
+
+def check_same(known: LoraConfig, asked: LoraConfig) -> None:
+    """Raises EngineError: W0 of other targets is gone."""
+    if known != asked:
+        raise EngineError(f"this engine has adapters of {known}; {asked} need a new start")
+
+
+def _start(held: Named, name: str, dim: int) -> int:
+    (tile,) = held[name].tiles
+    box: Box = tile.hf_box
+    return box[dim].start
+
+
+def _moved(part: range, first: int) -> slice:
+    return slice(part.start - first, part.stop - first, part.step)
+
+
+def _digest(value: Tensor, seed: int) -> int:
+    data = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(data.data, seed=seed)

@@ -1,0 +1,39 @@
+"""W0 + s B A, rounded once: the same bits on every rank, whatever part of the weight it holds.
+
+A matrix product sums in an order that depends on the sizes of its operands, so two ranks that hold
+different rows of a weight may round one element differently.  Here each element is the sum of its
+products in the order of the ranks, with one rounding to fp32 per operation, on any device: trainer
+and engines can compare digests.  Runs of rows that fit a cache make it as fast as a product in
+fp64, which would only make differences rare.
+
+Rejected: fused multiply-add (`addcmul`), which some devices and the ends of vectors round twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 16  # elements of a run of rows
+
+
+@torch.no_grad()
+def merge_into(weight: Tensor, base: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """weight = base + scale * b @ a.
+
+    weight, base: [out, in] of one dtype; a: [rank, in], b: [out, rank], of any floating dtype.
+    """
+    a, b = a.float(), b.float()
+    rows = max(1, _BLOCK // max(1, a.shape[1]))
+    for first in range(0, b.shape[0], rows):
+        part = slice(first, first + rows)
+        weight[part] = _merged(base[part].float(), a, b[part], scale)
+
+
+def _merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    total = torch.zeros_like(base)
+    product = torch.empty_like(base)
+    for row, column in zip(a, b.unbind(1), strict=True):
+        torch.mul(column[:, None], row, out=product)
+        total.add_(product)
+    return total.mul_(scale).add_(base)

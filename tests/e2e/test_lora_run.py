@@ -1,0 +1,175 @@
+"""`moerl train` by low-rank adapters alone: what engines serve is W0 + s B A, bit for bit.
+
+The sum is computed here once more, by numpy from the model folder and from the factors that the run
+wrote for each version; digests of engines are those of the log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moerl.config.load import load_saved
+from moerl.config.lora_settings import LoraConfig
+from moerl.layout import ModelSpec, at, sglang_tiles
+from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
+from moerl.trainer.hf_io.adapter_files import load_adapter
+from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.weight_sync.buckets import WirePolicy, seeds, version_digest
+from moerl.weight_sync.held_shards import EngineLayout
+from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
+from tests.helpers.train_runs import Run, start, survivors
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
+
+STEPS = 21  # of which 20 are published
+GATE = 5e-5  # nats, fp32 engine against fp32 trainer
+STAGES = [f"trainer.parallel.{sizes}" for sizes in ("pp=2", "dp=2", "ep=2", "tp=1")]
+EXACT = ["rollout.max_lag=0", "rollout.buffer_depth=0", "observe.engine_alone_s=0"]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows some of the task: random weights stay random below the adapters."""
+    root = tmp_path_factory.mktemp("warm")
+    run = start(root, "quickstart", "run.steps=16", "checkpoint.every=0", name="warm")
+    assert run.finish() == 0, run.text()
+    return run.dir.hf
+
+
+@pytest.fixture(scope="module")
+def trained(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings = [f"model.path={warm}", f"run.steps={STEPS}", "checkpoint.keep_versions=true"]
+    settings += ["checkpoint.every=10", "trainer.packing=true", *STAGES, *EXACT]
+    run = start(tmp_path_factory.mktemp("lora"), "quickstart-lora", *settings, name="x")
+    assert run.finish(900) == 0, run.text()
+    return run
+
+
+def merged(base: dict[str, Tensor], factors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """In fp32, one rank after the other, as docs/algorithms.md says."""
+    found = dict(base)
+    for module in {name.rpartition(".")[0] for name in factors}:
+        a, b = (factors[f"{module}.lora_{x}"].numpy() for x in "AB")
+        total = np.zeros((len(b), a.shape[1]), np.float32)
+        for row, column in zip(a, b.T, strict=True):
+            total += np.outer(column, row)
+        whole = total * np.float32(scale) + base[f"{module}.weight"].numpy()
+        found[f"{module}.weight"] = torch.from_numpy(whole)
+    return found
+
+
+def digest_of(weights: dict[str, Tensor], spec: ModelSpec, run: Run) -> str:
+    """What an engine of one rank with these weights says that it serves."""
+    config = load_saved(run.dir.config)
+    policy = WirePolicy(config.engine.dtype, bucket_bytes=config.sync.bucket_bytes)
+    parallel = config.trainer.parallel
+    plan = TransferPlan(spec, parallel, EngineLayout(), PLAN_ID, policy).receiver(0)
+    live = {}
+    for name, local in sglang_tiles(spec, 1, 0).items():
+        live[name] = torch.zeros(local.shape)
+        for tile in local.tiles:
+            live[name][at(tile.box)] = weights[tile.hf][at(tile.hf_box)]
+    total = 0
+    for region in plan.regions:
+        for piece, seed in zip(region.pieces, seeds(region), strict=True):
+            data = live[piece.dst_name][at(piece.dst_box)].contiguous().numpy().tobytes()
+            total += xxhash.xxh3_64_intdigest(data, seed=seed)
+    return version_digest([total])
+
+
+def served(run: Run) -> dict[str, str]:
+    """Digest by version, of the log."""
+    log = (run.dir.logs / "trainer-0.log").read_text()
+    return dict(re.findall(r"engine 0 serves (\S+), digest (\w+)", log))
+
+
+def lora_of(run: Run) -> LoraConfig:
+    return load_saved(run.dir.config).lora
+
+
+def base_of(run: Run) -> HfFolder:
+    return HfFolder(load_saved(run.dir.config).model.path)
+
+
+def test_every_publish_is_the_merged_model_and_sends_factors_alone(trained: Run) -> None:
+    lora, source = lora_of(trained), base_of(trained)
+    base = {name: source.read(name) for name in source.names}
+    digests = served(trained)
+    assert len(digests) == len(set(digests.values())) == STEPS - 1, "each publish changed weights"
+    num_bytes = 0
+    for version, found in digests.items():
+        folder = trained.dir.adapter.with_name(version)
+        factors = load_adapter(folder, source.spec, lora)
+        want = merged(base, factors, lora.scale)
+        assert found == digest_of(want, source.spec, trained), version
+        saved = load_file(trained.dir.versions / version / "model.safetensors")
+        assert all(torch.equal(saved[name], want[name]) for name in saved)
+        num_bytes = sum(factor.nbytes for factor in factors.values())
+    control = base | {"model.norm.weight": base["model.norm.weight"] * 1.0001}
+    assert digest_of(control, source.spec, trained) != digest_of(base, source.spec, trained)
+    sent = [row["async/sync_bytes"] for row in trained.rows() if row.get("async/sync_bytes")]
+    assert set(sent) == {float(num_bytes)}
+    full = sum(tensor.nbytes for tensor in base.values())
+    print(f"a publish sends {num_bytes:,} bytes, weights would be {full:,}")
+
+
+def test_the_engine_serves_what_is_trained(trained: Run) -> None:
+    rows = trained.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    worst = max(row["mismatch/abs_dlogp_max/lag_0"] for row in rows)
+    print(f"largest |d log p| at lag 0: {worst:.1e}")
+    assert worst <= GATE
+    assert all(row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0 for row in rows)
+    assert all(row["lora/changed_frac"] > 0.5 for row in rows if row["loss/grad_norm"] > 0)
+    assert not [key for row in rows for key in row if key.startswith("refused/")]
+
+
+def test_it_learns_by_adapters_alone(trained: Run) -> None:
+    rewards = [row["reward/mean"] for row in trained.rows()]
+    print("reward:", " ".join(f"{reward:.3f}" for reward in rewards))
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.05
+
+
+def test_a_checkpoint_holds_adapters_alone(trained: Run) -> None:
+    names = TorchDistFiles(trained.dir.checkpoint(10)).names
+    weights = {name for name in names if not name.startswith(("optimizer", "random", "moerl"))}
+    assert weights
+    assert all(name.startswith("lora.model.layers.") for name in weights), weights
+
+
+def test_a_killed_run_and_a_killed_engine_continue_with_whole_adapters(
+    warm: Path, tmp_path: Path
+) -> None:
+    """Engines start with W0; the run continues in another layout, from factors alone."""
+    settings = [f"model.path={warm}", "run.steps=12", "checkpoint.every=2", *EXACT]
+    settings += ["supervision.backoff_s=0.1", "rollout.groups_per_step=8"]
+    run = start(tmp_path, "quickstart-lora", *settings, name="x")
+    run.wait_for(lambda: len(run.dir.finished_checkpoints()) > 0)
+    members = run.members()
+    for member in members:
+        os.kill(member.pid, signal.SIGKILL)
+    assert survivors(members, 20.0) == []
+    other = [f"trainer.parallel.{sizes}" for sizes in ("tp=2", "etp=1", "ep=2", "dp=1")]
+    again = start(tmp_path, "--resume", str(run.dir.root), *other)
+    begun = len(again.rows())
+    again.wait_for(lambda: len(again.rows()) > begun + 2)
+    os.kill(again.pids()["engine-0"], signal.SIGKILL)
+    assert again.finish(900) == 0, again.text()
+    rows = again.rows()
+    assert [row["step"] for row in rows] == list(range(12))
+    assert max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows) <= GATE
+    source, lora = base_of(again), lora_of(again)
+    base = {name: source.read(name) for name in source.names}
+    want = merged(base, load_adapter(again.dir.adapter, source.spec, lora), lora.scale)
+    saved = load_file(again.dir.hf / "model.safetensors")
+    assert all(torch.equal(saved[name], want[name]) for name in saved)

@@ -1,0 +1,149 @@
+"""LoRA outside of moerl: tiny models, random factors, and transformers with W0 + s B A for weights.
+
+A factor has its Hugging Face name, `MODULE.lora_A` [rank, in] and `MODULE.lora_B` [out, rank].
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moerl.config.lora_settings import LoraConfig
+from moerl.data.demonstrations import demonstration_plan
+from moerl.layout import ModelSpec, hf_shapes, model_spec
+from moerl.layout.adapters import adapter_shapes
+from moerl.layout.shards import stacked_forms
+from moerl.types import BatchPlan, Prompt
+from tests.helpers.trainer_support import ROOT
+
+LORA = LoraConfig(rank=4, alpha=8, ranks={"*.experts.*": 3, "*.down_proj": 2})
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+BATCH, EOS = 8, 2
+
+
+def write_model(folder: Path, family: str) -> Path:
+    """A random model of the family whose layers are dense and with experts."""
+    from safetensors.torch import save_file
+
+    config = json.loads((ROOT / "tests/data/layout_families.json").read_text())[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    chance = torch.Generator().manual_seed(0)
+    shapes = hf_shapes(model_spec(config))
+    save_file(
+        {
+            name: 0.15 * torch.randn(shape, generator=chance) + ("norm" in name)
+            for name, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    return model_spec(json.loads((folder / "config.json").read_text()))
+
+
+def random_factors(folder: Path, lora: LoraConfig = LORA) -> dict[str, Tensor]:
+    """No factor is 0, so that a lost one shows."""
+    chance = torch.Generator().manual_seed(1)
+    shapes = hf_shapes(read_spec(folder))
+    return {
+        name: 0.2 * torch.randn(shape, generator=chance)
+        for name, shape in adapter_shapes(shapes, lora.rank_of).items()
+    }
+
+
+class _Demonstrations:
+    def prompt(self, index: int) -> Prompt:
+        answer = " ".join(str((index * 7 + i * i) % 67) for i in range(5 + index % 4))
+        return Prompt(index, tuple((index * 11 + 3 * i) % 67 for i in range(6)), "p", answer, {})
+
+
+def demonstrations(dp: int, *, step: int = 0) -> BatchPlan:
+    """Prompts and answers of several lengths."""
+    return demonstration_plan(
+        step,
+        BATCH,
+        _Demonstrations(),
+        lambda text: [int(word) for word in text.split()],
+        EOS,
+        dp_size=dp,
+        max_tokens_per_microbatch=48,
+    )
+
+
+def open_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """transformers' model without kernels of its own."""
+    from moerl.engine import torchvision_fix
+
+    torchvision_fix.arm()  # transformers imports torchvision
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return model.eval()
+
+
+def mean_nll(model: torch.nn.Module, changed: dict[str, Tensor] | None = None) -> Tensor:
+    """Mean negative log-likelihood of all answers; changed: parameters in place of the model's."""
+    values, total = [], 0
+    for group in demonstrations(1).groups:
+        (episode,) = group.episodes
+        rollout = episode.turns[0].rollout
+        tokens = torch.as_tensor(rollout.token_ids, dtype=torch.long)[None]
+        logits = torch.func.functional_call(model, changed or {}, (tokens,)).logits[0, :-1]
+        mask = torch.as_tensor(rollout.loss_mask)[1:]
+        values.append(
+            torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")[mask].sum()
+        )
+        total += int(mask.sum())
+    return torch.stack(values).sum() / total
+
+
+def by_autograd(
+    folder: Path, factors: dict[str, Tensor], scale: float, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the factors, by torch alone."""
+    model = open_transformers(folder, dtype)
+    leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in factors.items()}
+    loss = mean_nll(model, _changed(model, folder, leaves, scale))
+    loss.backward()
+    return float(loss.detach()), {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+    }
+
+
+def _changed(
+    model: torch.nn.Module, folder: Path, leaves: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Parameters of transformers' model with their products added; stacked experts too."""
+    modules = {name.rpartition(".")[0] for name in leaves}
+    product = {m: scale * (leaves[f"{m}.lora_B"] @ leaves[f"{m}.lora_A"]) for m in modules}
+    changed = {}
+    forms = stacked_forms(read_spec(folder))
+    for name, param in model.named_parameters():
+        whole = param.detach()
+        if name.removesuffix(".weight") in product:
+            changed[name] = whole + product[name.removesuffix(".weight")]
+        elif name in forms:
+            delta = torch.zeros_like(whole)
+            for part, (expert, rows, _) in forms[name][1].items():
+                if (module := part.removesuffix(".weight")) in product:
+                    place = torch.zeros_like(whole)
+                    place[expert.start, rows.start : rows.stop] = 1
+                    padded = torch.nn.functional.pad(
+                        product[module], (0, 0, rows.start, whole.shape[1] - rows.stop)
+                    )
+                    delta = delta + place * padded
+            changed[name] = whole + delta
+    return changed

@@ -1,0 +1,97 @@
+"""A gateway over a scripted engine, for clients of any form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import openai
+
+from moerl.agents.chat_messages import Json
+from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
+from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
+from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
+from moerl.types import SamplingParams
+from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
+from tests.helpers.scripted_engine import ScriptedEngine
+
+TOKENIZER = chat_tokenizer()
+TOKENS = PromptTokens(TOKENIZER)
+LIMITS = EpisodeLimits(context_tokens=4000)
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = TOKENIZER.convert_tokens_to_ids(call_text(5))
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+class MarkedCalls:
+    """A parser for the vocabulary of the tests."""
+
+    def parse(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        before, mark, rest = text.partition("<tool_call>")
+        if not (mark and tools):
+            return "", text, ()
+        body = json.loads(rest.partition("</tool_call>")[0])
+        return "thought", before, ((body["name"], json.dumps(body["arguments"])),)
+
+
+@dataclass
+class Served:
+    engine: ScriptedEngine
+    gateway: Gateway
+    episode: OpenEpisode
+
+    @property
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self.gateway.base_url("e"), api_key=self.episode.key, max_retries=0
+        )
+
+    async def post(self, path: str = "/chat/completions", **body: Any) -> tuple[int, Any, Any]:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.episode.key}"}) as http,
+            http.post(self.gateway.base_url("e") + path, **body) as reply,
+        ):
+            text = await reply.text()
+            return reply.status, json.loads(text), reply.headers
+
+    async def end(self) -> FinishedEpisode:
+        return await self.gateway.end_episode("e")
+
+
+@asynccontextmanager
+async def serve(*answers: list[int], **endpoint: Any) -> AsyncIterator[Served]:
+    engine = ScriptedEngine()
+    engine.say(*answers)
+    policy = Policy(
+        engine,
+        TOKENS,
+        StopFinder(TOKENS),
+        MarkedCalls(),
+        SamplingParams(50, stop_token_ids=(END,)),
+        logprobs=lambda rollout: rollout.logprobs,
+    )
+    gateway = Gateway(policy, Endpoint(**endpoint))
+    await gateway.start()
+    try:
+        yield Served(engine, gateway, gateway.open_episode("e", LIMITS))
+    finally:
+        await gateway.stop()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work(), 60.0)
+
+    asyncio.run(limited())
+
+
+def ids(text: str) -> list[int]:
+    return TOKENS.encode(text).tolist()

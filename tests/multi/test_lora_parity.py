@@ -1,0 +1,162 @@
+"""LoRA in the trainer against transformers with W0 + s B A for weights, in fp32, on real ranks.
+
+Loss, the gradient of every factor and the gradient norm, for grouped-query and for latent
+attention, dense blocks, shared and routed experts.  tests/references compares the same oracle with
+peft.  Controls, with one mistake each, must be off.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moerl.config.schema import ParallelConfig
+from moerl.planning.memory import Training, trainer_memory
+from tests.helpers.lora_oracle import (
+    FAMILIES,
+    LORA,
+    by_autograd,
+    random_factors,
+    read_spec,
+    write_model,
+)
+from tests.helpers.rank_server import run_ranks
+from tests.helpers.trainer_support import ROOT
+
+LIMIT = 1e-5  # of the loss, of the norm, and of the largest gradient
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "tp2-etp2": {"tp": 2, "etp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "pp2-tp2-ep2": {"pp": 2, "tp": 2, "ep": 2},
+    "cp2-ep2-tp2": {"cp": 2, "ep": 2, "tp": 2},
+    "dp2-ep4-tp2": {"dp": 2, "ep": 4, "tp": 2},
+}
+DEFAULT = ("tp2-ep2",)
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+Found = dict[str, Any]
+
+
+class Trained:
+    """A tiny model, its factors, the oracle's answer, and runs of the trainer."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.folder, self.model = folder, write_model(folder / "model", family)
+        self.factors = random_factors(self.model)
+        save_file(self.factors, folder / "factors.safetensors")
+        self.loss, self.grads = by_autograd(self.model, self.factors, LORA.scale)
+
+    def run(self, layout: str, **settings: Any) -> Found:
+        sizes = LAYOUTS[layout]
+        out = self.folder / "found.pt"
+        script = str(ROOT / "tests/helpers/lora_ranks.py")
+        settings |= {"parallel": sizes, "lora": asdict(LORA)}
+        arguments = ["--model", str(self.model), "--out", str(out)]
+        arguments += ["--factors", str(self.folder / "factors.safetensors")]
+        arguments += ["--settings", json.dumps(settings)]
+        world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
+        run_ranks(world, [script, *arguments])
+        return torch.load(out, weights_only=True)
+
+    def gaps(self, found: Found) -> dict[str, float]:
+        """Of loss, norm and each kind of factor, relative."""
+        largest = max(float(value.abs().max()) for value in self.grads.values())
+        norm = float(sum(value.double().square().sum() for value in self.grads.values())) ** 0.5
+        gaps = {
+            "loss": abs(found["loss"] - self.loss) / self.loss,
+            "norm": abs(found["norm"] - norm) / norm,
+        }
+        assert found["grads"].keys() == self.grads.keys()
+        return gaps | {
+            name: float((found["grads"][name] - want).abs().max()) / largest
+            for name, want in self.grads.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    return {name: Trained(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+def _check(gaps: dict[str, float]) -> None:
+    worst = max(gaps, key=gaps.__getitem__)
+    assert gaps[worst] <= LIMIT, f"{worst}: {gaps[worst]:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", DEFAULT)
+def test_loss_and_gradients_are_those_of_transformers(
+    trained: dict[str, Trained], family: str, layout: str
+) -> None:
+    found = trained[family].run(layout)
+    _check(trained[family].gaps(found))
+    assert found["base_unchanged"]
+    assert found["buffered"] == found["trained"], "frozen weights have no gradient buffer"
+    assert found["adam"] == 2 * found["trained"], "and no state of the optimizer"
+    counted = Training(dtype="fp32", distributed_optimizer=False, gpu=False, lora=LORA)
+    spec = read_spec(trained[family].model)
+    (rank,) = trainer_memory(spec, ParallelConfig(**LAYOUTS[layout]), counted)
+    assert rank.gradients == 4 * found["buffered"], "the dry run counts them exactly"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in DEFAULT])
+def test_every_layout_has_them(trained: dict[str, Trained], family: str, layout: str) -> None:
+    _check(trained[family].gaps(trained[family].run(layout)))
+
+
+@pytest.mark.full
+def test_recompute_has_them(trained: dict[str, Trained]) -> None:
+    case = trained["qwen3_moe"]
+    _check(case.gaps(case.run("tp2-ep2", megatron=FULL_RECOMPUTE)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+def test_the_distributed_optimizer_takes_the_same_step(
+    trained: dict[str, Trained], layout: str
+) -> None:
+    case = trained["qwen3_moe"]
+    plain, cut = case.run(layout), case.run(layout, distributed=True)
+    assert cut["adam"] < plain["adam"]
+    for name, want in plain["values"].items():
+        assert not torch.equal(want, case.factors[name]) or ".experts." in name
+        torch.testing.assert_close(cut["values"][name], want, rtol=LIMIT, atol=1e-7)
+
+
+@pytest.mark.parametrize("broken", ["scale", "next_expert"])
+def test_a_wrong_adapter_is_noticed(trained: dict[str, Trained], broken: str) -> None:
+    case = trained["qwen3_moe"]
+    assert case.gaps(case.run("one", broken=broken))["loss"] > 10 * LIMIT
+
+
+@pytest.mark.full
+def test_factors_of_another_rank_are_noticed(trained: dict[str, Trained]) -> None:
+    case = trained["qwen3_moe"]
+    assert case.gaps(case.run("tp2", broken="other_rank"))["loss"] > 10 * LIMIT
+
+
+@pytest.mark.full
+def test_a_gradient_that_is_not_summed_is_noticed(trained: dict[str, Trained]) -> None:
+    """The loss does not see it."""
+    case = trained["deepseek_v3"]
+    gaps = case.gaps(case.run("tp2", broken="no_tp_sum"))
+    assert gaps["loss"] <= LIMIT
+    assert max(gaps.values()) > 1e-2

@@ -1,0 +1,155 @@
+"""peft on transformers against the oracle of the LoRA tests, and its folders against ours.
+
+Ranks of the trainer are compared with that oracle in tests/multi/test_lora_parity.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moerl.config.lora_settings import LoraConfig
+from moerl.errors import ModelError
+from moerl.trainer.hf_io.adapter_files import load_adapter, save_adapter
+from tests.helpers.lora_oracle import (
+    FAMILIES,
+    LORA,
+    by_autograd,
+    mean_nll,
+    open_transformers,
+    random_factors,
+    read_spec,
+    write_model,
+)
+
+LIMIT = 1e-5  # of the loss, and of the largest gradient
+EXACT = torch.float64  # in fp32 two orders of the same sums are 3e-5 apart in latent attention
+SETTINGS = {
+    "ranks": LORA,
+    "one rank": LoraConfig(rank=4, alpha=8),
+    "rslora": LoraConfig(rank=4, alpha=8, rslora=True),
+    "attention": LoraConfig(rank=4, alpha=8, targets=["*.self_attn.*_proj*"]),
+    "down": LoraConfig(rank=2, targets=["*.down_proj"]),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_model(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+def _opened(model: Path, adapter: Path) -> PeftModel:
+    return PeftModel.from_pretrained(
+        open_transformers(model, EXACT), adapter, is_trainable=True, autocast_adapter_dtype=False
+    ).to(EXACT)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_opens_the_folder_and_has_loss_and_gradients(
+    models: dict[str, Path], tmp_path: Path, family: str, settings: str
+) -> None:
+    model, lora = models[family], SETTINGS[settings]
+    spec, factors = read_spec(model), random_factors(model, lora)
+    loss, grads = by_autograd(model, factors, lora.scale, EXACT)
+    ones = {name: torch.ones_like(value) for name, value in grads.items()}
+    for name, values in (("adapter", factors), ("grads", grads), ("ones", ones)):
+        save_adapter(tmp_path / name, values, spec, lora, str(model))
+    opened = _opened(model, tmp_path / "adapter")
+    found = mean_nll(opened)
+    found.backward()
+    assert abs(float(found.detach()) - loss) <= LIMIT * loss
+    own = {
+        name.replace(".default", ""): param.grad
+        for name, param in opened.named_parameters()
+        if "lora_" in name
+    }
+    want, mask = _tensors(tmp_path / "grads"), _tensors(tmp_path / "ones")
+    assert own.keys() == want.keys()
+    largest = max(float(value.abs().max()) for value in want.values())
+    for name, value in want.items():
+        gap = float((own[name] * mask[name] - value).abs().max())
+        assert gap <= LIMIT * largest, f"{name}: {gap / largest:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back_as_it_was(
+    models: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    spec, factors = read_spec(models[family]), random_factors(models[family])
+    save_adapter(tmp_path / "adapter", factors, spec, LORA, "base")
+    back = load_adapter(tmp_path / "adapter", spec, LORA)
+    assert back.keys() == factors.keys()
+    assert all(torch.equal(back[name], factors[name]) for name in factors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_peft_trained_is_read(models: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """peft's own form: gate and up of an expert share A."""
+    lora = replace(SETTINGS["one rank"], targets=["*.self_attn.*_proj*", "*.mlp.experts.*"])
+    spec = read_spec(models[family])
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if family == "deepseek_v3":
+        modules = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    config = PeftConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=modules,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    theirs = get_peft_model(open_transformers(models[family]), config)
+    for name, param in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    assert get_peft_model_state_dict(theirs)
+    factors = load_adapter(tmp_path, spec, lora)
+    loss, _ = by_autograd(models[family], factors, lora.scale)
+    want = float(mean_nll(theirs))
+    assert abs(loss - want) <= LIMIT * want
+    plain = float(mean_nll(open_transformers(models[family])))
+    assert abs(plain - want) > 100 * LIMIT
+
+
+def test_a_wrong_folder_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["qwen3_moe"]
+    spec, factors = read_spec(model), random_factors(model)
+    save_adapter(tmp_path / "adapter", factors, spec, LORA, str(model))
+    with pytest.raises(ModelError, match=r"its scale is 2\.0"):
+        load_adapter(tmp_path / "adapter", spec, replace(LORA, alpha=4))
+    with pytest.raises(ModelError, match=r"lora\.\* says"):
+        load_adapter(tmp_path / "adapter", spec, replace(LORA, ranks={}))
+    with pytest.raises(ModelError, match="is no target"):
+        load_adapter(tmp_path / "adapter", spec, replace(LORA, targets=["*.q_proj"]))
+    tensors = _tensors(tmp_path / "adapter")
+    tensors.popitem()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="is missing"):
+        load_adapter(tmp_path / "adapter", spec, LORA)
+
+
+def test_experts_packed_in_another_order_are_noticed(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = models["qwen3_moe"]
+    factors = random_factors(model)
+    loss, _ = by_autograd(model, factors, LORA.scale)
+    save_adapter(tmp_path / "adapter", factors, read_spec(model), LORA, str(model))
+    tensors = _tensors(tmp_path / "adapter")
+    for name, value in tensors.items():
+        if ".experts." in name and "lora_B" in name:  # the expert slowest, as in A
+            tensors[name] = value.unflatten(1, (-1, 8)).mT.flatten(1).contiguous()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    found = float(mean_nll(_opened(model, tmp_path / "adapter")))
+    assert abs(found - loss) > 100 * LIMIT * loss

@@ -1,0 +1,485 @@
+"""Stateful environments: workers and what goes wrong in them, tools, HTTP, and their episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+from aiohttp import web
+
+from moerl.agents import environment_pool
+from moerl.agents.agent_loop import PolicySettings
+from moerl.agents.environment_episodes import (
+    EnvironmentEpisodes,
+    EpisodeFailed,
+    OpenEnvironment,
+)
+from moerl.agents.environment_pool import EnvironmentPool
+from moerl.agents.episode_environment import (
+    AnswerCall,
+    EpisodeEnd,
+    Observation,
+    PolicyAnswer,
+    StartFields,
+)
+from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.tool_calls import PlainAnswers
+from moerl.config.checks import check
+from moerl.config.load import load_config
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import AgentConfig
+from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
+from moerl.errors import ConfigError, EngineError
+from moerl.types import ModelShape, Prompt, SamplingParams, Score
+from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+
+SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
+COUNTING = "tests.helpers.episode_environments:Counting"
+PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
+START = [{"role": "user", "content": "p"}]
+T = TypeVar("T")
+
+
+def task_of(environment: str, **changes: Any) -> TaskConfig:
+    return TaskConfig(agent=AgentConfig(environment=environment, **changes))
+
+
+def with_pool(task: TaskConfig, work: Callable[[EnvironmentPool], Awaitable[T]]) -> T:
+    async def body() -> T:
+        pool = EnvironmentPool(task)
+        await pool.start()
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    found = asyncio.run(body())
+    assert not psutil.Process().children(recursive=True), "workers end with the pool"
+    return found
+
+
+async def begun(pool: EnvironmentPool, name: str) -> OpenEnvironment:
+    environment = await pool.open(name)
+    seen = await environment.reset(StartFields(name, "p", list(START)))
+    assert seen.messages == START
+    return environment
+
+
+# --- workers -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("isolation", ["process", "bwrap"])
+def test_one_worker_holds_many_episodes_without_the_secrets_of_the_run(
+    monkeypatch: Any, isolation: str
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+
+    async def work(pool: EnvironmentPool) -> list[str]:
+        opened = [await begun(pool, f"0.{place}") for place in range(300)]
+        assert await opened[0].step(PolicyAnswer("go")) == Observation(
+            [{"role": "user", "content": "step 1"}], reward=1.0
+        )
+        assert await opened[0].step(PolicyAnswer("go")) == EpisodeEnd(1.0), "it has a state"
+        said = await asyncio.gather(*(one.step(PolicyAnswer("sees")) for one in opened[1:]))
+        await asyncio.gather(*(one.close() for one in opened[:200]))
+        said.append(await opened[200].step(PolicyAnswer("sees")))
+        return [str(one.messages[0]["content"]) for one in said if isinstance(one, Observation)]
+
+    task = replace(task_of(COUNTING), isolation=isolation)
+    first, *_, last = with_pool(task, work)
+    pid, opened, secret = first.split(" ")
+    assert (opened, secret, last.split(" ")[1]) == ("300", "", "100")
+    assert int(pid) != os.getpid()
+
+
+def test_what_an_environment_does_wrong_costs_its_own_episode() -> None:
+    faults = {
+        "raises": "raised ValueError: no such move",
+        "returns_text": "returned a str",
+        "is_too_long": "over task.limits.reply_kb",
+        "cannot_be_sent": "cannot be sent",
+        "has_no_form": "cannot be sent",
+        "waits": "longer than task.agent.environment_s = 0.5",
+    }
+
+    async def work(pool: EnvironmentPool) -> list[EpisodeFailed]:
+        good = await begun(pool, "good")
+        opened = [await begun(pool, f"0.{fault}") for fault in faults]
+        steps = [one.step(PolicyAnswer(fault)) for one, fault in zip(opened, faults, strict=True)]
+        found = await asyncio.gather(*steps, return_exceptions=True)
+        await asyncio.gather(*(one.close() for one in opened))
+        assert isinstance(await good.step(PolicyAnswer("go")), Observation)
+        await good.close()
+        return [one for one in found if isinstance(one, EpisodeFailed)]
+
+    failed = with_pool(task_of(COUNTING, environment_s=0.5), work)
+    assert [one.reason for one in failed] == ["environment"] * 5 + ["timeout"]
+    for one, sentence in zip(failed, faults.values(), strict=True):
+        assert sentence in one.detail
+
+
+@pytest.mark.parametrize("fault", ["exits", "blocks"])
+def test_a_lost_worker_costs_its_episodes_and_is_replaced(monkeypatch: Any, fault: str) -> None:
+    monkeypatch.setattr(environment_pool, "_CLOSE_S", 0.5)
+
+    async def work(pool: EnvironmentPool) -> list[Any]:
+        waits, idle, bad = [await begun(pool, f"0.{place}") for place in range(3)]
+        waiting = asyncio.ensure_future(waits.step(PolicyAnswer("waits")))
+        await asyncio.sleep(0.1)
+        found = await asyncio.gather(bad.step(PolicyAnswer(fault)), return_exceptions=True)
+        await bad.close()  # is not answered
+        found += await asyncio.gather(idle.step(PolicyAnswer("go")), return_exceptions=True)
+        found += await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.gather(waits.close(), idle.close())
+        again = await begun(pool, "1.0")
+        assert isinstance(await again.step(PolicyAnswer("go")), Observation)
+        return found
+
+    # A worker that blocks lets its steps pass their time; one that is gone is known at once.
+    limit_s = 60.0 if fault == "exits" else 1.0
+    bad, idle, waits = with_pool(task_of(COUNTING, environment_s=limit_s), work)
+    assert idle.reason == LOST
+    assert (bad.reason, waits.reason) == ((LOST, LOST) if fault == "exits" else ("timeout",) * 2)
+    if fault == "exits":
+        assert "worker ended its process with exit code 3" in waits.detail
+
+
+def test_an_environment_that_is_not_there_ends_the_run_at_its_start() -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"task\.agent\.environment.*no_such"):
+        with_pool(task_of("tests.helpers.episode_environments:no_such"), work)
+    assert not psutil.Process().children(recursive=True)
+
+
+# --- tools ---------------------------------------------------------------------------------------
+def call(name: str, text: str) -> PolicyAnswer:
+    return PolicyAnswer("", (AnswerCall("c1", name, text),), finish="tool_calls")
+
+
+def test_sandbox_tools_executes_calls_and_a_killed_box_is_an_answer() -> None:
+    async def work(pool: EnvironmentPool) -> tuple[list[str], Mapping[str, float]]:
+        environment = await pool.open("0.0")
+        seen = await environment.reset(StartFields("0.0", "p", list(START)))
+        assert seen.tools
+        assert [tool["function"]["name"] for tool in seen.tools] == ["python", "shell"]  # type: ignore[index]
+        said = [await told(environment, "python", "{\"code\": \"open('a', 'w').write('6')\"}")]
+        said.append(await told(environment, "shell", '{"command": "cat a"}'))
+        box = environment.tools._box  # type: ignore[attr-defined]
+        running = asyncio.ensure_future(told(environment, "shell", '{"command": "sleep 60"}'))
+        await asyncio.sleep(0.5)
+        os.kill(box.pid, signal.SIGKILL)
+        said.append(await running)
+        said.append(await told(environment, "shell", '{"command": "cat a; echo new"}'))
+        said.append(await told(environment, "read_file", '{"path": "a"}'))
+        assert await environment.step(PolicyAnswer("done")) == EpisodeEnd()
+        await environment.close()
+        return said, environment.counts
+
+    task = task_of("sandbox_tools", tools=["python", "shell"], reward="task")
+    said, counts = with_pool(task, work)
+    assert said[:2] == ["", "6"]
+    assert "its files are lost" in said[2]
+    assert "new" in said[3]
+    assert "there is no tool 'read_file'" in said[4]
+    assert (counts["tool/calls"], counts["tool/ended/lost"]) == (5, 1)
+    assert counts["tool/errors"] == 2, "lost, unknown tool"
+
+
+async def told(environment: OpenEnvironment, name: str, arguments: str) -> str:
+    seen = await environment.step(call(name, arguments))
+    assert isinstance(seen, Observation)
+    (message,) = seen.messages
+    assert (message["role"], message["tool_call_id"]) == ("tool", "c1")
+    return str(message["content"])
+
+
+# --- HTTP ----------------------------------------------------------------------------------------
+@dataclass
+class Server:
+    """Counts down from three for each episode; an action may name a fault."""
+
+    left: dict[str, int] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        route, given = request.path.rpartition("/")[2], await request.json()
+        episode = given["episode_id"]
+        if route == "close":
+            self.closed.append(episode)
+            return web.Response(status=404)
+        if route == "reset":
+            self.left[episode] = 3
+            return self.state(episode, None)
+        fault = given["action"]["message"]
+        if fault == "status":
+            return web.Response(status=500, text="broken")
+        if fault == "long":
+            return web.Response(text="x" * 10**6)
+        if fault == "text":
+            return web.Response(text="hello")
+        if fault == "redirect":
+            raise web.HTTPFound("/reset")
+        if fault == "hangs":
+            await asyncio.sleep(1000)
+        self.left[episode] -= 1
+        return self.state(episode, 0.5)
+
+    def state(self, episode: str, reward: float | None) -> web.Response:
+        left = self.left[episode]
+        seen = {"observation": {"text": f"{left} left"}, "reward": reward, "done": not left}
+        return web.json_response(seen)
+
+
+def test_an_http_environment_and_what_its_server_does_wrong() -> None:
+    server = Server()
+
+    async def body() -> dict[str, str]:
+        app = web.Application()
+        app.router.add_post("/{route}", server.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        options = {"url": url, "observation_field": "text", "request_s": 1.0}
+        pool = EnvironmentPool(task_of("http", options=options))
+        await pool.start()
+        try:
+            await plays(pool)
+            return {fault: await failed(pool, fault) for fault in FAULTS}
+        finally:
+            await pool.close()
+            await runner.cleanup()
+
+    async def plays(pool: EnvironmentPool) -> None:
+        environment = await pool.open("0.0")
+        seen = await environment.reset(StartFields("0.0", "p", list(START)))
+        assert seen.messages == [{"role": "user", "content": "p\n\n3 left"}]
+        for left in (2, 1):
+            step = await environment.step(PolicyAnswer("down"))
+            expected = [{"role": "user", "content": f"{left} left"}]
+            assert step == Observation(expected, reward=0.5)
+        assert await environment.step(PolicyAnswer("down")) == EpisodeEnd(0.5)
+        await environment.close()
+        assert server.closed == ["0.0"]
+
+    async def failed(pool: EnvironmentPool, fault: str) -> str:
+        environment = await pool.open(fault)
+        await environment.reset(StartFields(fault, "p", list(START)))
+        with pytest.raises(EpisodeFailed) as error:
+            await environment.step(PolicyAnswer(fault))
+        assert error.value.reason == "environment"
+        await environment.close()
+        return error.value.detail
+
+    said = asyncio.run(body())
+    for fault, sentence in FAULTS.items():
+        assert sentence in said[fault]
+
+
+FAULTS = {
+    "status": "answered with status 500: broken",
+    "long": "answered with more than 262144 bytes",
+    "text": "answered what is no state",
+    "redirect": "answered with status 302",
+    "hangs": "raised TimeoutError",
+}
+
+
+# --- episodes ------------------------------------------------------------------------------------
+@dataclass
+class Here:
+    """`Environments` in this process: each answers when its event is set."""
+
+    steps: int = 2
+    is_silent: bool = False  # no reward at the end
+    waits: dict[str, asyncio.Event] = field(default_factory=dict)  # by episode; others do not wait
+    fails: dict[str, EpisodeFailed] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def open(self, name: str) -> OpenEnvironment:
+        self.names.append(name)
+        return _Here(name, self)
+
+
+@dataclass
+class _Here:
+    name: str
+    pool: Here
+    count: int = 0
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        return {"tool/calls": 2.0}
+
+    async def reset(self, start: StartFields) -> Observation:
+        self.start = start
+        return Observation(start.messages)
+
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
+        self.count += 1
+        if error := self.pool.fails.pop(self.name, None):
+            raise error
+        if event := self.pool.waits.get(self.name):
+            await event.wait()
+        if self.count < self.pool.steps:
+            return Observation([{"role": "user", "content": "again"}], reward=0.25)
+        return EpisodeEnd(None if self.pool.is_silent else float(self.name.split(".")[1]))
+
+    async def close(self) -> None:
+        self.pool.closed.append(self.name)
+
+
+def runner(task: TaskConfig, pool: Here, context_tokens: int = 4000) -> EnvironmentEpisodes:
+    tokens = PromptTokens(chat_tokenizer())
+    sampling = SamplingParams(4, stop_token_ids=(END,))
+    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens, audit=False)
+    return EnvironmentEpisodes(task, settings, pool)
+
+
+def play(task: TaskConfig, pool: Here, names: list[str], **changes: Any) -> list[PlayedEpisode]:
+    async def body() -> list[PlayedEpisode]:
+        engine = ScriptedEngine()
+        engine.say(*[[SIZE - 1] * 4 for _ in range(20)])
+        episodes = runner(task, pool, **changes)
+        await episodes.start(engine)
+        try:
+            return await asyncio.gather(*(episodes.play(name, PROMPT) for name in names))
+        finally:
+            await episodes.close()
+
+    return asyncio.run(body())
+
+
+def test_turns_of_an_environment_are_one_chain_and_its_rewards_add_up() -> None:
+    pool = Here(steps=3)
+    (played,) = play(task_of("a:B"), pool, ["7.1"])
+    assert played.own_score == Score(1.5), "0.25 twice, and 1 at the end"
+    assert [turn.continues for turn in played.turns] == [None, 0, 1]
+    assert played.counts["origin/continued"] == 2
+    assert played.counts["tool/calls"] == 2
+    (node,) = played.nodes("join")
+    assert node.rollout.num_sampled == 12
+    assert pool.closed == ["7.1"]
+    (scored,) = play(task_of("a:B", reward="task"), Here(), ["7.1"])
+    assert (scored.failure, scored.own_score) == ("", None), "task.reward scores it"
+
+
+def test_an_episode_ends_at_its_limits_with_the_rewards_so_far() -> None:
+    (cut,) = play(task_of("a:B", max_turns=2), Here(steps=9), ["7.1"])
+    assert (cut.own_score, len(cut.turns), cut.counts["limits_reached"]) == (Score(0.5), 2, 1)
+    (short,) = play(task_of("a:B"), Here(steps=9), ["7.1"], context_tokens=60)
+    assert short.lacks_context
+    assert 0 < len(short.turns) < 9
+
+
+def test_failures_of_an_environment_are_named() -> None:
+    pool = Here(fails={"7.1": EpisodeFailed("environment", "has an environment that raised")})
+    (played,) = play(task_of("a:B"), pool, ["7.1"])
+    assert (played.failure, len(played.turns), pool.closed) == ("environment", 1, ["7.1"])
+
+    async def slow() -> Here:
+        return Here(waits={"7.1": asyncio.Event()})
+
+    (late,) = play(task_of("a:B", wall_s=0.2), asyncio.run(slow()), ["7.1"])
+    assert late.failure == "timeout"
+    (silent,) = play(task_of("a:B"), Here(steps=1, is_silent=True), ["7.1"])
+    assert silent.failure == "no_reward"
+
+
+def run_groups(
+    tmp_path: Path, pool: Here, work: Callable[[Any], Awaitable[T]], **changes: Any
+) -> tuple[T, Any]:
+    async def body() -> tuple[T, Any]:
+        task = task_of("a:B")
+        config = replace(CONFIG, task=task, rollout=replace(CONFIG.rollout, **changes))
+        controller, _ = make(tmp_path, StubEngine(), config, agents=runner(task, pool), model=SHAPE)
+        return await running(controller, work(controller), 60), controller
+
+    return asyncio.run(body())
+
+
+def test_no_episode_waits_for_another(tmp_path: Path) -> None:
+    """Episodes of group 0 wait until all others were trained; a sibling of them has ended."""
+    pool = Here()
+
+    async def work(controller: Any) -> list[int]:
+        pool.waits["0.1"] = asyncio.Event()  # in the loop of the agents it is only waited for
+        plans = await train(controller, 2)
+        assert "0.0" in pool.closed, "its sibling has ended"
+        assert "0.1" in pool.names
+        assert "0.1" not in pool.closed
+        return sorted(group.group_id for plan in plans for group in plan.groups)
+
+    trained, _ = run_groups(tmp_path, pool, work)
+    assert trained == [1, 2, 3, 4]
+
+
+def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path: Path) -> None:
+    lost = EpisodeFailed(LOST, "has an environment whose worker was ended by SIGKILL")
+    pool = Here(fails={"0.1": lost})
+
+    async def work(controller: Any) -> list[int]:
+        plans = await train(controller, 1)
+        return sorted(group.group_id for plan in plans for group in plan.groups)
+
+    trained, controller = run_groups(tmp_path, pool, work, selection="strict")
+    assert trained == [0, 1], "under its own id"
+    assert len([name for name in pool.names if name.startswith("0.")]) == 4
+    assert controller.context.step_metrics.score_failures == 0
+
+    class Always(Here):
+        async def open(self, name: str) -> OpenEnvironment:
+            raise lost
+
+    with pytest.raises(EngineError, match=r"could not be played 3 times.*SIGKILL"):
+        run_groups(tmp_path / "again", Always(), work)
+
+
+def test_the_end_of_an_episode_reaches_an_environment_that_waits() -> None:
+    async def body() -> PlayedEpisode:
+        pool = Here(waits={"7.1": asyncio.Event()})
+        engine = ScriptedEngine()
+        engine.say([SIZE - 1] * 4)
+        episodes = runner(task_of("a:B"), pool)
+        await episodes.start(engine)
+        playing = asyncio.ensure_future(episodes.play("7.1", PROMPT))
+        while not pool.names or not engine.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        episodes.end("7.1")
+        try:
+            return await playing
+        finally:
+            await episodes.close()
+
+    assert asyncio.run(body()).failure == ENDED
+
+
+def test_settings_that_an_environment_cannot_have_are_one_sentence() -> None:
+    for overrides, sentence in (
+        (["task.agent.environment=sandbox"], "use sandbox_tools, http or package.module:Class"),
+        (["task.agent.environment=no.such:Class"], "there is no module no.such"),
+        (["task.agent.environment=sandbox_tools"], "name at least one"),
+        (["task.agent.environment=sandbox_tools", "task.agent.tools=[shell]"], "use task"),
+        (["task.agent.environment=http"], "http needs a url"),
+        (["task.agent.tools=[shell]"], "the settings of an agent need its program"),
+        (["task.agent.command=[python]", "task.agent.tools=[shell]"], "needs task.agent.env"),
+        (["task.agent.command=[python]", f"task.agent.environment={COUNTING}"], "one of both"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            check(load_config("quickstart", overrides))
+    check(load_config("quickstart", [f"task.agent.environment={COUNTING}"]))

@@ -1,0 +1,49 @@
+"""The merged folder, against a sum by numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moerl.config.load import save_config
+from moerl.config.schema import Config, ModelConfig, TrainerConfig
+from moerl.run_dir import RunDir
+from moerl.trainer.hf_io.adapter_files import save_adapter
+from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
+from tests.helpers.trainer_support import ROOT
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "qwen3_moe")
+    run, spec, factors = RunDir(tmp_path / "run"), read_spec(base), random_factors(base)
+    run.root.mkdir()
+    config = Config(
+        model=ModelConfig(path=str(base)), trainer=TrainerConfig(dtype=dtype), lora=LORA
+    )
+    save_config(config, run.config)
+    save_adapter(run.adapter, factors, spec, LORA, str(base))
+    command = [sys.executable, "tools/lora_merge.py", str(run.root), str(tmp_path / "out")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    found, plain = (load_file(tmp_path / x / "model.safetensors") for x in ("out", "base"))
+    for name, weight in plain.items():
+        want, module = weight.to(kind), name.removesuffix(".weight")
+        if f"{module}.lora_A" in factors:
+            a, b = (factors[f"{module}.lora_{x}"].numpy() for x in "AB")
+            total = np.zeros(weight.shape, np.float32)
+            for row, column in zip(a, b.T, strict=True):
+                total += np.outer(column, row)
+            want = torch.from_numpy(total * np.float32(LORA.scale) + want.float().numpy()).to(kind)
+        assert torch.equal(found[name], want), name
+    save_config(replace(config, lora=replace(LORA, alpha=1)), run.config)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "its scale is 2" in refused.stderr

@@ -1,0 +1,146 @@
+"""Settings of LoRA, and which part of each factor a rank holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moerl.config.checks import check
+from moerl.config.load import load_config
+from moerl.config.lora_checks import check_lora
+from moerl.config.lora_settings import LoraConfig
+from moerl.config.resume import check_resume, resume_facts
+from moerl.config.schema import Config, ModelConfig, ParallelConfig
+from moerl.errors import ConfigError, LayoutError
+from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
+from moerl.layout.adapters import adapter_tiles, projections, whole_factors
+from tests.helpers.trainer_support import ROOT
+
+ON = LoraConfig(rank=4, alpha=8)
+LAYOUTS = (
+    ParallelConfig(),
+    ParallelConfig(tp=2, etp=2),
+    ParallelConfig(tp=2, dp=2, ep=4),
+    ParallelConfig(pp=2, tp=2, dp=1, ep=2),
+)
+FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe")
+
+
+def _spec(family: str) -> ModelSpec:
+    return model_spec(json.loads((ROOT / "tests/data/layout_families.json").read_text())[family])
+
+
+def test_one_scale_holds_for_all_ranks() -> None:
+    lora = replace(ON, ranks={"*.experts.*": 2, "*.down_proj": 1})
+    assert lora.scale == 2
+    assert replace(lora, rslora=True).scale == 4
+    assert LoraConfig(rank=8).scale == 1
+    names = ("self_attn.q_proj", "mlp.experts.3.up_proj", "mlp.experts.3.down_proj", "mlp.gate")
+    assert [lora.rank_of(f"model.layers.0.{name}") for name in names] == [4, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("lora", "field", "says"),
+    [
+        (replace(ON, dropout=0.1), "lora.dropout", "use 0"),
+        (replace(ON, targets=[]), "lora.targets", "at least one pattern"),
+        (replace(ON, ranks={"*.up_proj": 0}), "lora.ranks", "at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=field) as refused:
+        check_lora(replace(Config(), lora=lora))
+    assert says in str(refused.value)
+    check_lora(replace(Config(), lora=replace(lora, rank=0)))  # off
+
+
+def test_a_critic_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank.*critic"):
+        check(load_config("ppo", ["lora.rank=4", "run.name=x"]))
+    check(load_config("quickstart-lora", ["run.name=x"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("engine.dtype=bfloat16", "engines in bfloat16 round another sum"),
+        ("sync.delta=true", "sync.delta was not tried"),
+        ("sync.direct=1", "sync.direct was not tried"),
+        ("engine.args={quantization: fp8}", "quantised weights"),
+    ],
+)
+def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
+    settings = ["run.name=x", "engine.count=2", setting]
+    with pytest.raises(ConfigError, match=says):
+        check_lora(load_config("quickstart-lora", settings))
+    check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
+
+
+def test_adapters_belong_to_one_base(tmp_path: Path) -> None:
+    for name in ("a", "b", "again"):
+        (tmp_path / name).mkdir()
+        content = b"weights" if name != "b" else b"Weights"
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    saved = resume_facts(_trained_from(tmp_path / "a"))
+    check_resume(_trained_from(tmp_path / "again"), saved, reset_optimizer=False)
+    with pytest.raises(ConfigError, match=r"model\.path.*belong to weights"):
+        check_resume(_trained_from(tmp_path / "b"), saved, reset_optimizer=True)
+
+
+def _trained_from(folder: Path) -> Config:
+    return replace(Config(), lora=ON, model=ModelConfig(path=str(folder)))
+
+
+def test_how_factors_travel_may_change_at_a_resume() -> None:
+    config = replace(Config(), lora=ON)
+    saved = resume_facts(config)
+    check_resume(replace(config, lora=replace(ON, send="weights")), saved, reset_optimizer=False)
+
+
+def test_a_checkpoint_continues_with_its_own_adapters() -> None:
+    config = replace(Config(), lora=ON)
+    saved = resume_facts(config)
+    check_resume(config, saved, reset_optimizer=False)
+    for other in (Config(), replace(config, lora=replace(ON, alpha=4))):
+        with pytest.raises(ConfigError, match="the checkpoint holds adapters of"):
+            check_resume(other, saved, reset_optimizer=True)
+    with pytest.raises(ConfigError, match="the checkpoint holds all weights"):
+        check_resume(config, resume_facts(Config()), reset_optimizer=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_hold_every_element_of_every_factor(family: str, layout: ParallelConfig) -> None:
+    spec = _spec(family)
+    held = {r: adapter_tiles(spec, layout, r, ON.rank_of) for r in range(layout.world_size)}
+    whole = whole_factors(spec, ON.rank_of)
+    ops = join(held, {0: whole})  # raises for an element that no rank holds
+    total = sum(num_elements(tuple(map(range, local.shape))) for local in whole.values())
+    assert sum(num_elements(op.dst_box) for op in ops) == total
+    name = "model.layers.0.self_attn.o_proj.lora_A"
+    lost = held[0][name]
+    for named in held.values():
+        if named.get(name) == lost:
+            del named[name]
+    with pytest.raises(LayoutError, match=re.escape(name)):
+        join(held, {0: whole})
+
+
+def test_a_fused_tensor_has_factors_of_its_own_for_each_part() -> None:
+    """Two kv groups of rank 1 of 2: q, q, k, v, twice, in heads of 16 rows."""
+    spec = _spec("qwen3_moe")
+    tiles = megatron_tiles(spec, ParallelConfig(tp=2), 1)
+    local = tiles["decoder.layers.0.self_attention.linear_qkv.weight"]
+    q, k, v = projections(local, ON.rank_of, hf_shapes(spec))
+    assert (q.rows, k.rows, v.rows) == (range(64, 128), range(32, 64), range(32, 64))
+    assert q.places == (
+        (range(64, 96), range(32)),
+        (range(96, 128), range(64, 96)),
+    )
+    assert k.places == ((range(32, 48), range(32, 48)), (range(48, 64), range(96, 112)))
+    assert v.places == ((range(32, 48), range(48, 64)), (range(48, 64), range(112, 128)))
+    assert [local.shape for local in q.factors.values()] == [(4, 32), (64, 4)]
