@@ -57,7 +57,7 @@ async def answer(config: vf.EnvConfig, tasks: list[vf.Task], asked: dict[str, An
     group = int(asked["episode"].partition(".")[0])
     try:
         found = await play(config, tasks[group % len(tasks)], asked)
-    except Exception as error:  # one episode's; the others go on
+    except Exception as error:  # one episode's; the others are not touched
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"episode": asked["episode"]} | found), flush=True)
 

@@ -1,7 +1,7 @@
 """Programs of build/clients: agents of others, in an environment of their own.
 
-verifiers makes environments of its harness programs with uv; here it finds the wheels of the
-project and asks no registry.
+verifiers makes environments of its harness programs with uv; here uv finds the wheels of the project
+and asks no registry: an index that is no folder has no packages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": str(PROGRAMS),
         "HOME": str(home),
         "UV_CACHE_DIR": str(FOLDER / "uv"),
-        "UV_NO_INDEX": "1",
+        "UV_DEFAULT_INDEX": (FOLDER / "no-index").as_uri(),
         "UV_FIND_LINKS": str(ROOT / "build/wheels/clients"),
         "UV_PYTHON_DOWNLOADS": "never",
     }
