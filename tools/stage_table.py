@@ -153,7 +153,7 @@ STAGES = (
     Stage("sync", 600, "full", _SYNC),
     Stage("engine", 1150, "full", _ENGINE),
     Stage("models", 1950, "full", _MODELS),
-    Stage("recipes", 900, "full", _RECIPES),
+    Stage("recipes", 1000, "full", _RECIPES),
     Stage("variants", 600, "full", _VARIANTS),
     Stage("faults", 1400, "full", _FAULTS),
     Stage("hosts", 1450, "full", _HOSTS),

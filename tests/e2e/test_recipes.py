@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.data.calculator import calculator
 from moerl.data.tasks import load_tokenizer
 from tests.e2e.test_variants import SMALL
 from tests.helpers.train_runs import start
@@ -98,18 +99,23 @@ def test_tool_use_from_its_demonstrations(tmp_path: Path) -> None:
     assert done.returncode == 0
     # One version of the weights: every row can be scored with the same model.
     still = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"
-    settings = [*SMALL, f"model.path={tmp_path / 'warm' / 'hf'}", still, "evaluation.every=3"]
+    settings = [*SMALL, f"model.path={tmp_path / 'warm' / 'hf'}", still]
+    settings += ["evaluation.every=3", "evaluation.prompts=8"]
     run = start(tmp_path, "tool-use", *settings, name="x", copies=True)
     assert run.finish() == 0, run.text()
     steps = [row for row in run.rows() if "loss/total" in row]
     assert not [name for row in run.rows() for name in row if name.startswith("refused/")]
     for row in steps:
         assert (row["keep/cover_frac"], row["routing/replay_cover_frac"]) == (1.0, 1.0)
-    rows = [row for _, group in run.trained.groups(run.rows()) for row in group.rollouts()]
+    groups = [group for _, group in run.trained.groups(run.rows())]
+    rows = [row for group in groups for row in group.rollouts()]
     called = [row for row in rows if len(row.ends) > 1]
     assert called, "the demonstrations showed calls"
-    text = load_tokenizer(tmp_path / "warm" / "hf").decode(called[0].token_ids)
-    assert text.index("<calc>") < text.index("</calc>") < text.index("\n")
+    tokenizer = load_tokenizer(tmp_path / "warm" / "hf")
+    for text in (tokenizer.decode(row.token_ids) for row in called):
+        reply = calculator(groups[0].prompt, [text])
+        assert reply, text
+        assert reply in text, "the result is in the context of the next turn"
     plan = run.plan()
     job = score(
         plan,
