@@ -104,7 +104,8 @@ class EngineAdapters:
         rows, cols = tile.hf_box
         a, b = f"{module}.lora_A", f"{module}.lora_B"
         lead = len(tile.box) - 2
-        place = (*(part.start for part in tile.box[:lead]), *at(tile.box[lead:]))
+        place: tuple[slice | int, ...] = tuple(part.start for part in tile.box[:lead])
+        place += at(tile.box[lead:])
         first_row, first_col = _start(self._held, b, 0), _start(self._held, a, 1)
         return _Merge(
             place,

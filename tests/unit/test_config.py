@@ -43,7 +43,11 @@ BAD = [
     ("trainer.parallel.ep=3", "trainer.parallel.ep = 3", "must divide tp x cp x dp = 2"),
     ("trainer.parallel.vpp=2", "trainer.parallel.vpp = 2", "interleaved over stages"),
     ("trainer.dtype=fp8", "trainer.dtype = 'fp8'", "fp32 or bf16"),
-    ("task.name=poetry", "task.name = 'poetry'", "sort_digits, calculator, reasoning_gym, jsonl or hf_dataset"),
+    (
+        "task.name=poetry",
+        "task.name = 'poetry'",
+        "sort_digits, calculator, reasoning_gym, jsonl or hf_dataset",
+    ),
     ("trainer.megatron.moe_router_fusion=true", "moe_router_fusion = True", "before replay"),
     ("trainer.megatron.cuda_graph_impl=local", "cuda_graph_impl = 'local'", "a captured router"),
     ("trainer.megatron.enable_cuda_graph=true", "enable_cuda_graph = True", "a captured router"),

@@ -26,7 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,8 @@ from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.low_rank import merge_into
 
-Linear = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
+Linear: TypeAlias = "ColumnParallelLinear | RowParallelLinear | DuplicatedLinear"
+_LINEARS = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear)
 PREFIX = "lora."  # of the factors' names in a GPTModel
 
 
@@ -97,7 +98,9 @@ class Adapters(torch.nn.Module):
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
         """Give a linear layer factors and a hook."""
         factors = tuple(self._factors(linear, part) for part in parts)
-        self._merged.append((linear.weight, factors))
+        weight = linear.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        self._merged.append((weight, factors))
         linear.register_forward_hook(_Hook(linear, factors, self.scale))
 
     def keep_base(self) -> None:
@@ -203,7 +206,7 @@ def attach_adapters(
         if name.startswith(prefix) and (parts := projections(local, lora.rank_of, shapes)):
             path = name.removeprefix(prefix).rpartition(".")[0]
             linear = gpt.get_submodule(path)
-            if not isinstance(linear, Linear) or not path.startswith("decoder.layers."):
+            if not isinstance(linear, _LINEARS) or not path.startswith("decoder.layers."):
                 raise _no_adapter(parts[0].module, lora)
             adapters.adopt(linear, parts)
     if not adapters.tiles:
@@ -262,6 +265,7 @@ class _Hook:
         self._gathers = self._scatters = False
         if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
             speaks = linear.sequence_parallel and not linear.explicit_expert_comm
+            assert self._group is not None
             if self._group.size() > 1 and not linear.explicit_expert_comm:
                 assert speaks, "tensor parallelism comes with sequence parallelism"
             self._gathers = speaks and isinstance(linear, ColumnParallelLinear)
@@ -359,8 +363,9 @@ def _first_value(name: str, part: Projection) -> Tensor:
     if name.endswith("lora_B"):
         return torch.zeros(len(part.rows), part.rank)
     chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    whole = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
-    return whole[:, part.cols.start : part.cols.stop] * part.shape[1] ** -0.5
+    whole: Tensor = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
+    scale: float = part.shape[1] ** -0.5
+    return whole[:, part.cols.start : part.cols.stop] * scale
 
 
 def _index(part: Projection) -> Tensor:
