@@ -1,7 +1,7 @@
 """Programs of build/clients: agents of others, in an environment of their own.
 
-verifiers makes environments of its harness programs with uv; here uv finds the wheels of the project
-and asks no registry: an index that is no folder has no packages.
+verifiers makes environments of its harness programs with uv; here uv finds the wheels of the
+project and asks no registry: an index that is no folder has no packages.
 """
 
 from __future__ import annotations
