@@ -110,6 +110,11 @@ class MegatronFolder:
         return whole
 
     def _add_tensors(self) -> None:
+        if any(key.startswith("lora.") for key in self._files.names):
+            raise ModelError(
+                f"{self.path}: it holds adapters alone; hf/ of its run has the merged weights, "
+                "with checkpoint.hf = every from each checkpoint"
+            )
         known: set[str] = set()
         for tensor in model_tensors(self._stored_spec()):
             for source in self._find(tensor):
