@@ -43,7 +43,9 @@ def supervised(config: Config) -> Config:
     off = ReplayConfig(routing="off", sampling_mask=False)
     trainer = replace(config.trainer, minibatches=1)  # a batch is one optimizer step
     ref_models = RefModelsConfig()  # neither a reference nor a teacher is read
-    return replace(config, algorithm=algorithm, replay=off, trainer=trainer, ref_models=ref_models)
+    lora = replace(config.lora, send="weights")  # to none: no engine has to have its dtype
+    changed = replace(config, algorithm=algorithm, replay=off, trainer=trainer, lora=lora)
+    return replace(changed, ref_models=ref_models)
 
 
 def main() -> None:
