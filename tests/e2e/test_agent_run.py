@@ -125,11 +125,7 @@ def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
     print(f"{mode}: {len(rows)} rows, {len(kept)} spans on a kept cache, {changed:.0f} recomputed")
     assert bool(behind) == bool(kept) == (mode == "in_place")
     assert (changed > 0) == (mode == "retract"), "an update met a running turn"
-    check_scores(run, tmp_path, [row for row in rows if is_exact(row)])
-
-
-def is_exact(row: Rollout) -> bool:
-    return len(row.versions) == 1 and not row.versions[0].kept_kv
+    check_scores(run, tmp_path, [row for row in rows if row.joined_from == row.num_sampled])
 
 
 def check_scores(run: Run, folder: Path, rows: list[Rollout]) -> None:
