@@ -106,12 +106,12 @@ _VARIANTS = (
     "tests/e2e/test_train.py",
     "tests/e2e/test_agent_environment_run.py",
     "tests/e2e/test_agent_mixture_run.py",
+    "tests/e2e/test_agent_run.py",
     "tests/e2e/test_long_contexts.py",
     "tests/e2e/test_turns.py",
     "tests/e2e/test_variants.py",
 )
 _FAULTS = (
-    "tests/e2e/test_agent_run.py",
     "tests/e2e/test_async.py",
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_failure.py",
@@ -154,7 +154,7 @@ STAGES = (
     Stage("engine", 1150, "full", _ENGINE),
     Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 1000, "full", _RECIPES),
-    Stage("variants", 600, "full", _VARIANTS),
+    Stage("variants", 1600, "full", _VARIANTS),
     Stage("faults", 1400, "full", _FAULTS),
     Stage("hosts", 1450, "full", _HOSTS),
     Stage("safe", 1800, "full", _SAFE),
