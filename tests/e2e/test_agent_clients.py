@@ -34,7 +34,10 @@ from tests.helpers.replay_scenario import A, B, Scoring, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.timeout(1200)]
 
-SAMPLING = SamplingParams(60, temperature=0.8, top_p=0.9, top_k=40, stop_token_ids=(END,))
+# Turns of one length: each has calls, and an agent that gets none has done its work.
+SAMPLING = SamplingParams(
+    60, temperature=0.8, top_p=0.9, top_k=40, stop_token_ids=(END,), ignore_eos=True
+)
 TURNS = 4
 CLIENTS: dict[str, tuple[str, ...]] = {
     "1.0": (str(PROGRAMS / "openai_agents_loop.py"),),

@@ -1,6 +1,6 @@
 """Programs of build/clients: agents of others, in an environment of their own.
 
-verifiers makes environments of its harness programs with uv; here uv finds the wheels of the
+verifiers makes environments of its chat programs with uv; here uv finds the wheels of the
 project and asks no registry: an index that is no folder has no packages.
 """
 
