@@ -108,7 +108,7 @@ def test_what_an_environment_does_wrong_costs_its_own_episode() -> None:
         "is_too_long": "over task.limits.reply_kb",
         "cannot_be_sent": "cannot be sent",
         "has_no_form": "cannot be sent",
-        "waits": "longer than task.agent.environment_s = 0.5",
+        "waits": "longer than task.agent.environment_s = 2",
     }
 
     async def work(pool: EnvironmentPool) -> list[EpisodeFailed]:
@@ -121,7 +121,7 @@ def test_what_an_environment_does_wrong_costs_its_own_episode() -> None:
         await good.close()
         return [one for one in found if isinstance(one, EpisodeFailed)]
 
-    failed = with_pool(task_of(COUNTING, environment_s=0.5), work)
+    failed = with_pool(task_of(COUNTING, environment_s=2.0), work)
     assert [one.reason for one in failed] == ["environment"] * 5 + ["timeout"]
     for one, sentence in zip(failed, faults.values(), strict=True):
         assert sentence in one.detail
@@ -145,7 +145,7 @@ def test_a_lost_worker_costs_its_episodes_and_is_replaced(monkeypatch: Any, faul
         return found
 
     # A worker that blocks lets its steps pass their time; one that is gone is known at once.
-    limit_s = 60.0 if fault == "exits" else 1.0
+    limit_s = 60.0 if fault == "exits" else 3.0
     bad, idle, waits = with_pool(task_of(COUNTING, environment_s=limit_s), work)
     assert idle.reason == LOST
     assert (bad.reason, waits.reason) == ((LOST, LOST) if fault == "exits" else ("timeout",) * 2)
@@ -291,7 +291,7 @@ def test_an_http_environment_and_what_its_server_does_wrong() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        options = {"url": url, "observation_field": "text", "request_s": 1.0}
+        options = {"url": url, "observation_field": "text", "request_s": 2.0}
         pool = EnvironmentPool(task_of("http", options=options))
         await pool.start()
         try:
