@@ -152,6 +152,7 @@ class AgentRunner:
     def __init__(self, make_table: Callable[[EngineFar], EpisodeTable]) -> None:
         self._make_table = make_table
         self._there: _AgentLoop | None = None
+        self._closed = False
 
     async def start(self, engine: TurnEngine) -> None:
         table = self._make_table(EngineFar(engine, asyncio.get_running_loop()))
@@ -159,15 +160,19 @@ class AgentRunner:
         await self._there.run(table.start())
 
     async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+        if self._closed:  # a group that began while this was closed is cancelled like those before
+            raise asyncio.CancelledError
         assert self._there is not None, "start comes first"
         return await self._there.run(self._there.table.play(name, prompt))
 
     def end(self, name: str) -> None:
+        if self._closed:
+            return
         assert self._there is not None, "start comes first"
         self._there.loop.call_soon_threadsafe(self._there.table.end, name)
 
     async def close(self) -> None:
-        there, self._there = self._there, None
+        there, self._there, self._closed = self._there, None, True
         if there is not None:
             await there.run(there.table.close())
             await there.stop()
