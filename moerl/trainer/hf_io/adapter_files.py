@@ -90,7 +90,8 @@ def save_adapter(
     stacks, forms = dict(_stacks(spec, lora)), stacked_forms(spec)
     stacked = {block.module for blocks in stacks.values() for block in blocks}
     linear = dict.fromkeys(name.rpartition(".")[0] for name in factors)
-    tensors, ranks = {}, {}
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
     for module in linear.keys() - stacked:
         tensors |= {f"{_ROOT}{module}.lora_{x}.weight": factors[f"{module}.lora_{x}"] for x in "AB"}
         ranks[module] = len(factors[f"{module}.lora_A"])
@@ -118,7 +119,8 @@ def load_adapter(folder: Path, spec: ModelSpec, lora: LoraConfig) -> dict[str, T
     except OSError as error:
         raise ModelError(f"{folder}: not an adapter of peft: {error}") from error
     _check_scale(folder, config, lora)
-    stacks, factors = dict(_stacks(spec, lora)), {}
+    stacks = dict(_stacks(spec, lora))
+    factors: dict[str, Tensor] = {}
     for name, blocks in stacks.items():
         path = f"{_ROOT}{_wrapper(name, stacks)}"
         packed = {x: _taken(found, f"{path}.lora_{x}.weight", folder) for x in "AB"}

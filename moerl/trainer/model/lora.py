@@ -26,7 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.low_rank import merge_into
 
-Linear = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
 PREFIX = "lora."  # of the factors' names in a GPTModel
 
 
@@ -261,6 +261,7 @@ class _Hook:
         self._group = getattr(linear, "tp_group", None)
         self._gathers = self._scatters = False
         if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            assert self._group is not None, "parallel layers have a group"
             speaks = linear.sequence_parallel and not linear.explicit_expert_comm
             if self._group.size() > 1 and not linear.explicit_expert_comm:
                 assert speaks, "tensor parallelism comes with sequence parallelism"
@@ -360,7 +361,8 @@ def _first_value(name: str, part: Projection) -> Tensor:
         return torch.zeros(len(part.rows), part.rank)
     chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     whole = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
-    return whole[:, part.cols.start : part.cols.stop] * part.shape[1] ** -0.5
+    bound: float = part.shape[1] ** -0.5
+    return whole[:, part.cols.start : part.cols.stop] * bound
 
 
 def _index(part: Projection) -> Tensor:
