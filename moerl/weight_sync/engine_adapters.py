@@ -104,11 +104,10 @@ class EngineAdapters:
         rows, cols = tile.hf_box
         a, b = f"{module}.lora_A", f"{module}.lora_B"
         lead = len(tile.box) - 2
-        place: tuple[slice | int, ...] = tuple(part.start for part in tile.box[:lead])
-        place += at(tile.box[lead:])
+        slot: tuple[slice | int, ...] = tuple(part.start for part in tile.box[:lead])
         first_row, first_col = _start(self._held, b, 0), _start(self._held, a, 1)
         return _Merge(
-            place,
+            slot + at(tile.box[lead:]),
             self.factors[a][:, _moved(cols, first_col)],
             self.factors[b][_moved(rows, first_row)],
         )

@@ -50,8 +50,7 @@ from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.low_rank import merge_into
 
-Linear: TypeAlias = "ColumnParallelLinear | RowParallelLinear | DuplicatedLinear"
-_LINEARS = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear)
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
 PREFIX = "lora."  # of the factors' names in a GPTModel
 
 
@@ -98,9 +97,7 @@ class Adapters(torch.nn.Module):
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
         """Give a linear layer factors and a hook."""
         factors = tuple(self._factors(linear, part) for part in parts)
-        weight = linear.weight
-        assert isinstance(weight, torch.nn.Parameter)
-        self._merged.append((weight, factors))
+        self._merged.append((linear.weight, factors))
         linear.register_forward_hook(_Hook(linear, factors, self.scale))
 
     def keep_base(self) -> None:
@@ -206,7 +203,7 @@ def attach_adapters(
         if name.startswith(prefix) and (parts := projections(local, lora.rank_of, shapes)):
             path = name.removeprefix(prefix).rpartition(".")[0]
             linear = gpt.get_submodule(path)
-            if not isinstance(linear, _LINEARS) or not path.startswith("decoder.layers."):
+            if not isinstance(linear, Linear) or not path.startswith("decoder.layers."):
                 raise _no_adapter(parts[0].module, lora)
             adapters.adopt(linear, parts)
     if not adapters.tiles:
@@ -264,8 +261,8 @@ class _Hook:
         self._group = getattr(linear, "tp_group", None)
         self._gathers = self._scatters = False
         if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            assert self._group is not None, "parallel layers have a group"
             speaks = linear.sequence_parallel and not linear.explicit_expert_comm
-            assert self._group is not None
             if self._group.size() > 1 and not linear.explicit_expert_comm:
                 assert speaks, "tensor parallelism comes with sequence parallelism"
             self._gathers = speaks and isinstance(linear, ColumnParallelLinear)
@@ -363,9 +360,9 @@ def _first_value(name: str, part: Projection) -> Tensor:
     if name.endswith("lora_B"):
         return torch.zeros(len(part.rows), part.rank)
     chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    whole: Tensor = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
-    scale: float = part.shape[1] ** -0.5
-    return whole[:, part.cols.start : part.cols.stop] * scale
+    whole = torch.empty(part.rank, part.shape[1]).uniform_(-1, 1, generator=chance)
+    bound: float = part.shape[1] ** -0.5
+    return whole[:, part.cols.start : part.cols.stop] * bound
 
 
 def _index(part: Projection) -> Tensor:
