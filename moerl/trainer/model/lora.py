@@ -97,7 +97,9 @@ class Adapters(torch.nn.Module):
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
         """Give a linear layer factors and a hook."""
         factors = tuple(self._factors(linear, part) for part in parts)
-        self._merged.append((linear.weight, factors))
+        weight = linear.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        self._merged.append((weight, factors))
         linear.register_forward_hook(_Hook(linear, factors, self.scale))
 
     def keep_base(self) -> None:
