@@ -34,6 +34,7 @@ SETTINGS = [
     "trainer.optimizer.warmup_steps=0",
 ]
 LONG_TURNS = [
+    f"task.agent.command=[python, {ROOT}/tests/helpers/text_agent.py, '3', '20']",
     "checkpoint.keep_versions=true",
     "sampling.ignore_eos=true",
     "sampling.max_new_tokens=160",
@@ -84,7 +85,8 @@ def agents_of(run: Run) -> list[psutil.Process]:
 def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> None:
     run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=4", name="x", copies=True)
     try:
-        run.wait_for(lambda: len(run.rows()) >= 1 and bool(agents_of(run)))
+        # the supervisor knows of the first step, before which no death is survived
+        run.wait_for(lambda: len(run.rows()) >= 2 and bool(agents_of(run)))
         members, playing = run.members(), agents_of(run)
         os.kill(playing[-1].pid if victim == "program" else run.pids()[victim], signal.SIGKILL)
         if victim == "controller":

@@ -17,24 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
 
 TURNS, RESULT = 17, 1930  # turns of an episode; characters, so tokens, of a tool's result
 LONG = 32_768
-# Any client: it sends the whole conversation with each turn.
-AGENT = f"""
-import json, os, random, sys, urllib.request
-task, sampled, history = json.load(sys.stdin), "", []
-for turn in range({TURNS}):
-    random.seed(task["episode"] + str(turn))
-    text = "".join(random.choices("0123456789abcdef ", k={RESULT}))
-    history.append({{"role": "user", "content": text}})
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({{"messages": history}}).encode(),
-        {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}},
-    )
-    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-    history.append({{"role": "assistant", "content": message["content"]}})
-    sampled += message["content"] or ""
-print(json.dumps({{"reward": sum(map(ord, sampled)) % 11 / 11}}))
-"""
+AGENT = Path(__file__).parents[1] / "helpers/text_agent.py"
 SETTINGS = [
     f"task.agent.max_turns={TURNS}",
     "task.agent.wall_s=1800",
@@ -65,8 +48,7 @@ def long_model(folder: Path) -> None:
 
 def test_an_episode_of_32k_tokens_is_one_exact_row(tmp_path: Path) -> None:
     long_model(tmp_path / "model")
-    (tmp_path / "agent.py").write_text(AGENT)
-    command = f"task.agent.command=[python, {tmp_path / 'agent.py'}]"
+    command = f"task.agent.command=[python, {AGENT}, '{TURNS}', '{RESULT}']"
     model = f"model.path={tmp_path / 'model'}"
     run = start(tmp_path, "digits-by-agent", model, command, *SETTINGS, name="x", copies=True)
     members = run.members()

@@ -1,0 +1,41 @@
+"""An agent of any length: TURNS messages of CHARACTERS, and a reward that differs by what it hears.
+
+    python tests/helpers/text_agent.py TURNS CHARACTERS
+
+It sends the whole conversation with each turn, as any client does.  A random policy gets other
+rewards for other texts, so every step changes the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import urllib.request
+
+
+def ask(history: list[dict[str, str]]) -> str:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": history}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    reply = json.load(urllib.request.urlopen(request))
+    return str(reply["choices"][0]["message"]["content"] or "")
+
+
+def main() -> None:
+    episode, (turns, characters) = json.load(sys.stdin)["episode"], map(int, sys.argv[1:])
+    chance, said = random.Random(episode), ""
+    history: list[dict[str, str]] = []
+    for _ in range(turns):
+        text = "".join(chance.choices("0123456789abcdef ", k=characters))
+        history.append({"role": "user", "content": text})
+        history.append({"role": "assistant", "content": ask(history)})
+        said += history[-1]["content"]
+    print(json.dumps({"reward": sum(map(ord, said)) % 11 / 11}))
+
+
+if __name__ == "__main__":
+    main()
