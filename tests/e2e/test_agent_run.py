@@ -75,7 +75,7 @@ def agents_of(run: Run) -> list[psutil.Process]:
             command = member.cmdline()
         except psutil.Error:
             continue
-        if command[1:2] and command[1].endswith("tool_agent.py"):
+        if command[1:2] and command[1].endswith(("tool_agent.py", "text_agent.py")):
             found.append(member)
     return found
 
