@@ -13,13 +13,14 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moerl.agents.api_errors import ApiError
+from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import (
     ChatMessage,
     ContentPart,
     Function,
     Json,
     MessageCall,
+    function_tool,
     parsed_object,
 )
 from moerl.agents.open_episode import TurnAnswer
@@ -167,7 +168,7 @@ def _chat_messages(message: BlockMessage, where: str) -> list[ChatMessage]:
     for place, block in enumerate(message.content):
         if block.type not in known:
             allowed = ", ".join(sorted(known))
-            raise _refused(
+            raise unsupported(
                 f"{where}.content[{place}]: a block of type {block.type}; the policy reads text "
                 f"only: allowed for {message.role} are {allowed}"
             )
@@ -197,21 +198,14 @@ def _call(block: MessageBlock) -> MessageCall:
 
 def _function(tool: BlockTool, where: str) -> Json:
     if tool.type not in (None, "custom"):
-        raise _refused(f"{where}: type {tool.type!r} runs at its provider; allowed is custom")
-    found: Json = {"name": tool.name}
-    if tool.description is not None:
-        found["description"] = tool.description
-    return {"type": "function", "function": found | {"parameters": tool.input_schema or {}}}
+        raise unsupported(f"{where}: type {tool.type!r} runs at its provider; allowed is custom")
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _choice(choice: Json | None) -> str | Json | None:
     """auto and none; others are refused by the checks of OpenAI's form."""
     kind = (choice or {"type": "auto"}).get("type")
     return kind if kind in ("auto", "none") else choice
-
-
-def _refused(message: str) -> ApiError:
-    return ApiError(400, "unsupported_parameter", message, retry=False)
 
 
 # --- answers -------------------------------------------------------------------------------------

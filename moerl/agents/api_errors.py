@@ -44,3 +44,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry else {"x-should-retry": "false"}
+
+
+def unsupported(message: str) -> ApiError:
+    """A field or value that the gateway does not take; asking again does not help."""
+    return ApiError(400, "unsupported_parameter", message, retry=False)

@@ -79,6 +79,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
         return found
 
 
+def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
+    """A tool in the form of chat completions.  parameters: JSON schema; None: no arguments."""
+    found: Json = {"name": name}
+    if description is not None:
+        found["description"] = description
+    return {"type": "function", "function": found | {"parameters": parameters or {}}}
+
+
 def tools_key(tools: Sequence[Json]) -> bytes:
     return msgspec.json.encode(list(tools))
 

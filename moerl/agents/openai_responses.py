@@ -14,8 +14,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moerl.agents.api_errors import ApiError
-from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, Json, MessageCall
+from moerl.agents.api_errors import ApiError, unsupported
+from moerl.agents.chat_messages import (
+    ChatMessage,
+    ContentPart,
+    Function,
+    Json,
+    MessageCall,
+    function_tool,
+)
 from moerl.agents.open_episode import TurnAnswer
 from moerl.agents.openai_requests import ChatRequest, ClientRequest
 
@@ -174,7 +181,7 @@ def _chat_messages(items: Sequence[ResponsesItem]) -> list[ChatMessage]:
             _to_assistant(found, [], [call])
         elif item.type != "message":
             allowed = "message, function_call, function_call_output, reasoning"
-            raise _refused(f"{where}: type {item.type!r}; allowed are {allowed}")
+            raise unsupported(f"{where}: type {item.type!r}; allowed are {allowed}")
         elif item.role == "assistant":
             _to_assistant(found, _parts(item.content, where), [])
         else:
@@ -198,21 +205,14 @@ def _parts(content: str | list[TextPart], where: str) -> list[ContentPart]:
         return [ContentPart("text", content)]
     kind = next((part.type for part in content if part.type not in _TEXTS), None)
     if kind is not None:
-        raise _refused(f"{where}.content: a part of type {kind}; the policy reads text only")
+        raise unsupported(f"{where}.content: a part of type {kind}; the policy reads text only")
     return [ContentPart("text", part.text) for part in content]
 
 
 def _function(tool: ResponsesTool, where: str) -> Json:
     if tool.type != "function":
-        raise _refused(f"{where}: type {tool.type!r} runs at its provider; allowed is function")
-    found: Json = {"name": tool.name}
-    if tool.description is not None:
-        found["description"] = tool.description
-    return {"type": "function", "function": found | {"parameters": tool.parameters or {}}}
-
-
-def _refused(message: str) -> ApiError:
-    return ApiError(400, "unsupported_parameter", message, retry=False)
+        raise unsupported(f"{where}: type {tool.type!r} runs at its provider; allowed is function")
+    return function_tool(tool.name, tool.description, tool.parameters)
 
 
 # --- answers -------------------------------------------------------------------------------------

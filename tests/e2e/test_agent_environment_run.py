@@ -12,22 +12,12 @@ import pytest
 from moerl.observe.metrics import read_rows
 from tests.helpers import chat_tokenizer, engine_tiny_model
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.short_agent_runs import LAG_0, SETTINGS
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 METRICS = (Path(__file__).resolve().parents[2] / "docs/metrics.md").read_text()
-LAG_0 = "mismatch/abs_dlogp_max/lag_0"
-SETTINGS = [
-    "rollout.groups_per_step=2",
-    "rollout.group_size=2",
-    "rollout.max_groups_in_flight=2",
-    "rollout.buffer_depth=1",
-    "checkpoint.every=0",
-    "replay.probe=1",
-    "observe.engine_alone_s=0",
-    "trainer.optimizer.warmup_steps=0",
-]
 LOCKS = ["task.agent.environment=examples.live_environment:Locks", "task.agent.max_turns=3"]
 # Most words of this model's vocabulary are whole calls of `shell`; what they print, it cannot know.
 TOOLS = [

@@ -15,6 +15,7 @@ import pytest
 from moerl.observe.metrics import read_rows
 from moerl.types import Rollout
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.short_agent_runs import LAG_0, SETTINGS
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score_all
 
@@ -22,17 +23,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = (ROOT / "docs/metrics.md").read_text()
-LAG_0 = "mismatch/abs_dlogp_max/lag_0"
-SETTINGS = [
-    "rollout.groups_per_step=2",
-    "rollout.group_size=2",
-    "rollout.max_groups_in_flight=2",
-    "rollout.buffer_depth=1",
-    "checkpoint.every=0",
-    "replay.probe=1",
-    "observe.engine_alone_s=0",
-    "trainer.optimizer.warmup_steps=0",
-]
 LONG_TURNS = [
     f"task.agent.command=[python, {ROOT}/tests/helpers/text_agent.py, '3', '20']",
     "checkpoint.keep_versions=true",
