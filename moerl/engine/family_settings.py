@@ -13,8 +13,9 @@ from pathlib import Path
 from moerl.config.json_files import read_json
 from moerl.errors import ConfigError
 
-# Environment variable of a server: the folder of its model, which the plug-in reads.
-MODEL_FOLDER = "MOERL_ENGINE_MODEL"
+# Environment variables of a server, which the plug-in reads.
+MODEL_FOLDER = "MOERL_ENGINE_MODEL"  # the folder of its model
+DP_ATTENTION = "MOERL_DP_ATTENTION"  # set with data-parallel attention
 
 
 @dataclass(frozen=True, slots=True)

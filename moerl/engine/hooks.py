@@ -25,8 +25,6 @@ from moerl.engine import (
     weight_layout,
 )
 
-DP_ATTENTION = "MOERL_DP_ATTENTION"  # environment of a server with data-parallel attention
-
 
 class When(StrEnum):
     """On which machines, and for which engines, a hook is registered."""

@@ -38,10 +38,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the host reads the modes here and needs no torch
+    from torch import Tensor
 
 IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
 MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
@@ -93,6 +93,8 @@ def _version() -> str:
 
 def _wait_for_device(scheduler: Any) -> None:
     """Wait for the forward pass in the overlap queue, or for the copies before the next one."""
+    import torch
+
     torch.get_device_module(scheduler.device).synchronize()
 
 
@@ -183,6 +185,8 @@ def return_rows(_result: None, processor: Any, req: Any) -> None:
         req.routed_experts[:end] = older[start : start + end]
     if _audit and req.weight_version_events:
         extra = _recomputed_rows(processor, req, kept)
+        import torch
+
         req.routed_experts = torch.cat([req.routed_experts, *extra])
 
 
@@ -230,5 +234,7 @@ def drop_positions(_result: None, _processor: Any, req: Any) -> None:
 
 def _same_positions(older: Tensor, newer: Tensor) -> bool:
     """[rows, layers, top_k] each, from row 0; rows below top_k choose all positions."""
+    import torch
+
     first, end = newer.shape[-1], min(len(older), len(newer))
     return torch.equal(older[first:end].sort(-1).values, newer[first:end].sort(-1).values)

@@ -34,12 +34,12 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moerl.engine import family_settings, node_span, stand_ins
-    from moerl.engine.hooks import DP_ATTENTION, HOOKS
+    from moerl.engine.hooks import HOOKS
 
     node_span.register()
     folder = os.environ.get(family_settings.MODEL_FOLDER)
     of_model = stand_ins.hooks_of(family_settings.model_type_of(Path(folder))) if folder else ()
-    cuda, dp_attention = torch.cuda.is_available(), DP_ATTENTION in os.environ
+    cuda, dp_attention = torch.cuda.is_available(), family_settings.DP_ATTENTION in os.environ
     for hook in (*HOOKS, *of_model):
         if hook.when.applies(cuda=cuda, dp_attention=dp_attention):
             _before[hook.symbol] = None  # stays where the symbol is gone

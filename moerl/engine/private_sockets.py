@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moerl.weight_sync.receiver import SCRATCH
+from moerl.weight_sync.receiver_names import SCRATCH
 
 _LOOPBACK = "tcp://127.0.0.1:"
 _ADDRESSES = (

@@ -19,7 +19,7 @@ import numpy as np
 
 from moerl.engine.record_files import FIELD, FOLDER, RecordWriter
 from moerl.types import Array
-from moerl.weight_sync.receiver import SCRATCH
+from moerl.weight_sync.receiver_names import SCRATCH
 
 
 def to_files(output: Any, batch: Any, **_fields: object) -> None:

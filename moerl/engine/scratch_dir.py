@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moerl.errors import EngineError
-from moerl.weight_sync.receiver import SCRATCH
+from moerl.weight_sync.receiver_names import SCRATCH
 
 _OWNER = "owner.lock"  # a folder without it is not one of these
 _SHARED = Path("/dev/shm")

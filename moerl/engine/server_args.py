@@ -6,11 +6,13 @@ dozen packages): the ordered field list of ServerArgs is a plain tuple in one sm
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import importlib.util
 import logging
 import os
 import runpy
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -90,11 +92,21 @@ def uses_cuda(platform: str) -> bool:
     """Resolve engine.platform."""
     if platform not in ("auto", "cpu", "cuda"):
         raise ConfigError("engine.platform", platform, "one of auto, cpu, cuda")
+    if platform == "cuda" and not _has_cuda():
+        raise ConfigError("engine.platform", platform, "torch finds no CUDA device here")
+    return platform != "cpu" and _has_cuda()
+
+
+def _has_cuda() -> bool:
+    """Whether torch finds a CUDA device.  Its import takes seconds: only where a driver is."""
+    if "torch" not in sys.modules:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
     import torch
 
-    if platform == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.platform", platform, "torch finds no CUDA device here")
-    return platform != "cpu" and torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 def server_args(

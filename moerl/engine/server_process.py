@@ -17,7 +17,8 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from moerl.distributed import numa
 from moerl.engine import family_settings, plugin, torchvision_fix
@@ -26,6 +27,9 @@ from moerl.stack_dump import write_on_request
 # at import: each process that SGLang spawns imports this module again
 torchvision_fix.arm()
 write_on_request()
+if __name__ in ("__main__", "__mp_main__"):
+    # SGLang's dumper of tensors imports Megatron where it is installed: a second per server.
+    sys.modules["megatron"] = cast(ModuleType, None)
 
 _PR_SET_PDEATHSIG = 1
 

@@ -19,7 +19,7 @@ import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from moerl.errors import EngineError
-from moerl.weight_sync.receiver import COMMIT, Committed
+from moerl.weight_sync.receiver_names import COMMIT, Committed
 
 _CONNECT_S = 5.0
 _WHOLE = 1 << 30  # tokens between two events of a reply

@@ -25,7 +25,6 @@ import psutil
 from moerl.config.json_files import read_json
 from moerl.config.schema import EngineConfig
 from moerl.engine import family_settings, feature_table
-from moerl.engine.hooks import DP_ATTENTION
 from moerl.engine.node_span import ALONE, NodeSpan
 from moerl.engine.record_files import FOLDER, RecordReader
 from moerl.engine.scratch_dir import Scratch
@@ -34,7 +33,7 @@ from moerl.engine.sglang_client import EngineClient
 from moerl.engine.weight_layout import MODULES_CHECKED, LiveWeightLayout, check_model, engine_layout
 from moerl.errors import EngineError
 from moerl.rpc import Keys
-from moerl.weight_sync.receiver import keys_path, socket_path
+from moerl.weight_sync.receiver_names import keys_path, socket_path
 
 _POLL_S = 0.1
 _KILL_S = 5.0  # longest wait for a killed process to be gone
@@ -254,7 +253,7 @@ class EngineServer:
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
         if self.config.attention_dp > 1:
-            env[DP_ATTENTION] = "1"
+            env[family_settings.DP_ATTENTION] = "1"
         if self.args.get("enable_return_indexer_topk"):
             # otherwise the indexer's kernel returns cache slots in place of positions
             env["SGLANG_DSA_FUSE_TOPK"] = "0"

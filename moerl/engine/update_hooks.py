@@ -40,14 +40,12 @@ from moerl.messages import Message
 from moerl.rpc import Keys
 from moerl.types import PolicyVersion
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.receiver import (
+from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
+from moerl.weight_sync.receiver_names import (
     COMMIT,
     SCRATCH,
     UNCHANGED,
     Committed,
-    Receiver,
-    ReceiverContext,
-    ReceiverSocket,
     keys_path,
     socket_path,
 )

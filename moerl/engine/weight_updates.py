@@ -38,7 +38,7 @@ from moerl.messages import (
 from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
-from moerl.weight_sync.receiver import UNCHANGED
+from moerl.weight_sync.receiver_names import UNCHANGED
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
 _VERSIONS = 256  # a request that runs through more versions is refused

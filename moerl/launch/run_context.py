@@ -232,12 +232,14 @@ class RunContext:
     def tokenizer(self) -> Any:
         """The model folder's tokenizer (transformers), loaded once per process."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
+            from moerl.data.tasks import load_tokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.model_path, trust_remote_code=False
-            )
+            self._tokenizer = load_tokenizer(self.model_path)
         return self._tokenizer
+
+    def without_tokenizer(self) -> RunContext:
+        """For processes that need none: a copy of it imports torch and transformers, seconds."""
+        return replace(self, _tokenizer=None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer().decode(token_ids, skip_special_tokens=True))

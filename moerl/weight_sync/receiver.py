@@ -64,22 +64,9 @@ from moerl.weight_sync.transports.base import Staging, Transport
 
 log = logging.getLogger(__name__)
 
-COMMIT = "moerl_commit"  # load_format of the commit request
-UNCHANGED = "nothing was changed"  # prefix of a refused commit's reply
 _RELAY_BYTES = 16 * 2**20  # bytes per put when a staging buffer is relayed
-SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
 
 MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Cost of a commit on the scheduler; its JSON is the first line of the reply's message."""
-
-    seconds: float  # time without a forward pass
-    recomputed: int = 0  # tokens whose KV cache was dropped
-    begun_s: float = 0.0  # unix time at which the scheduler started it
-    cpu_s: float = 0.0  # CPU time of `seconds`; the rest is waiting for a CPU or a GPU
 
 
 class LiveModel(Protocol):
@@ -461,16 +448,6 @@ def _around(hooks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 # --- the socket -----------------------------------------------------------------------------------
-def socket_path(folder: Path, rank: int) -> Path:
-    """Socket of a rank's receiver; `folder` is the server's private scratch folder."""
-    return folder / f"receiver-{rank}.sock"
-
-
-def keys_path(folder: Path) -> Path:
-    """Keys of the requests to the receivers of one server, in the same folder."""
-    return folder / "keys"
-
-
 class ReceiverSocket(threading.Thread):
     """Answers the engine host, one request at a time, on a Unix socket of this user only."""
 

@@ -111,7 +111,7 @@ def of_sglang() -> list[Found]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moerl.engine import plugin, stand_ins
-    from moerl.engine.hooks import DP_ATTENTION
+    from moerl.engine.family_settings import DP_ATTENTION
 
     os.environ[DP_ATTENTION] = "1"
     plugin.register_hooks()

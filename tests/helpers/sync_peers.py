@@ -50,13 +50,8 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.low_rank import merge_into
 from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketPacker
-from moerl.weight_sync.receiver import (
-    Receiver,
-    ReceiverContext,
-    ReceiverSocket,
-    keys_path,
-    socket_path,
-)
+from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
+from moerl.weight_sync.receiver_names import keys_path, socket_path
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import EngineSession, SessionSpec
 from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot

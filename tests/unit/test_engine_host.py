@@ -46,7 +46,7 @@ from moerl.types import (
     Segment,
     Turn,
 )
-from moerl.weight_sync.receiver import Committed
+from moerl.weight_sync.receiver_names import Committed
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)

@@ -66,7 +66,8 @@ HOMES = {
 # Packages, and files of packages: planning a publish needs no tensors.
 TORCH_FREE = BASE | {"kernels", "records", "layout"}
 TORCH_FREE |= {
-    f"weight_sync/{name}" for name in ("held_shards", "deliveries", "transfer_plan", "buckets")
+    f"weight_sync/{name}"
+    for name in ("held_shards", "deliveries", "transfer_plan", "buckets", "receiver_names")
 }
 TORCH_FREE |= {f"planning/{name}" for name in ("layout_check", "sync_cost", "memory")}
 
@@ -295,6 +296,11 @@ def test_torch_free_layers_load_nothing_heavy() -> None:
     ]
     assert len(modules) > len(TORCH_FREE)
     assert loaded_by("import " + ", ".join(modules)) == set()
+
+
+def test_actors_without_a_model_load_neither_torch_nor_transformers() -> None:
+    """Each would cost its process seconds at every start, and hundreds of MiB."""
+    assert loaded_by("import moerl.launch.supervision.actors, moerl.engine.host") == {"ray"}
 
 
 def test_loaded_packages_are_seen() -> None:

@@ -29,7 +29,8 @@ from moerl.records.blob_store import BlobStore
 from moerl.rpc import Keys
 from moerl.run_dir import RunDir
 from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
-from moerl.weight_sync.receiver import UNCHANGED, Committed, ReceiverSocket, socket_path
+from moerl.weight_sync.receiver import ReceiverSocket
+from moerl.weight_sync.receiver_names import UNCHANGED, Committed, socket_path
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)

@@ -101,6 +101,7 @@ def place_engine(
     them, GPUs; a placement group takes one slot and the GPUs of an engine from each node that the
     engine spans.
     """
+    plan = plan.without_tokenizer()
     if is_local(plan.config.cluster):
         named = visible_devices(devices)
         return PlacedEngine(place(EngineActor, plan, index, tp, (), named), None)
@@ -399,7 +400,7 @@ class RayActors:
 
     def scorer(self, plan: RunContext) -> ActorHandle[ScorerActor]:
         restarts = -1 if plan.config.supervision.max_restarts else 0
-        return place(ScorerActor, plan, restarts=restarts)
+        return place(ScorerActor, plan.without_tokenizer(), restarts=restarts)
 
     def engine(self, plan: RunContext, index: int, tp: int) -> PlacedEngine:
         if not is_local(plan.config.cluster):
