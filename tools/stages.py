@@ -206,6 +206,9 @@ def _environment(stage: Stage) -> dict[str, str]:
 
 def _run(command: list[str], environment: dict[str, str], hang_s: float) -> int:
     """The exit status; SIGINT at the deadline, so that fixtures end the processes they started."""
+    # A job in the background of a shell ignores SIGINT, and so would all that it starts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | environment) as child:
         try:
             return child.wait(max(hang_s, 1.0))

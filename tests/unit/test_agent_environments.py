@@ -287,7 +287,7 @@ def test_an_http_environment_and_what_its_server_does_wrong() -> None:
     async def body() -> dict[str, str]:
         app = web.Application()
         app.router.add_post("/{route}", server.handle)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # one handler hangs
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
