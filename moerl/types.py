@@ -250,7 +250,8 @@ class Rollout:
         reproduces the row from there on.
         """
         first, *later = self.versions
-        context = (part for part in self.routing if part.row_begin < self.prompt_len)
+        prompt_len = self.prompt_len
+        context = (part for part in self.routing if part.row_begin < prompt_len)
         if first.kept_kv or any(part.version != first.version for part in context):
             return 0
         return later[0].first if later else self.num_sampled

@@ -209,14 +209,14 @@ def played_episode(
     turns = tuple(
         PlayedTurn(
             turn.sampled,
-            turn.parent if turn.parent is not None and _continues(done, turn.index) else None,
+            turn.parent if turn.continues else None,
             turn.origin,
         )
         for turn in done.turns
     )
     recorded = {name: float(count) for name, count in done.counts.items()}
     return PlayedEpisode(
-        episode_id=done.episode.episode_id,
+        episode_id=done.name,
         prompt=prompt,
         turns=turns,
         wasted=done.wasted,
@@ -225,10 +225,3 @@ def played_episode(
         own_score=None if failure[0] or reward is None else Score(reward),
         counts={"turns": float(len(turns)), **counts, **recorded},
     )
-
-
-def _continues(done: FinishedEpisode, index: int) -> bool:
-    """Whether the prompt of a turn begins with all tokens of its parent."""
-    turn = done.turns[index]
-    assert turn.parent is not None
-    return turn.inherited == done.turns[turn.parent].rollout.num_tokens

@@ -25,7 +25,7 @@ from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
-from moerl.types import Array, Episode, Prompt, Rollout, SamplingParams
+from moerl.types import Array, Prompt, Rollout, SamplingParams
 
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
@@ -78,11 +78,11 @@ class TurnAnswer:
 
     @property
     def prompt_len(self) -> int:
-        return self.turn.rollout.prompt_len
+        return len(self.turn.sampled.prompt_ids)
 
     @property
     def output_ids(self) -> list[int]:
-        ids: list[int] = self.turn.rollout.token_ids[self.prompt_len :].tolist()
+        ids: list[int] = self.turn.sampled.output_ids.tolist()
         return ids
 
 
@@ -90,7 +90,7 @@ class TurnAnswer:
 class FinishedEpisode:
     """wasted: blobs to which no turn refers, for deletion."""
 
-    episode: Episode
+    name: str
     turns: tuple[RecordedTurn, ...]
     counts: dict[str, int]
     wasted: frozenset[str]
@@ -118,13 +118,10 @@ class OpenEpisode:
         self.wasted: set[str] = set()  # blobs of turns that were not recorded
         self._sampler = TurnSampler(policy.engine, policy.finder, self.wasted.update)
         self._started, self._reserved = 0, 0  # turns; tokens that running turns may sample
+        self._num_sampled = 0
         self._running: set[asyncio.Task[SampledTurn]] = set()
         self._ended = False
         self._deadline = asyncio.get_running_loop().time() + limits.wall_s
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(turn.rollout.num_sampled for turn in self.forest.turns)
 
     async def chat(
         self,
@@ -159,7 +156,7 @@ class OpenEpisode:
         else:
             ids = self._known_ids(prompt)
             request = self.forest.match_tokens(ids)
-            found = PromptIds(ids, request.parent.rollout.num_tokens if request.parent else 0)
+            found = PromptIds(ids, request.parent.num_tokens if request.parent else 0)
         sampling = self._sampling(found, ends, stops, n)
         plan = _Plan(found, sampling, stops, (), is_chat=False)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
@@ -172,13 +169,15 @@ class OpenEpisode:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._sampler.close()
         self.counts["resumed"] = self._sampler.resumed
-        self.wasted -= {uri for turn in self.forest.turns for uri in blob_uris(turn.rollout)}
+        self.wasted -= {
+            uri for turn in self.forest.turns for uri in blob_uris(*turn.sampled.segments)
+        }
 
     async def finish(self) -> FinishedEpisode:
         """End it, and what was recorded."""
         await self.end()
         turns, wasted = tuple(self.forest.turns), frozenset(self.wasted)
-        return FinishedEpisode(self.forest.episode(self.name), turns, dict(self.counts), wasted)
+        return FinishedEpisode(self.name, turns, dict(self.counts), wasted)
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
@@ -190,7 +189,7 @@ class OpenEpisode:
                 found = tokens.whole(messages, tools)
             else:
                 new = messages[request.covered :]
-                found = tokens.continued(parent.rollout, self._policy.stop_ids, new, tools)
+                found = tokens.continued(parent, self._policy.stop_ids, new, tools)
         except TemplateError as error:
             raise ApiError(400, "invalid_messages", str(error)) from error
         self.counts["control_tokens_in_contents"] += found.cuts
@@ -201,7 +200,7 @@ class OpenEpisode:
         if parent is None:
             return PromptIds(tokens.encode(prompt))
         rest = prompt[request.covered :]
-        return tokens.continued_text(parent.rollout, self._policy.stop_ids, rest)
+        return tokens.continued_text(parent, self._policy.stop_ids, rest)
 
     def _known_ids(self, prompt: Sequence[int]) -> Array:
         size = self._policy.tokens.vocab_size
@@ -249,7 +248,7 @@ class OpenEpisode:
                 f"resulted in {used} tokens.",
                 retry=False,
             )
-        left = (self.limits.sampled_tokens - self.num_sampled - self._reserved) // n
+        left = (self.limits.sampled_tokens - self._num_sampled - self._reserved) // n
         if left < 1:
             raise ApiError(
                 400,
@@ -303,13 +302,14 @@ class OpenEpisode:
         return self._recorded(name, request, plan, sampled)
 
     def _partial(self, name: str, request: TurnRequest, plan: _Plan) -> PartialRollout:
-        chain = self.forest.chain(request.parent, plan.prompt.inherited)
+        parent, inherited = request.parent, plan.prompt.inherited
+        known = inherited if parent is not None and inherited == parent.num_tokens else 0
         return PartialRollout(
             name,
             Prompt(0, (), "", None, {}),
             plan.sampling,
             audit=self._policy.audit,
-            rows_known=chain[-1].end - 1 if chain else 0,  # the last token is fed only now
+            rows_known=max(0, known - 1),  # the last token is fed only now
             prompt_ids=plan.prompt.ids,
         )
 
@@ -352,12 +352,10 @@ class OpenEpisode:
             calls = tuple(_named(name, arguments) for name, arguments in found)
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
+        self._num_sampled += len(ids)
         self.counts[f"origin/{turn.origin}"] += 1
         self.counts["tool_calls"] += len(calls)
-        parent = request.parent
-        self.counts["replaced_ends"] += (
-            parent is not None and turn.inherited < parent.rollout.num_tokens
-        )
+        self.counts["replaced_ends"] += request.parent is not None and not turn.continues
         reason = "length" if stop_text is None and not is_closed else "stop"
         reason = "tool_calls" if calls else reason
         return TurnAnswer(turn, text, reason, reasoning, calls, stop_text)

@@ -24,14 +24,14 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jinja2
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.errors import ConfigError, MoerlError
-from moerl.types import Array, Rollout
+from moerl.types import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -59,6 +59,13 @@ class PromptIds:
     ids: Array  # i32
     inherited: int = 0
     cuts: int = 0
+
+
+class Conversation(Protocol):
+    """A turn, or its row."""
+
+    @property
+    def token_ids(self) -> Array: ...
 
 
 class PromptTokens:
@@ -105,7 +112,7 @@ class PromptTokens:
 
     def continued(
         self,
-        parent: Rollout,
+        parent: Conversation,
         stop_ids: frozenset[int],
         new: Sequence[ChatMessage],
         tools: Sequence[Json],
@@ -123,7 +130,9 @@ class PromptTokens:
                 ids = ids[:-1]
         return PromptIds(np.concatenate([ids, rest]), len(ids), suffix.cuts)
 
-    def continued_text(self, parent: Rollout, stop_ids: frozenset[int], text: str) -> PromptIds:
+    def continued_text(
+        self, parent: Conversation, stop_ids: frozenset[int], text: str
+    ) -> PromptIds:
         """Prompt of a turn that continues `parent` with text, without a template."""
         ids = parent.token_ids
         if ends_with_stop(parent, stop_ids):
@@ -205,12 +214,12 @@ class PromptTokens:
         return _cut(text, self._added)
 
 
-def ends_with_stop(rollout: Rollout, stop_ids: frozenset[int]) -> bool:
+def ends_with_stop(turn: Conversation, stop_ids: frozenset[int]) -> bool:
     """Whether the policy ended its answer with a stop token.
 
     Its finish does not tell: the engine looks at the length first.
     """
-    return int(rollout.token_ids[-1]) in stop_ids
+    return int(turn.token_ids[-1]) in stop_ids
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str] | None:

@@ -20,7 +20,8 @@ import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
 from moerl.controller.turn_rows import SampledTurn, join
-from moerl.types import Array, Episode, Rollout, Turn
+from moerl.errors import RecordError
+from moerl.types import Array, Rollout
 
 
 class Origin(StrEnum):
@@ -40,17 +41,70 @@ class RecordedTurn:
     """A finished turn.  Its prompt begins with `inherited` tokens of its parent.
 
     These are all tokens of the parent, or all but its last one: a stop token that the template
-    replaces by another.  sampled: what its own calls delivered; rollout: its row, with the rows of
-    the turns whose tokens it begins with.
+    replaces by another.  sampled: what its own calls delivered.
     """
 
     index: int
-    parent: int | None
+    before: RecordedTurn | None
     inherited: int
     origin: Origin
+    name: str
     sampled: SampledTurn
-    rollout: Rollout
-    text: str = ""  # prompt and answer, of a turn that was asked for as text
+    ids: SharedIds
+    num_tokens: int
+
+    @property
+    def parent(self) -> int | None:
+        return None if self.before is None else self.before.index
+
+    @property
+    def token_ids(self) -> Array:
+        """The conversation at its end."""
+        return self.ids.first(self.num_tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether its prompt begins with all tokens of its parent."""
+        return self.before is not None and self.inherited == self.before.num_tokens
+
+    @property
+    def rollout(self) -> Rollout:
+        """Its row, with the rows of the turns whose tokens it begins with.
+
+        It is as long as the conversation and made at each call.
+        """
+        return join(self.name, [*self._chain(), self.sampled])
+
+    def _chain(self) -> list[SampledTurn]:
+        """The turns whose routing rows it need not deliver again, oldest first, untrained."""
+        found: list[SampledTurn] = []
+        turn: RecordedTurn | None = self
+        while turn is not None and turn.continues:
+            turn = turn.before
+            assert turn is not None
+            found.append(replace(turn.sampled, trained=False))
+        return found[::-1]
+
+
+class SharedIds:
+    """Tokens of turns that continue one another: all begin the same array, which grows.
+
+    An array of its own for each turn would be quadratic in the length of an episode.
+    """
+
+    def __init__(self, ids: Array) -> None:
+        self._ids, self.used = np.asarray(ids, np.int32), len(ids)
+
+    def first(self, count: int) -> Array:
+        return self._ids[:count]
+
+    def append(self, new: Array) -> None:
+        begin, self.used = self.used, self.used + len(new)
+        if self.used > len(self._ids):
+            grown = np.empty(2 * self.used, np.int32)
+            grown[:begin] = self._ids[:begin]
+            self._ids = grown
+        self._ids[begin : self.used] = new
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +129,15 @@ class TurnForest:
         self.turns: list[RecordedTurn] = []
         self._answers: dict[bytes, RecordedTurn] = {}  # by digest up to the answer; the newest
         self._answers_any_tools: set[bytes] = set()
+        self._texts: dict[tuple[int, bytes], RecordedTurn] = {}  # by length and digest; the newest
         self._seen: set[bytes] = set()  # requests
         self._continued: Counter[int] = Counter()  # requests that continue a turn
 
     def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> TurnRequest:
         """Recognise a request."""
         begins = blake2b(tools_key(tools), digest_size=16).digest(), b""
-        chains = [_chain(begin, messages) for begin in begins]
+        keys = [message.key for message in messages]
+        chains = [_chain(begin, keys) for begin in begins]
         whole, plain = chains
         found = [place for place, digest in enumerate(whole) if digest in self._answers]
         covered = found[-1] if found else 0
@@ -96,16 +152,19 @@ class TurnForest:
 
     def match_text(self, prompt: str) -> TurnRequest:
         """The deepest turn whose prompt and answer begin this text."""
-        fits = [turn for turn in self.turns if turn.text and prompt.startswith(turn.text)]
-        parent = max(fits, key=lambda turn: (len(turn.text), turn.index), default=None)
-        covered = len(parent.text) if parent else 0
-        digest = _next(b"text", prompt.encode(errors="surrogatepass"))
+        parent, covered, begin, running = None, 0, 0, blake2b(digest_size=16)
+        for end in sorted({length for length, _ in self._texts if length <= len(prompt)}):
+            running.update(_bytes(prompt[begin:end]))
+            begin = end
+            if (found := self._texts.get((end, running.digest()))) is not None:
+                parent, covered = found, end
+        digest = _next(b"text", _bytes(prompt))
         return TurnRequest(parent, covered, self._place_of(parent), (digest, digest), prompt)
 
     def match_tokens(self, ids: Array) -> TurnRequest:
         """The deepest turn whose tokens begin these."""
-        fits = [turn for turn in self.turns if _begins(ids, turn.rollout.token_ids)]
-        parent = max(fits, key=lambda turn: (turn.rollout.num_tokens, turn.index), default=None)
+        deepest_first = sorted(self.turns, key=lambda turn: (-turn.num_tokens, -turn.index))
+        parent = next((turn for turn in deepest_first if _begins(ids, turn.token_ids)), None)
         digest = _next(b"tokens", np.asarray(ids, np.int32).tobytes())
         return TurnRequest(parent, 0, self._place_of(parent), (digest, digest))
 
@@ -118,18 +177,6 @@ class TurnForest:
         self._seen.add(request.digests[0])
         return request
 
-    def chain(self, parent: RecordedTurn | None, inherited: int) -> list[SampledTurn]:
-        """The turns whose routing rows a turn need not deliver again, oldest first, untrained.
-
-        None, where it does not begin with all tokens of its parent.
-        """
-        found: list[SampledTurn] = []
-        while parent is not None and inherited == parent.rollout.num_tokens:
-            found.append(replace(parent.sampled, trained=False))
-            inherited = parent.inherited
-            parent = None if parent.parent is None else self.turns[parent.parent]
-        return found[::-1]
-
     def add(
         self, request: TurnRequest, answer: ChatMessage | str, name: str, sampled: SampledTurn,
         inherited: int,
@@ -138,34 +185,28 @@ class TurnForest:
 
         Raises RecordError when the turn does not continue its parent.
         """
-        parent, text = request.parent, ""
-        if isinstance(answer, str):
-            text = request.text + answer if request.text else ""
+        ids = _extended(request.parent, inherited, sampled)
+        prompt_ids = ids.first(len(sampled.prompt_ids))
         turn = RecordedTurn(
             index=len(self.turns),
-            parent=None if parent is None else parent.index,
+            before=request.parent,
             inherited=inherited,
             origin=request.origin,
-            sampled=sampled,
-            rollout=join(name, [*self.chain(parent, inherited), sampled]),
-            text=text,
+            name=name,
+            sampled=replace(sampled, prompt_ids=prompt_ids),
+            ids=ids,
+            num_tokens=ids.used,
         )
         self.turns.append(turn)
+        if isinstance(answer, str) and request.text:
+            text = _bytes(request.text + answer)
+            key = len(request.text) + len(answer), blake2b(text, digest_size=16).digest()
+            self._texts[key] = turn
         if isinstance(answer, ChatMessage):
             with_tools, plain = (_next(digest, answer.key) for digest in request.digests)
             self._answers[with_tools] = turn
             self._answers_any_tools.add(plain)
         return turn
-
-    def episode(self, episode_id: str) -> Episode:
-        """The turns with their parents, as the controller takes episodes."""
-        return Episode(
-            episode_id,
-            tuple(
-                Turn(turn.rollout, () if turn.parent is None else (turn.parent,))
-                for turn in self.turns
-            ),
-        )
 
     def _place_of(self, parent: RecordedTurn | None) -> Origin:
         if parent is None:
@@ -173,12 +214,32 @@ class TurnForest:
         return Origin.BRANCHED if self._continued[parent.index] else Origin.CONTINUED
 
 
-def _chain(begin: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
-    """Digests of the first 0, 1, ... messages."""
+def _extended(parent: RecordedTurn | None, inherited: int, sampled: SampledTurn) -> SharedIds:
+    """The tokens at the end of a turn, in the array of its parent where that ends with it.
+
+    Raises RecordError.
+    """
+    prompt = sampled.prompt_ids
+    if parent is not None and not _begins(prompt, parent.token_ids[:inherited]):
+        raise RecordError("turns", f"the turn at {len(prompt)} does not continue its parent")
+    if parent is not None and parent.ids.used == inherited:
+        ids = parent.ids
+    else:
+        ids = SharedIds(prompt[:inherited])
+    ids.append(np.concatenate([prompt[inherited:], sampled.output_ids]))
+    return ids
+
+
+def _chain(begin: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """Digests of the first 0, 1, ... messages, by their keys."""
     digests = [begin]
-    for message in messages:
-        digests.append(_next(digests[-1], message.key))
+    for key in keys:
+        digests.append(_next(digests[-1], key))
     return digests
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def _next(digest: bytes, key: bytes) -> bytes:

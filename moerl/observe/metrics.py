@@ -32,6 +32,8 @@ from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+_TAIL = 1 << 20  # bytes at the end of the file that hold its last row
+
 Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[str], name: float
 
 
@@ -201,6 +203,19 @@ def read_rows(path: Path) -> list[Row]:
     A torn last line is left out.  Raises RecordError for any other line that is not a row.
     """
     return [row for row, _ in _rows(path)]
+
+
+def newest_row(path: Path) -> Row | None:
+    """The last row, at the same cost for a file of any size; None when it cannot be told."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines[-2:] if line.endswith(b"\n")]
+        row = json.loads(whole[-1]) if whole else None
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -1,17 +1,19 @@
 """Agents of others, unchanged and in an environment of their own, against a real engine.
 
-openai-agents, Pydantic AI, Anthropic's client and verifiers play episodes with tools at the same
-time.  Each is held at its second turn until all are there; then the weights change under their
-requests.  Every turn is scored by Megatron-core with the weights that sampled it.  Each claim has
-a control.
+OpenAI's client, openai-agents, Pydantic AI, Anthropic's client and verifiers play episodes with
+tools at the same time, twice.  Each is held at its second turn until all are there; then the
+weights change under their requests.  The first time the update interrupts the turns, which are
+resumed; the second time they run through it on their KV cache.  Every turn is scored by
+Megatron-core with the weights that sampled it.  Each claim has a control.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,10 +29,20 @@ from moerl.errors import RecordError
 from moerl.records.header_check import check
 from moerl.types import GenerateRequest, SamplingParams, Segment
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
-from tests.helpers.agent_records import Records, Tap, check_control, check_scores, score, update
+from tests.helpers.agent_records import (
+    Records,
+    Tap,
+    check_control,
+    check_scores,
+    check_tails,
+    score,
+    update,
+    update_in_place,
+)
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
-from tests.helpers.replay_scenario import A, B, Scoring, World
+from tests.helpers.replay_scenario import A, B, C, Scoring, World
+from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.timeout(1200)]
 
@@ -40,11 +52,13 @@ SAMPLING = SamplingParams(
 )
 TURNS = 4
 CLIENTS: dict[str, tuple[str, ...]] = {
-    "1.0": (str(PROGRAMS / "openai_agents_loop.py"),),
-    "2.0": (str(PROGRAMS / "pydantic_ai_loop.py"),),
-    "4.0": (str(PROGRAMS / "anthropic_loop.py"),),
-    "3.0": verifiers_agent("sums_taskset", "null", max_turns=TURNS),
+    "openai": (str(PROGRAMS / "openai_loop.py"),),
+    "openai-agents": (str(PROGRAMS / "openai_agents_loop.py"),),
+    "pydantic-ai": (str(PROGRAMS / "pydantic_ai_loop.py"),),
+    "anthropic": (str(PROGRAMS / "anthropic_loop.py"),),
+    "verifiers": verifiers_agent("sums_taskset", "null", max_turns=TURNS),
 }
+UPDATES = {"abort_resume": (A, B), "in_place": (B, C)}
 
 
 @dataclass
@@ -66,35 +80,52 @@ class MeetingTap(Tap):
 
 @dataclass
 class Played:
-    """What the programs did and printed, by episode."""
+    """What the programs did and printed over one update, by client."""
 
-    scoring: Scoring
-    tokens: PromptTokens
+    records: Records
     tap: MeetingTap
     done: dict[str, FinishedEpisode]
     printed: dict[str, str]
 
-    @property
-    def records(self) -> Records:
-        turns = [turn for episode in self.done.values() for turn in episode.turns]
-        return Records(self.scoring, self.tokens, turns)
+
+class Stage:
+    """One server, and what all plays share."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self._parser = world, SglangAnswers("qwen25")
+        self._tokens, self._scoring = PromptTokens(chat_tokenizer()), Scoring(world, world.root)
+
+    async def play_all(self) -> dict[str, Played]:
+        begun = await self.play("abort_resume", partial(update, self.world, 0.1))
+        publisher = Publisher(self.world.host, self.world.folders)
+        await publisher.stage(C)
+        change = partial(update_in_place, self.world, publisher, 0.1)
+        return {"abort_resume": begun, "in_place": await self.play("in_place", change)}
+
+    async def play(self, name: str, change: Callable[[], Awaitable[None]]) -> Played:
+        tokens, tap = self._tokens, MeetingTap(self.world)
+        policy = Policy(tap, tokens, StopFinder(tokens), self._parser, SAMPLING, audit=True)
+        gateway = Gateway(policy, Endpoint())
+        await gateway.start()
+        playing = {
+            client: asyncio.create_task(run_client(gateway, episode_name(name, client)))
+            for client in CLIENTS
+        }
+        meeting = asyncio.create_task(tap.begin.wait())
+        await asyncio.wait({meeting, *playing.values()}, return_when=asyncio.FIRST_COMPLETED)
+        for task in playing.values():
+            assert not task.done(), f"it has ended before its second turn: {task.result()}"
+        await change()
+        printed = {client: await task for client, task in playing.items()}
+        done = {client: await gateway.end_episode(episode_name(name, client)) for client in CLIENTS}
+        await gateway.stop()
+        turns = [turn for episode in done.values() for turn in episode.turns]
+        records = Records(self._scoring, tokens, turns, UPDATES[name], f"{name}.")
+        return Played(records, tap, done, printed)
 
 
-async def play(world: World, parser: SglangAnswers) -> Played:
-    tokens, tap = PromptTokens(chat_tokenizer()), MeetingTap(world)
-    policy = Policy(tap, tokens, StopFinder(tokens), parser, SAMPLING, audit=True)
-    gateway = Gateway(policy, Endpoint())
-    await gateway.start()
-    playing = {name: asyncio.create_task(run_client(gateway, name)) for name in CLIENTS}
-    meeting = asyncio.create_task(tap.begin.wait())
-    await asyncio.wait({meeting, *playing.values()}, return_when=asyncio.FIRST_COMPLETED)
-    for task in playing.values():
-        assert not task.done(), f"it has ended before its second turn: {task.result()}"
-    await update(world, 0.1)
-    printed = {name: await task for name, task in playing.items()}
-    done = {name: await gateway.end_episode(name) for name in CLIENTS}
-    await gateway.stop()
-    return Played(Scoring(world, world.root), tokens, tap, done, printed)
+def episode_name(update_name: str, client: str) -> str:
+    return f"{10 * list(UPDATES).index(update_name) + list(CLIENTS).index(client)}.0"
 
 
 async def run_client(gateway: Gateway, name: str) -> str:
@@ -109,7 +140,7 @@ async def run_client(gateway: Gateway, name: str) -> str:
     }
     process = await asyncio.create_subprocess_exec(
         str(PYTHON),
-        *CLIENTS[name],
+        *list(CLIENTS.values())[int(name.partition(".")[0]) % 10],
         env=environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -125,37 +156,47 @@ async def run_client(gateway: Gateway, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+def all_played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
     root = tmp_path_factory.mktemp("clients")
     environment()
     world = World(root, EngineConfig(max_total_tokens=16384))
     try:
         world.run(world.host.start(A), 600.0)  # a machine that many share
-        found = world.run(play(world, SglangAnswers("qwen25")), 600.0)
+        found = world.run(Stage(world).play_all(), 600.0)
     finally:
         world.run(world.host.stop())
-    score(found.records)
+    score(*(played.records for played in found.values()))
     yield found
     world.loop.close()
 
 
+@pytest.fixture(params=UPDATES)
+def played(request: pytest.FixtureRequest, all_played: dict[str, Played]) -> Played:
+    return all_played[request.param]
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_an_episode_is_one_conversation_over_an_update(played: Played, name: str) -> None:
-    done = played.done[name]
+    done, (before, after) = played.done[name], played.records.versions
     assert [str(turn.origin) for turn in done.turns] == ["first"] + ["continued"] * (TURNS - 1)
     assert [turn.parent for turn in done.turns] == [None, *range(TURNS - 1)]
     spans = [span.version for turn in done.turns for span in turn.rollout.versions]
-    assert set(spans) == {A, B}
-    assert done.turns[-1].rollout.versions[-1].version == B
+    assert set(spans) == {before, after}
+    assert done.turns[-1].rollout.versions[-1].version == after
 
 
-def test_the_update_interrupted_turns(played: Played) -> None:
-    assert sum(done.counts["resumed"] for done in played.done.values()) >= 1
+def test_the_update_met_running_turns(all_played: dict[str, Played]) -> None:
+    resumed = {
+        name: sum(done.counts["resumed"] for done in played.done.values())
+        for name, played in all_played.items()
+    }
+    assert resumed["abort_resume"] >= 1
+    assert resumed["in_place"] == 0, "no call is interrupted"
 
 
 def test_the_environment_gives_its_reward(played: Played) -> None:
-    answer = json.loads(played.printed["3.0"])
-    assert answer["episode"] == "3.0"
+    answer = json.loads(played.printed["verifiers"])
+    assert answer["episode"] == played.done["verifiers"].name
     assert 0 < answer["reward"] <= 1, "the tool was called"
 
 
@@ -171,8 +212,11 @@ def test_every_sampled_token_is_in_the_record(played: Played) -> None:
     assert not any(map(np.array_equal, tokens, (r.token_ids for r in found))), "control"
 
 
-def test_every_turn_matches_the_weights_that_sampled_it(played: Played) -> None:
-    check_scores(played.records)
+def test_every_turn_matches_the_weights_that_sampled_it(all_played: dict[str, Played]) -> None:
+    """What follows an update in place inside its turn matches none: it has bins of its own."""
+    check_scores(all_played["abort_resume"].records)
+    records = all_played["in_place"].records
+    check_scores(records, tails=check_tails(records))
 
 
 @pytest.mark.parametrize("control", ["rows", "masks", "text"])

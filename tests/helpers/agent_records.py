@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.turn_forest import RecordedTurn
+from moerl.algorithms.mismatch import LAG_BINS, MismatchSums
+from moerl.engine import in_flight
 from moerl.errors import RecordError
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
-from moerl.types import GenerateRequest, MaskBlob, Rollout, Segment
+from moerl.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, Segment
 from tests.helpers.engine_tiny_model import SHAPE
-from tests.helpers.replay_scenario import A, B, Scoring, World
+from tests.helpers.replay_scenario import A, B, C, Scoring, World
+from tests.helpers.session_publisher import Publisher
 
 MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
 
@@ -47,11 +51,27 @@ class Tap:
 
 @dataclass
 class Records:
-    """Recorded turns of some episodes, and their scores."""
+    """Recorded turns of some episodes, and their scores.
+
+    versions: before and after the update; name: of their jobs in a scoring of several.
+    """
 
     scoring: Scoring
     tokens: PromptTokens
     turns: Sequence[RecordedTurn]
+    versions: tuple[PolicyVersion, PolicyVersion] = (A, B)
+    name: str = ""
+
+    def add(self, what: str, step: int, parts: Sequence[Rollout], *variants: str) -> None:
+        """step: 0 is before the update, 1 is after it."""
+        name, version = self.job(what, step), self.versions[step]
+        self.scoring.add(name, parts, version, variants or ("both",))
+
+    def job(self, what: str, step: int) -> str:
+        return f"{self.name}{what}{step}"
+
+    def gaps(self, what: str, step: int, variant: str = "both") -> dict[str, np.ndarray]:
+        return self.scoring.gaps(self.job(what, step), variant)
 
 
 async def update(world: World, wait_s: float) -> None:
@@ -73,20 +93,39 @@ async def update(world: World, wait_s: float) -> None:
     health.admit.set()
 
 
-def score(records: Records) -> None:
+async def update_in_place(world: World, publisher: Publisher, wait_s: float) -> None:
+    """As `update`, through a publish session: the requests continue on their KV cache.
+
+    The version is staged; wait_s: from the first prefill on.
+    """
+    world.host._updates.mode = in_flight.IN_PLACE
+    seen = world.prefills()
+    while world.prefills() <= seen:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(wait_s)
+    await publisher.commit(C)
+
+
+def score(*all_records: Records) -> None:
     """True records and controls, by the version that sampled them."""
+    for records in all_records:
+        _add_jobs(records)
+    all_records[0].scoring.run()
+
+
+def _add_jobs(records: Records) -> None:
     parts = [part for turn in records.turns for part in split_segments(turn.rollout)]
-    for version in (A, B):
-        own = [part for part in parts if part.versions[0].version == version]
-        records.scoring.add(f"own{version.step}", own, version)
-        later = [part for part in own if part.rollout_id in _later(records)]
-        wrong = [rows_of_another_turn(records, part) for part in later]
-        records.scoring.add(f"rows{version.step}", wrong, version)
-        wrong = [masks_of_another_call(records, part) for part in own]
-        records.scoring.add(f"masks{version.step}", wrong, version)
-        wrong = [tokenised_again(records, part) for part in later]
-        records.scoring.add(f"text{version.step}", wrong, version, ["mask"])
-    records.scoring.run()
+    tails = [part for part in parts if part.versions[0].kept_kv]
+    if tails:
+        records.add("tails", 1, tails)
+    later_turns = _later(records)
+    for step, version in enumerate(records.versions):
+        own = [p for p in parts if p.versions[0].version == version and p not in tails]
+        later = [part for part in own if part.rollout_id in later_turns]
+        records.add("own", step, own)
+        records.add("rows", step, [rows_of_another_turn(records, part) for part in later])
+        records.add("masks", step, [masks_of_another_call(records, part) for part in own])
+        records.add("text", step, [tokenised_again(records, part) for part in later], "mask")
 
 
 def _later(records: Records) -> set[str]:
@@ -95,18 +134,48 @@ def _later(records: Records) -> set[str]:
     return {f"{rollout.rollout_id}/0" for rollout in later}
 
 
-def check_scores(records: Records) -> None:
-    """Every sampled token, scored with the weights that sampled it, with both replays."""
-    found = [np.concatenate(list(records.scoring.gaps(f"own{step}").values())) for step in (0, 1)]
-    assert sum(map(len, found)) == sum(turn.rollout.num_sampled for turn in records.turns)
+def check_scores(records: Records, tails: int = 0) -> None:
+    """Every sampled token, scored with the weights that sampled it, with both replays.
+
+    tails: tokens that are not among them, because they were sampled on a kept KV cache.
+    """
+    found = [np.concatenate(list(records.gaps("own", step).values())) for step in (0, 1)]
+    assert sum(map(len, found)) + tails == sum(turn.rollout.num_sampled for turn in records.turns)
     for gap in found:
+        print(f"{len(gap)} tokens: max {np.abs(gap).max():.1e}, mean {np.abs(gap).mean():.1e}")
         assert np.abs(gap).max() <= MAX_GAP
         assert np.abs(gap).mean() <= MEAN_GAP
 
 
+def check_tails(records: Records) -> int:
+    """Tokens on a kept KV cache are in bins of their own, which say how far off they are."""
+    through = [turn.rollout for turn in records.turns if len(turn.rollout.versions) > 1]
+    tokens = 0
+    for rollout in through:
+        first, tail = rollout.versions
+        assert (first.kept_kv, tail.kept_kv) == (False, True)
+        assert rollout.joined_from == tail.first
+        kept = records.gaps("tails", 1)[f"{rollout.rollout_id}/1"]
+        exact = records.gaps("own", 0)[f"{rollout.rollout_id}/0"]
+        gap = torch.from_numpy(np.concatenate([exact, kept]))
+        behind = torch.arange(len(gap)) >= rollout.joined_from
+        sums = MismatchSums.of(gap, gap * 0, gap.long() * 0, joined_N=behind)
+        count, peak = (
+            dict(zip(LAG_BINS, column.tolist(), strict=True))
+            for column in (sums.sums[:, 0], sums.peak.amax(0))
+        )
+        assert count["lag_0"] == tail.first
+        assert count["joined_lag_0"] == len(kept) == rollout.num_sampled - tail.first
+        print(f"{rollout.rollout_id}: {len(kept)} on a kept cache, {peak['joined_lag_0']:.1e}")
+        assert peak["lag_0"] <= MAX_GAP < peak["joined_lag_0"], "they need a bin of their own"
+        tokens += len(kept)
+    assert tokens, "the update met running turns"
+    return tokens
+
+
 def check_control(records: Records, control: str, step: int) -> None:
     """Records with one thing wrong fail the gate by far."""
-    gaps = records.scoring.gaps(f"{control}{step}", "mask" if control == "text" else "both")
+    gaps = records.gaps(control, step, "mask" if control == "text" else "both")
     assert gaps
     assert max(np.abs(gap).max() for gap in gaps.values()) > 100 * MAX_GAP
 

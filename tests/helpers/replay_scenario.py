@@ -115,6 +115,7 @@ class World:
             flush_cache=True,
         )
         self.host._updates.version = version
+        self.host._updates.served.append(version)
 
     # --- scenario --------------------------------------------------------------------------------
     async def play(self) -> None:

@@ -243,11 +243,13 @@ class Panel:
 class Scene:
     """A supervisor among scripted processes."""
 
-    def __init__(self, root: Path, *settings: str) -> None:
+    def __init__(self, root: Path, *settings: str, incarnation: int = 0) -> None:
         run = RunDir(root / "run")
         run.create()
         config = _config(settings)
-        plan = RunContext(config, run, root, {}, "token", 0, "local", root / "blobs", None, None)
+        plan = RunContext(
+            config, run, root, {}, "token", incarnation, "local", root / "blobs", None, None
+        )
         self.run, self.clock, self.panel = run, Clock(), Panel()
         self.actors, self.signals = ScriptedActors(self.clock), Signals(self.clock)
         panel: Any = self.panel

@@ -36,7 +36,7 @@ def test_a_tool_loop_of_openais_client_is_one_branch(stream: bool) -> None:
         assert [turn.origin for turn in done.turns] == ["first", "continued"]
         one, two = (turn.rollout.token_ids for turn in done.turns)
         np.testing.assert_array_equal(two[: len(one)], one)
-        assert [turn.parents for turn in done.episode.turns] == [(), (0,)]
+        assert [turn.parent for turn in done.turns] == [None, 0]
 
     run(work)
 

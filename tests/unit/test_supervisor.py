@@ -293,6 +293,39 @@ def test_before_the_first_step_the_cause_itself_ends_the_run(tmp_path: Path) -> 
         die_again(scene, 1)
 
 
+def test_a_death_right_after_the_first_step_is_survived(tmp_path: Path) -> None:
+    """The step is in the run directory, and no poll has told of it."""
+    scene = Scene(tmp_path, *TWO)
+    scene.start()
+    row = {"step": 7, "version": "0.8", "time_s": 0.0}
+    scene.run.metrics.write_text(json.dumps(row) + '\n{"step": 8, "ver')
+    scene.controller.die()
+    scene.go_on(5.0, lambda: len(scene.actors.controllers) == 2)
+    assert len(scene.actors.controllers) == 2
+    assert scene.restarts.policy.restarts == {"controller": 1}
+    scene.step(7)
+    assert scene.restarts.policy.restarts == {"controller": 1}, "one step forgives once"
+
+
+@pytest.mark.parametrize("rows", ["", '{"step": 7, "version": "0.8"', "a file of others\n"])
+def test_a_death_before_the_first_step_is_not(tmp_path: Path, rows: str) -> None:
+    scene = Scene(tmp_path, *TWO)
+    scene.start()
+    scene.run.metrics.write_text(rows)
+    scene.controller.die()
+    with pytest.raises(EngineError, match="its process died"):
+        scene.go_on(5.0)
+
+
+def test_steps_before_a_resume_do_not_count(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, *TWO, incarnation=3)
+    scene.start()
+    scene.run.metrics.write_text('{"step": 7, "version": "2.8", "time_s": 0.0}\n')
+    scene.controller.die()
+    with pytest.raises(EngineError, match="its process died"):
+        scene.go_on(5.0)
+
+
 def test_without_restarts_the_cause_itself_ends_the_run(tmp_path: Path) -> None:
     scene = Scene(tmp_path, *TWO, "supervision.max_restarts=0").running()
     with pytest.raises(EngineError, match=r"^server was killed by signal 9$"):

@@ -24,7 +24,10 @@ class Restarts:
         console: Console,
         tracer: Tracer,
         clock: Callable[[], float],
+        steps_made: Callable[[], int],
     ) -> None:
+        """steps_made: of the run, by this start of it, read where they are stored."""
+        self._steps_made, self._steps = steps_made, 0
         self.policy = RestartPolicy(config, clock)
         self._max_restarts = config.max_restarts
         self._console, self._tracer, self._clock = console, tracer, clock
@@ -43,8 +46,18 @@ class Restarts:
             raise error
         self.schedule(name, error, restart)
 
+    def made(self, steps: int) -> None:
+        """So many steps of the run are finished; a new one forgives the deaths that led to it."""
+        if steps > self._steps:
+            self._steps = steps
+            self.policy.stepped()
+
     def died(self, name: str, error: MoerlError, died_at: float = 0.0) -> str:
-        """Count a death.  Returns why no restart is allowed, or ""."""
+        """Count a death.  Returns why no restart is allowed, or "".
+
+        The controller may have died with a step that it had stored and told to no one.
+        """
+        self.made(self._steps_made())
         why_not = self.policy.died(name)
         self._down.setdefault(name, died_at or time.time())
         log.error("%s died, restart %d: %s", name, self.policy.restarts[name], error)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ from moerl.launch.supervision.signal_watch import SignalWatch
 from moerl.launch.supervision.supervisor_context import POLL_S, SupervisorContext
 from moerl.launch.supervision.trainer_supervisor import TrainerSupervisor
 from moerl.observe.console import Console
-from moerl.observe.metrics import read_rows
+from moerl.observe.metrics import newest_row, read_rows
 from moerl.run_dir import write_pids
 from moerl.trace import Tracer
+from moerl.types import PolicyVersion
 
 
 class Supervisor:
@@ -207,7 +209,17 @@ def _context(
         actors=actors,
         clock=clock,
         calls=RemoteCalls(actors, clock),
-        restarts=Restarts(plan.config.supervision, console, tracer, clock),
+        restarts=Restarts(
+            plan.config.supervision, console, tracer, clock, partial(_steps_made, plan)
+        ),
         hangs=HangReports(console, plan.run.logs),
         pids={"root": os.getpid()},
     )
+
+
+def _steps_made(plan: RunContext) -> int:
+    """Steps of the run whose rows this start has written; an older trainer's do not count."""
+    row = newest_row(plan.run.metrics)
+    if row is None or PolicyVersion.parse(row["version"]).incarnation < plan.incarnation:
+        return 0
+    return int(row["step"]) + 1

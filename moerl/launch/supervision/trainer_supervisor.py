@@ -30,7 +30,6 @@ class TrainerSupervisor:
         self._context, self._controller = context, controller
         self._ranks = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
         self._ref_models: RefModelRanks | None = None
-        self._steps = 0  # last step of this start
         self._shown = max((row["step"] for row in read_rows(plan.run.metrics)), default=-1)
         self._ended_at: float | None = None  # clock seconds; its death is not counted yet
 
@@ -133,15 +132,13 @@ class TrainerSupervisor:
             self._count(row)
 
     def _count(self, row: dict[str, Any]) -> None:
-        """A step: the trainer is up; a new one forgives the deaths that led to it."""
+        """A step: the trainer is up."""
         self._context.console.step(row)
         self._shown = row["step"]
         self._ranks.restart_clock()  # a step trained again is progress too
         if row["step"] >= self.plan.config.run.steps - 1:
             self._ranks.stop_clock()  # saving the model has no step limit
-        if row["step"] >= self._steps:
-            self._steps = row["step"] + 1
-            self._context.restarts.policy.stepped()
+        self._context.restarts.made(row["step"] + 1)
 
     def show_last_rows(self) -> None:
         """Rows since the last poll, which the trainer did not wait for."""
