@@ -121,9 +121,3 @@ def _of_run(config: Config) -> Iterator[Problem]:
     for name in ("group_quorum", "slice_tokens"):
         if value := getattr(rollout, name):
             yield f"rollout.{name}", value, "not with task.agent; use 0"
-    if config.evaluation.every:
-        yield (
-            "evaluation.every",
-            config.evaluation.every,
-            "evaluations have no agent yet; use 0",
-        )

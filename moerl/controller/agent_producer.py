@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from moerl.controller.agent_episodes import ENDED, LOST, EpisodeRunner, PlayedEpisode
+from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
 from moerl.controller.context import Context
-from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
+from moerl.controller.held_out_episodes import RunningAgents
+from moerl.controller.pooled_turns import EpisodeTurns
 from moerl.controller.producer import Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
@@ -26,10 +27,10 @@ class AgentProducer(Producer):
     """Starts groups of episodes; passes played groups to the scoring stage."""
 
     def __init__(
-        self, context: Context, scoring_stage: ScoringStage, runner: EpisodeRunner
+        self, context: Context, scoring_stage: ScoringStage, agents: RunningAgents
     ) -> None:
         super().__init__(context, scoring_stage)
-        self._runner, self._turns = runner, PooledTurns(context)
+        self._agents, self._runner, self._turns = agents, agents.runner, agents.turns
         self._playing: dict[int, list[str]] = {}  # episodes by group
         self._ended: set[str] = set()  # episodes of these that have ended
         self._stale: set[int] = set()  # groups that are being cancelled
@@ -71,6 +72,7 @@ class AgentProducer(Producer):
 
     async def _run(self) -> None:
         await self._runner.start(self._turns)
+        self._agents.started.set()
         while not self._tasks.stopping:
             if not self._may_start():
                 await self._tasks.wait_change(1.0)

@@ -335,7 +335,9 @@ class FakeRunner:
     async def start(self, engine: TurnEngine) -> None:
         self.engine = engine
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
         self.names.append(name)
         self.ends[name] = asyncio.Event()
         if name not in self.fails:
@@ -496,7 +498,6 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
         ("rollout.group_quorum=2", "not with task.agent"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),
-        ("evaluation.every=2", "evaluations have no agent yet"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
