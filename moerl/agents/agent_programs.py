@@ -116,7 +116,7 @@ class _ProgramTable(EpisodeTable):
 
 
 def _program_log(file: Path) -> logging.Logger:
-    found = logging.getLogger(f"{__name__}.output")
+    found = logging.getLogger(f"{__name__}.{file.name}")
     found.propagate = False
     found.setLevel(logging.INFO)
     handler = RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")

@@ -62,7 +62,8 @@ class _HeldOut(_Here):
             raise BROKEN
         if self.count < self.pool.steps:
             return Observation([{"role": "user", "content": "again"}])
-        return EpisodeEnd(float(self.name.removesuffix("-again").rpartition(".")[2]))
+        sibling = self.name.split(".")[2 if self.name.startswith("eval") else 1]
+        return EpisodeEnd(float(sibling.removesuffix("-again")))
 
 
 class Dies(StubEngine):
