@@ -168,12 +168,14 @@ class Timed:
     async def start(self, engine: TurnEngine) -> None:
         await self.runner.start(engine)
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
         begin = time.monotonic()
         self.open_now += 1
         self.most = max(self.most, self.open_now)
         try:
-            played = await self.runner.play(name, prompt)
+            played = await self.runner.play(name, prompt, held_out)
         finally:
             self.open_now -= 1
             alone = self.waits.alone.pop(name, 0.0) + self.waits.scale * all_waits_s(name)

@@ -121,13 +121,17 @@ class EpisodeTable:
     async def stop(self) -> None:
         """After the last episode."""
 
-    async def play_one(self, name: str, prompt: Prompt, end: asyncio.Event) -> PlayedEpisode:
+    async def play_one(
+        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
+    ) -> PlayedEpisode:
         """One episode to its end, or until `end` is set."""
         raise NotImplementedError
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None
+    ) -> PlayedEpisode:
         end = self._ends[name] = asyncio.Event()
-        work = asyncio.ensure_future(self.play_one(name, prompt, end))
+        work = asyncio.ensure_future(self.play_one(name, prompt, end, held_out))
         self._playing.add(work)
         try:
             return await work
@@ -159,11 +163,13 @@ class AgentRunner:
         self._there = _AgentLoop(table)
         await self._there.run(table.start())
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
         if self._closed:  # a group that began while this was closed is cancelled like those before
             raise asyncio.CancelledError
         assert self._there is not None, "start comes first"
-        return await self._there.run(self._there.table.play(name, prompt))
+        return await self._there.run(self._there.table.play(name, prompt, held_out))
 
     def end(self, name: str) -> None:
         if self._closed:

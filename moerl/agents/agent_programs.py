@@ -26,7 +26,7 @@ from moerl.agents.gateway import Endpoint, Gateway
 from moerl.agents.open_episode import FinishedEpisode
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
-from moerl.types import Prompt
+from moerl.types import Prompt, SamplingParams
 
 _LOG_BYTES = 16 << 20  # of the log of all programs; one older file is kept
 _MOST_IN_ENVIRONMENT = 100_000  # bytes; Linux takes 128 KiB in one variable
@@ -65,11 +65,14 @@ class _ProgramTable(EpisodeTable):
             handler.close()
             self._log.removeHandler(handler)
 
-    async def play_one(self, name: str, prompt: Prompt, end: asyncio.Event) -> PlayedEpisode:
+    async def play_one(
+        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
+    ) -> PlayedEpisode:
         now = asyncio.get_running_loop().time
-        episode, begin = self._gateway.open_episode(name, self._limits), now()
+        episode, begin = self._gateway.open_episode(name, self._limits, held_out), now()
+        given = self._given(name, prompt) | {"held_out": held_out is not None}
         try:
-            ended = await self._run(name, prompt, episode.key, end)
+            ended = await self._run(name, given, episode.key, end)
         finally:
             done = await self._gateway.end_episode(name)
         self._log_end(name, ended)
@@ -77,9 +80,11 @@ class _ProgramTable(EpisodeTable):
         seconds = {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
         return _played(self._task, prompt, done, ended, seconds)
 
-    async def _run(self, name: str, prompt: Prompt, key: str, end: asyncio.Event) -> ProgramEnd:
+    async def _run(
+        self, name: str, given: dict[str, object], key: str, end: asyncio.Event
+    ) -> ProgramEnd:
         """The program's part of an episode."""
-        given, url = self._given(name, prompt), self._gateway.base_url(name)
+        url = self._gateway.base_url(name)
         if self._workers is not None:
             return await self._workers.play(name, given | {"base_url": url, "api_key": key}, end)
         text = msgspec.json.encode(given)
@@ -100,7 +105,7 @@ class _ProgramTable(EpisodeTable):
         """What the program gets; the answer only where it gives the reward."""
         extra = dict(prompt.extra)
         messages = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
-        given: dict[str, object] = {"episode": name, "prompt": prompt.text}
+        given: dict[str, object] = {"episode": name, "index": prompt.index, "prompt": prompt.text}
         given |= {"messages": messages, "extra": extra}
         judges = self._task.agent.reward == "agent"
         return given | {"answer": prompt.answer} if judges else given
@@ -111,7 +116,7 @@ class _ProgramTable(EpisodeTable):
 
 
 def _program_log(file: Path) -> logging.Logger:
-    found = logging.getLogger(f"{__name__}.output")
+    found = logging.getLogger(f"{__name__}.{file.name}")
     found.propagate = False
     found.setLevel(logging.INFO)
     handler = RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 A worker reads a JSON line for each episode and prints one when the episode has ended:
 
-    {"episode", "base_url", "api_key", "prompt", "messages", "extra", "answer"}
+    {"episode", "index", "held_out", "base_url", "api_key", "prompt", "messages", "extra", "answer"}
     {"episode", "reward"}  or  {"episode", "error"}
 
 An interpreter and its imports are paid once.  The price is that episodes share a process: when a

@@ -37,7 +37,7 @@ from moerl.agents.episode_environment import (
 from moerl.agents.open_episode import Ends, OpenEpisode, TurnAnswer
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
-from moerl.types import Prompt
+from moerl.types import Prompt, SamplingParams
 
 T = TypeVar("T")
 _AGAIN, _TRIES = ("engine_unavailable", "record_refused"), 3  # as often as OpenAI's client asks
@@ -131,10 +131,12 @@ class _EnvironmentTable(EpisodeTable):
     async def stop(self) -> None:
         await self._environments.close()
 
-    async def play_one(self, name: str, prompt: Prompt, end: asyncio.Event) -> PlayedEpisode:
+    async def play_one(
+        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
+    ) -> PlayedEpisode:
         now = asyncio.get_running_loop().time
         begin, talk = now(), _Talk()
-        episode = OpenEpisode(name, self._policy, self._limits)
+        episode = OpenEpisode(name, self._policy.of(held_out), self._limits)
         counts: dict[str, float] = {}
         failure = "", ""
         try:

@@ -50,6 +50,7 @@ from moerl.agents.openai_requests import (
 )
 from moerl.agents.openai_responses import ResponsesReply, ResponsesRequest
 from moerl.errors import ConfigError
+from moerl.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +107,16 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
 
-    def open_episode(self, name: str, limits: EpisodeLimits) -> OpenEpisode:
-        """name: unique in a run; it names the rollouts and their blobs."""
+    def open_episode(
+        self, name: str, limits: EpisodeLimits, held_out: SamplingParams | None = None
+    ) -> OpenEpisode:
+        """name: unique in a run; it names the rollouts and their blobs.
+
+        held_out: the distribution of an evaluation's episode, in place of the policy's.
+        """
         if name in self._episodes or name in self._ended or not _NAMES.fullmatch(name):
             raise ConfigError("episode", name, _ALLOWED)
-        self._episodes[name] = OpenEpisode(name, self._policy, limits)
+        self._episodes[name] = OpenEpisode(name, self._policy.of(held_out), limits)
         return self._episodes[name]
 
     def base_url(self, name: str) -> str:
@@ -212,7 +218,7 @@ class Gateway:
         except TimeoutError as error:
             message = f"the body did not arrive within {seconds:g} s"
             raise ApiError(408, "request_too_slow", message, retry=False) from error
-        return read_request(data, form, self._policy.sampling, episode.counts)
+        return read_request(data, form, episode.sampling, episode.counts)
 
     def _check_logprobs(self, wanted: bool | None) -> None:
         if wanted and self._policy.logprobs is None:

@@ -52,6 +52,10 @@ class Policy:
     audit: bool = False  # see GenerateRequest
     logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
 
+    def of(self, held_out: SamplingParams | None) -> Policy:
+        """The policy of an episode.  held_out: the distribution of an evaluation, if it is one."""
+        return self if held_out is None else replace(self, sampling=held_out, audit=False)
+
     @property
     def stop_ids(self) -> frozenset[int]:
         return frozenset(self.sampling.stop_token_ids)
@@ -112,6 +116,7 @@ class OpenEpisode:
 
     def __init__(self, name: str, policy: Policy, limits: EpisodeLimits) -> None:
         self.name, self.limits, self._policy = name, limits, policy
+        self.sampling = policy.sampling
         self.key = secrets.token_urlsafe(24)
         self.forest = TurnForest()
         self.counts: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from moerl.config.algorithms import PROCESS_REWARDS
 from moerl.config.clusters import is_local
 from moerl.config.functions import check_is_there
 from moerl.config.schema import Config
-from moerl.config.task_mixture import entries_of
+from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.task_programs import AgentConfig
 from moerl.errors import ConfigError
 
@@ -20,30 +20,29 @@ SANDBOX_TOOLS = "sandbox_tools"
 
 def check_agent(config: Config) -> None:
     """Raises ConfigError."""
-    if config.tasks:
-        _check_mixture(config)
-        return
-    agent = config.task.agent
-    if not agent.plays:
-        if agent != AgentConfig():
-            raise ConfigError(
-                "task.agent.command",
-                [],
-                "the settings of an agent need its program, or task.agent.environment",
-            )
-        return
-    for field, value, reason in (*_of_task(config), *_of_player(config), *_of_run(config)):
+    entries = entries_of(config)
+    for entry in entries:
+        with naming(entry):
+            _raise_first(_of_entry(config, entry))
+    if any(entry.agent.plays for entry in entries):
+        _raise_first(_of_run(config))
+
+
+def _raise_first(problems: Iterator[Problem]) -> None:
+    for field, value, reason in problems:
         raise ConfigError(field, value, reason)
 
 
-def _check_mixture(config: Config) -> None:
-    for entry in entries_of(config):
-        if entry.agent != AgentConfig():
-            raise ConfigError(
-                f"tasks.{entry.label}.agent.command",
-                entry.agent.command,
-                "an agent plays the episodes of a run with one task: use task.agent without tasks",
-            )
+def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    if task.agent.plays:
+        yield from _of_task(task)
+        yield from _of_player(config, task)
+    elif task.agent != AgentConfig():
+        yield (
+            "task.agent.command",
+            [],
+            "the settings of an agent need its program, or task.agent.environment",
+        )
 
 
 def program_path(name: str) -> str | None:
@@ -51,8 +50,7 @@ def program_path(name: str) -> str | None:
     return sys.executable if name == "python" else which(name)
 
 
-def _of_task(config: Config) -> Iterator[Problem]:
-    task = config.task
+def _of_task(task: TaskEntry) -> Iterator[Problem]:
     if task.agent.reward == "agent" and task.reward:
         yield (
             "task.reward",
@@ -72,10 +70,10 @@ def _of_task(config: Config) -> Iterator[Problem]:
         )
 
 
-def _of_player(config: Config) -> Iterator[Problem]:
-    agent = config.task.agent
+def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    agent = task.agent
     if not agent.environment:
-        yield from _of_program(config)
+        yield from _of_program(config, agent)
         return
     if agent.command:
         yield (
@@ -91,7 +89,7 @@ def _of_player(config: Config) -> Iterator[Problem]:
     elif agent.environment == "http":
         if not str(agent.options.get("url", "")).startswith(("http://", "https://")):
             yield "task.agent.options", agent.options, "http needs a url: http://... or https://..."
-        if config.task.isolation == "bwrap":
+        if task.isolation == "bwrap":
             yield "task.isolation", "bwrap", "the environment http needs a network; use process"
     elif ":" not in agent.environment:
         names = f"{SANDBOX_TOOLS}, http or package.module:Class"
@@ -100,8 +98,8 @@ def _of_player(config: Config) -> Iterator[Problem]:
         check_is_there("task.agent.environment", agent.environment)
 
 
-def _of_program(config: Config) -> Iterator[Problem]:
-    agent, default = config.task.agent, AgentConfig()
+def _of_program(config: Config, agent: AgentConfig) -> Iterator[Problem]:
+    default = AgentConfig()
     name = agent.command[0]
     if is_local(config.cluster) and program_path(name) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
@@ -121,9 +119,3 @@ def _of_run(config: Config) -> Iterator[Problem]:
     for name in ("group_quorum", "slice_tokens"):
         if value := getattr(rollout, name):
             yield f"rollout.{name}", value, "not with task.agent; use 0"
-    if config.evaluation.every:
-        yield (
-            "evaluation.every",
-            config.evaluation.every,
-            "evaluations have no agent yet; use 0",
-        )

@@ -362,7 +362,7 @@ class EvaluationConfig:
     top_p: Share = 1.0
     top_k: int = -1  # -1 = no limit; a truncating evaluation needs one
     path: str = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
-    max_requests: Count = 16  # requests of an evaluation in flight at once
+    max_requests: Count = 16  # requests, or episodes of agents, of an evaluation at once
     hold_s: Positive = 30.0  # longest time that an evaluation delays an update of its engine
 
 

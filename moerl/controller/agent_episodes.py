@@ -17,7 +17,17 @@ from typing import Protocol
 from moerl.controller.rollout_builder import blob_uris
 from moerl.controller.turn_rows import SampledTurn, TurnRows, rows_of
 from moerl.errors import RecordError
-from moerl.types import Array, GenerateRequest, Prompt, Rollout, Score, Segment, Turn
+from moerl.types import (
+    Array,
+    Finish,
+    GenerateRequest,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+    Turn,
+)
 
 # Failures of an episode: the controller ended it; what played it has died, through no fault of its
 # own, and the group is played again.
@@ -49,6 +59,10 @@ class PlayedTurn:
     @property
     def output_ids(self) -> Array:
         return self.sampled.output_ids
+
+    @property
+    def finish(self) -> Finish:
+        return self.sampled.segments[-1].finish
 
     def blob_uris(self) -> set[str]:
         return blob_uris(*self.sampled.segments)
@@ -145,8 +159,13 @@ class EpisodeRunner(Protocol):
         """engine: samples the turns; used from the caller's event loop."""
         ...
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
-        """One episode to its end.  What goes wrong in it is its `failure`."""
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
+        """One episode to its end.  What goes wrong in it is its `failure`.
+
+        held_out: the distribution of an evaluation; None: the episode may be trained.
+        """
         ...
 
     def end(self, name: str) -> None:

@@ -2,18 +2,23 @@
 
 A group closes when its episodes have ended.  One that fails ends its siblings, and the group is
 replaced; where what played it has died, the group is played again.
+
+Groups of tasks without an agent, in a mixture, are generated as `Producer` does, on the engine with
+the fewest requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from moerl.controller.agent_episodes import ENDED, LOST, EpisodeRunner, PlayedEpisode
+from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
 from moerl.controller.context import Context
-from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
-from moerl.controller.producer import Producer
+from moerl.controller.generated import Sealed
+from moerl.controller.held_out_episodes import RunningAgents
+from moerl.controller.producer import Partials, Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import ScoreError
@@ -26,22 +31,28 @@ class AgentProducer(Producer):
     """Starts groups of episodes; passes played groups to the scoring stage."""
 
     def __init__(
-        self, context: Context, scoring_stage: ScoringStage, runner: EpisodeRunner
+        self, context: Context, scoring_stage: ScoringStage, agents: RunningAgents
     ) -> None:
         super().__init__(context, scoring_stage)
-        self._runner, self._turns = runner, PooledTurns(context)
+        self._agents, self._runner, self._turns = agents, agents.runner, agents.turns
         self._playing: dict[int, list[str]] = {}  # episodes by group
         self._ended: set[str] = set()  # episodes of these that have ended
         self._stale: set[int] = set()  # groups that are being cancelled
+        entries = self._tasks_by_label.values()
+        self._is_mixed = not all(entry.agent.plays for entry in entries)
 
     def start(self) -> None:
+        super().start()
         self._tasks.spawn(self._run())
 
     def add(self, index: int) -> None:
         """A new engine is used as soon as it serves."""
+        if self._is_mixed:
+            super().add(index)
         self._tasks.notify()
 
-    def partials(self) -> Iterator[EpisodeTurns]:
+    def partials(self) -> Iterator[Sealed]:
+        yield from super().partials()
         yield from self._turns.episodes.values()
 
     def open_episodes(self) -> dict[str, float]:
@@ -58,6 +69,7 @@ class AgentProducer(Producer):
 
     def cancel_stale(self) -> None:
         """End groups with tokens that are too old for the next step to come."""
+        super().cancel_stale()
         rollout, step = self._config.rollout, self._buffer.next_step
         limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
         through = rollout.in_flight_mode in ("in_place", "retract")
@@ -71,18 +83,40 @@ class AgentProducer(Producer):
 
     async def _run(self) -> None:
         await self._runner.start(self._turns)
+        self._agents.started.set()
         while not self._tasks.stopping:
             if not self._may_start():
                 await self._tasks.wait_change(1.0)
                 continue
-            self._in_flight += 1
-            self._tasks.spawn(self._play_group(self._buffer.start()))
+            self._start_group(self._buffer.start())
             await asyncio.sleep(0)
+
+    def _start_group(self, group_id: int) -> None:
+        task = self.prompts.prompt(group_id).task
+        if self._tasks_by_label[task].agent.plays:
+            self._in_flight += 1
+            self._tasks.spawn(self._play_group(group_id))
+        else:
+            self._handed[group_id] = self._calmest(), self._partials(group_id)
+            self._tasks.notify()
+
+    def _calmest(self) -> int:
+        """The engine of the next group without an agent: of the newest ones, the least busy."""
+        members = self._pool.members
+        waiting = Counter(home for home, _ in self._handed.values())
+        serving = [index for index in members if self._pool.serves(index)]
+        newest = max(members[index].version for index in serving)
+        able = [index for index in serving if members[index].version == newest]
+        return min(able, key=lambda index: members[index].generating + waiting[index])
+
+    def _start(self, index: int, count: int) -> dict[int, Partials]:
+        """Engines take the groups that `_start_group` hands them, and start none."""
+        return {}
 
     def _may_start(self) -> bool:
         members = self._pool.members
         steps = [members[index].version.step for index in members if self._pool.serves(index)]
-        room = self._config.rollout.max_groups_in_flight - self._in_flight
+        room = self._config.rollout.max_groups_in_flight - self._in_flight - len(self._handed)
         return bool(steps) and min(room, self.wanted(max(steps))) > 0
 
     async def _play_group(self, group_id: int) -> None:

@@ -50,7 +50,7 @@ class Services:
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
-    agents: EpisodeRunner | None = None  # with task.agent: plays all episodes
+    agents: EpisodeRunner | None = None  # plays the episodes of tasks with an agent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,8 @@ from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Services, make_context
 from moerl.controller.evaluation import Evaluator
+from moerl.controller.held_out_episodes import RunningAgents
+from moerl.controller.pooled_turns import PooledTurns
 from moerl.controller.producer import Producer
 from moerl.controller.recovered_state import RecoveredState
 from moerl.controller.ref_score_queue import RefScoreQueue
@@ -48,13 +50,15 @@ class Controller:
         context = make_context(config, services, pool_changed=pool_changed and trainer_alive)
         self.context = context
         self.scoring_stage = ScoringStage(context)
-        agents = services.agents
+        agents = None
+        if services.agents is not None:
+            agents = RunningAgents(services.agents, PooledTurns(context))
         self.producer = (
             Producer(context, self.scoring_stage)
             if agents is None
             else AgentProducer(context, self.scoring_stage, agents)
         )
-        self._evaluator = Evaluator(context)
+        self._evaluator = Evaluator(context, agents)
         self._availability = BlobAvailability(context, self.producer, self.scoring_stage)
         self._ref_models = RefScoreQueue(context, self._availability)
         self.trainer = TrainerHandler(

@@ -3,8 +3,8 @@
 An evaluation runs on the least busy engine as soon as that serves a version that is due.  Weight
 updates of that engine wait for it, at most `evaluation.hold_s`, while other engines and the trainer
 continue; after that the evaluation is cancelled and counted, so no figure mixes versions.  At most
-`evaluation.max_requests` of its requests run at a time, next to training requests.  The weights
-after the last step are always evaluated.
+`evaluation.max_requests` of its requests, or episodes of agents, run at a time, next to training
+requests.  The weights after the last step are always evaluated.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from moerl.config.schema import EvaluationConfig
 from moerl.config.task_mixture import TaskEntry, by_label
 from moerl.controller.context import Context
+from moerl.controller.generated import Generated
+from moerl.controller.held_out_episodes import HeldOutEpisodes, HeldOutPrompt, RunningAgents
+from moerl.controller.pooled_turns import EnginePin
 from moerl.controller.rollout_builder import (
     PartialEpisode,
     Replies,
@@ -34,17 +38,17 @@ from moerl.types import (
     PolicyVersion,
     SamplingParams,
     Segment,
-    Turn,
 )
 
 log = logging.getLogger(__name__)
 _Z95 = 1.96  # of a normal distribution
+Scored = list[tuple[Generated, float]]  # answers to one prompt, with their rewards
 
 
 class Evaluator:
     """One evaluation at a time; `start` spawns its loop."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, agents: RunningAgents | None) -> None:
         config, services = context.config, context.services
         self._config = config.evaluation
         self._entries: dict[str, TaskEntry] = by_label(config)
@@ -59,7 +63,7 @@ class Evaluator:
             context.step_metrics,
             context.tasks,
         )
-        self._environment = context.environment
+        self._environment, self._agents = context.environment, agents
         self._last_step = config.run.steps
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
@@ -73,6 +77,8 @@ class Evaluator:
         return not self._config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
+        if self._agents is not None:
+            await self._agents.started.wait()
         while not self._tasks.stopping:
             index = self._due()
             if index is None:
@@ -112,36 +118,62 @@ class Evaluator:
         self, index: int, version: PolicyVersion, deadline: float
     ) -> dict[str, float]:
         """Raises EngineError, RecordError or ScoreError when the evaluation is not complete."""
+        asked, sealed = self._asked(version), set[str]()
+        plays = {label for label, entry in self._entries.items() if entry.agent.plays}
+        counts: dict[str, float] = {}
+        try:
+            texts = [one for one in asked if one.prompt.task not in plays]
+            answers: list[Generated] = [
+                *await self._answer(index, version, texts, deadline, sealed)
+            ]
+            if self._agents is not None:
+                pin = EnginePin(index, version)
+                episodes = HeldOutEpisodes(self._agents, self._config, pin, deadline, sealed)
+                answers += await episodes.play([one for one in asked if one.prompt.task in plays])
+                counts = episodes.counts
+            by_prompt = groupby(answers, key=lambda answer: answer.prompt.index)
+            scored = [await self._score(list(group)) for _, group in by_prompt]
+        finally:
+            for uri in sealed:
+                self._blobs.delete(uri)
+        return {"eval/step": float(version.step)} | counts | self._figures(scored)
+
+    def _asked(self, version: PolicyVersion) -> list[HeldOutPrompt]:
+        """The answers that an evaluation wants, those to one prompt in a row."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
         count, samples = self._config.prompts * len(self._entries), self._config.samples
-        partials = [
-            PartialEpisode(
-                f"eval-{version}-{place}.{sample}",
-                prompt,
-                self._sampling[prompt.task],
-                audit=False,
-                max_turns=self._entries[prompt.task].max_turns,
-            )
+        return [
+            HeldOutPrompt(f"eval-{version}-{place}.{sample}", prompt, self._sampling[prompt.task])
             for place, prompt in enumerate(map(held_out.prompt, range(count)))
             for sample in range(samples)
         ]
-        sealed: set[str] = set()
-        try:
-            for begin in range(0, len(partials), self._config.max_requests):
-                batch = partials[begin : begin + self._config.max_requests]
-                if time.monotonic() > deadline:
-                    raise EngineError(f"evaluation.hold_s = {self._config.hold_s:g} s have passed")
-                await self._ask(index, version, batch, sealed)
-            rewards = await self._score(partials, samples)
-        finally:
-            self._delete(sealed)
-        scored = list(zip(partials, rewards, strict=True))
-        metrics = {"eval/step": float(version.step)} | _metrics(scored, samples)
-        for label in self._entries if self._entries.keys() != {""} else ():
-            mine = [one for one in scored if one[0].prompt.task == label]
-            metrics |= {f"{name}/{label}": v for name, v in _metrics(mine, samples).items()}
-        return metrics
+
+    async def _answer(
+        self,
+        index: int,
+        version: PolicyVersion,
+        asked: Sequence[HeldOutPrompt],
+        deadline: float,
+        sealed: set[str],
+    ) -> list[PartialEpisode]:
+        """The answers of tasks without an agent; sealed: receives the blobs of all replies."""
+        partials = [
+            PartialEpisode(
+                one.name,
+                one.prompt,
+                one.sampling,
+                audit=False,
+                max_turns=self._entries[one.prompt.task].max_turns,
+            )
+            for one in asked
+        ]
+        for begin in range(0, len(partials), self._config.max_requests):
+            batch = partials[begin : begin + self._config.max_requests]
+            if time.monotonic() > deadline:
+                raise EngineError(f"evaluation.hold_s = {self._config.hold_s:g} s have passed")
+            await self._ask(index, version, batch, sealed)
+        return partials
 
     async def _ask(
         self,
@@ -168,37 +200,44 @@ class Evaluator:
             listening = [partial for partial in pending if partial.listens]
             await asyncio.gather(*map(self._environment.answer, listening))
 
-    def _delete(self, uris: Iterable[str]) -> None:
-        for uri in set(uris):
-            self._blobs.delete(uri)
+    async def _score(self, answers: Sequence[Generated]) -> Scored:
+        """answers: to one prompt.  Raises RecordError, ScoreError."""
+        scores = [answer.own_score for answer in answers if answer.own_score is not None]
+        if len(scores) < len(answers):
+            episodes = [Episode(answer.episode_id, answer.nodes("join")) for answer in answers]
+            responses = [answer.texts(self._decode) for answer in answers]
+            scores = await self._scorer.score(answers[0].prompt, episodes, responses)
+        return [(one, score.reward) for one, score in zip(answers, scores, strict=True)]
 
-    async def _score(self, partials: Sequence[PartialEpisode], samples: int) -> list[float]:
-        rewards = []
-        for begin in range(0, len(partials), samples):
-            group = partials[begin : begin + samples]
-            episodes = [
-                Episode(p.episode_id, tuple(Turn(row) for row in p.rows("join"))) for p in group
-            ]
-            responses = [partial.texts(self._decode) for partial in group]
-            scores = await self._scorer.score(group[0].prompt, episodes, responses)
-            rewards += [score.reward for score in scores]
-        return rewards
+    def _figures(self, scored: Sequence[Scored]) -> dict[str, float]:
+        """Over all answers, and of each task of a mixture.  Raises ScoreError."""
+        by_task: dict[str, list[Scored]] = {label: [] for label in self._entries}
+        for answers in scored:
+            by_task[answers[0][0].prompt.task].append(answers)
+        for label, mine in by_task.items():
+            if not mine:
+                which = f" of {label}" if label else ""
+                raise ScoreError(f"each held-out episode{which} has failed twice")
+        metrics = _metrics(scored)
+        for label, mine in by_task.items() if by_task.keys() != {""} else ():
+            metrics |= {f"{name}/{label}": value for name, value in _metrics(mine).items()}
+        return metrics
 
 
-def _metrics(scored: Sequence[tuple[PartialEpisode, float]], samples: int) -> dict[str, float]:
-    """Of answers with their rewards, `samples` in a row to one prompt."""
-    rewards = [reward for _, reward in scored]
-    by_prompt = [rewards[i : i + samples] for i in range(0, len(rewards), samples)]
-    low, high = interval_95([statistics.fmean(answers) for answers in by_prompt])
-    ends = [partial.turns[-1].segments[-1].finish for partial, _ in scored]
+def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    answers = [answer for answers in scored for answer, _ in answers]
+    by_prompt = [[reward for _, reward in answers] for answers in scored]
+    rewards = [reward for rewards in by_prompt for reward in rewards]
+    low, high = interval_95([statistics.fmean(rewards) for rewards in by_prompt])
+    cut = [answer.turns[-1].finish == Finish.LENGTH for answer in answers]
     return {
         "eval/reward_mean": statistics.fmean(rewards),
         "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
         "eval/reward_low": low,
         "eval/reward_high": high,
         "eval/reward_best": statistics.fmean(map(max, by_prompt)),
-        "eval/length_mean": statistics.fmean(partial.num_sampled for partial, _ in scored),
-        "eval/truncated_frac": statistics.fmean(finish == Finish.LENGTH for finish in ends),
+        "eval/length_mean": statistics.fmean(answer.num_sampled for answer in answers),
+        "eval/truncated_frac": statistics.fmean(cut),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moerl.controller.turn_rows import TurnRows
-from moerl.types import Array, Prompt, Score, Turn
+from moerl.types import Array, Finish, Prompt, Score, Turn
 
 
 class Sealed(Protocol):
@@ -28,6 +28,11 @@ class Generated(Sealed, Protocol):
 
     @property
     def turns(self) -> Sequence[GeneratedTurn]: ...
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled in all turns."""
+        ...
 
     @property
     def lacks_context(self) -> bool:
@@ -57,4 +62,9 @@ class GeneratedTurn(Sealed, Protocol):
     @property
     def output_ids(self) -> Array:
         """Tokens that the policy sampled."""
+        ...
+
+    @property
+    def finish(self) -> Finish:
+        """How it ended."""
         ...

@@ -25,6 +25,23 @@ log = logging.getLogger(__name__)
 _NONE = PolicyVersion(0, 0)
 
 
+class EnginePin:
+    """The one engine, and the one version, of all turns of an evaluation."""
+
+    def __init__(self, engine: int, version: PolicyVersion) -> None:
+        self.engine, self.version = engine, version
+        # Set when a turn could not have this engine and version
+        self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+
+    def breaks(self, error: EngineError) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+    def check(self, *versions: PolicyVersion) -> None:
+        if any(version != self.version for version in versions):
+            self.breaks(EngineError(f"engine {self.engine} took an update while it was evaluated"))
+
+
 @dataclass(slots=True, eq=False)
 class EpisodeTurns:
     """What is known of an episode that runs."""
@@ -34,6 +51,7 @@ class EpisodeTurns:
     engine: int = -1  # of the last request
     uris: set[str] = field(default_factory=set)
     asked: dict[str, int] = field(default_factory=dict)  # requests, with the engine's step then
+    pin: EnginePin | None = None  # of an evaluation
 
     def blob_uris(self) -> set[str]:
         return self.uris
@@ -88,6 +106,8 @@ class PooledTurns:
 
     async def _generate(self, request: GenerateRequest) -> Segment | RecordError:
         turns = self.episodes.setdefault(episode_of(request.rollout_id), EpisodeTurns())
+        if turns.pin is not None:
+            return await self._pinned(request, turns, turns.pin)
         self._waiting.add(request.name)
         try:
             index = await self._engine(turns, lambda: request.name in self._withdrawn)
@@ -112,6 +132,29 @@ class PooledTurns:
         if isinstance(reply, Segment):
             turns.add(reply)
             self._count(request, reply)
+        return reply
+
+    async def _pinned(
+        self, request: GenerateRequest, turns: EpisodeTurns, pin: EnginePin
+    ) -> Segment | RecordError:
+        """A turn of an evaluation: elsewhere, or later, it is not.  Raises EngineError."""
+        if member := self._pool.members.get(pin.engine):
+            pin.check(member.version)
+        else:
+            pin.breaks(EngineError(f"engine {pin.engine} has left the run"))
+        if member is None or pin.broken.done():
+            raise pin.broken.result()
+        self._asked[request.name] = member
+        try:
+            (reply,) = await member.calls.ask([request])
+        except EngineError as error:
+            pin.breaks(error)
+            raise
+        finally:
+            del self._asked[request.name]
+        if isinstance(reply, Segment):
+            turns.add(reply)
+            pin.check(*(piece.version for piece in reply.pieces if len(piece.output_ids)))
         return reply
 
     async def _engine(self, turns: EpisodeTurns, is_withdrawn: Callable[[], bool]) -> int | None:

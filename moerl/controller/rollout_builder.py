@@ -91,6 +91,10 @@ class PartialRollout:
         return len(self.prompt_ids) + self.num_sampled
 
     @property
+    def finish(self) -> Finish:
+        return self.segments[-1].finish
+
+    @property
     def newest(self) -> PolicyVersion:
         """Newest version of the tokens so far; a resume on older weights would break the order."""
         return self.segments[-1].version if self.segments else PolicyVersion(0, 0)

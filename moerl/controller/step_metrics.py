@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moerl.config import Config
+from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_turns
 from moerl.messages import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish, PolicyVersion, Rollout
@@ -250,8 +251,8 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
-    is_agents = config.task.agent.plays
-    begin = rollout.prompt_len if is_agents else len(group.prompt.token_ids)
+    plays = by_label(config)[group.prompt.task].agent.plays
+    begin = rollout.prompt_len if plays else len(group.prompt.token_ids)
     return [
         {
             "step": step,

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
-from moerl.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
@@ -33,8 +31,7 @@ from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:
-    from moerl.agents.agent_loop import AgentRunner
-    from moerl.agents.tool_calls import AnswerParser
+    from moerl.agents.agents_by_task import AgentsByTask
     from moerl.controller.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.follower import EngineFollower
@@ -174,48 +171,11 @@ class RunContext:
             }
         )
 
-    def agents(self) -> AgentRunner | None:
-        """What plays the episodes, with task.agent.  Raises ConfigError."""
-        task, shape = self.config.task, self.model_shape()
-        if not task.agent.plays:
-            return None
-        from moerl.agents.agent_loop import PolicySettings
-        from moerl.agents.agent_process import program_of
-        from moerl.agents.agent_programs import AgentPrograms
-        from moerl.agents.environment_episodes import EnvironmentEpisodes
-        from moerl.agents.environment_pool import EnvironmentPool
-        from moerl.agents.prompt_tokens import PromptTokens
-        from moerl.controller.rollout_builder import sampling_params
-        from moerl.records.blob_ranges import read_logprobs
+    def agents(self) -> AgentsByTask | None:
+        """What plays the episodes of tasks with an agent.  Raises ConfigError."""
+        from moerl.launch.task_agents import task_agents
 
-        if task.agent.command:
-            program_of(task.agent.command)
-        if task.agent.context_tokens > shape.context_tokens:
-            raise ConfigError(
-                "task.agent.context_tokens",
-                task.agent.context_tokens,
-                f"the engines take at most {shape.context_tokens}",
-            )
-        settings = PolicySettings(
-            tokens=PromptTokens(self.tokenizer()),
-            parser=self._answer_parser(),
-            sampling=sampling_params(entries_of(self.config)[0].sampling, shape),
-            context_tokens=task.agent.context_tokens or shape.context_tokens,
-            audit=self.config.replay.audit,
-            logprobs=partial(read_logprobs, self.blobs()),
-        )
-        if task.agent.environment:
-            return EnvironmentEpisodes(task, settings, EnvironmentPool(task))
-        return AgentPrograms(task, settings, self.run.logs / "agents.log")
-
-    def _answer_parser(self) -> AnswerParser:
-        from moerl.agents.tool_calls import PlainAnswers
-        from moerl.engine.answer_parser import SglangAnswers
-
-        agent = self.config.task.agent
-        if not (agent.call_format or agent.reasoning_format):
-            return PlainAnswers()
-        return SglangAnswers(agent.call_format, agent.reasoning_format)
+        return task_agents(self)
 
     def prompts(self) -> PromptMixture:
         from moerl.data.prompt_mixture import PromptMixture

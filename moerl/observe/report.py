@@ -95,8 +95,9 @@ def write_report(
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
     samples = read_lines(run.samples)
     num_steps = config.run.steps
-    parts = (*SECTIONS, AGENTS) if config.task.agent.plays else SECTIONS
-    labels = [entry.label for entry in entries_of(config)] if config.tasks else []
+    entries = entries_of(config)
+    parts = (*SECTIONS, AGENTS) if any(entry.agent.plays for entry in entries) else SECTIONS
+    labels = [entry.label for entry in entries] if config.tasks else []
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
     page = Page(

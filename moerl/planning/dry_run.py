@@ -114,9 +114,9 @@ def _agent_line(agent: AgentConfig) -> str:
     return f"{played_by}; at most {limits}; reward: {agent.reward}"
 
 
-def _agents(config: Config) -> str:
+def _agents(config: Config, agent: AgentConfig) -> str:
     """How many processes there are at once."""
-    agent, rollout = config.task.agent, config.rollout
+    rollout = config.rollout
     if not agent.command:
         return str(agent.environment_workers)
     most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
@@ -135,8 +135,10 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
-    if placed.controller.name == name and config.task.agent.plays:
-        rows.append(("agents", "", _agents(config), "", _agent_line(config.task.agent)))
+    playing = [task for task in entries_of(config) if task.agent.plays]
+    for task in playing if placed.controller.name == name else ():
+        which = f"agents {task.label}".strip()
+        rows.append((which, "", _agents(config, task.agent), "", _agent_line(task.agent)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):

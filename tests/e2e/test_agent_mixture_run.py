@@ -12,6 +12,7 @@ import pytest
 
 from moerl.types import Rollout
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.short_agent_runs import LAG_0
 from tests.helpers.train_runs import Run, start
 from tests.helpers.warm_score import score
 
@@ -59,6 +60,26 @@ def test_each_row_is_trained_with_the_sampling_of_its_task(tmp_path: Path) -> No
     print(f"{len(rows)} rows of three tasks: {gap:.2g} nats; temperature of another: {wrong:.2g}")
     assert gap <= 5e-5
     assert wrong > 5e-3, "control: the temperature of another task"
+
+
+def test_text_a_program_and_an_environment_are_trained_in_one_run(tmp_path: Path) -> None:
+    program = f"tasks.five.agent.command=[python, {ROOT}/examples/tool_agent.py]"
+    played = "tasks.three.agent.environment=examples.live_environment:Locks"
+    limits = ["tasks.five.agent.max_turns=3", "tasks.three.agent.max_turns=3"]
+    settings = [*SETTINGS, program, played, *limits, "evaluation.hold_s=180"]
+    run = start(tmp_path, "digits-mixture", *settings, name="x", copies=True)
+    assert run.finish(540.0) == 0, run.text()
+    rows = run.rows()
+    groups = [group for _, group in run.trained.groups(rows)]
+    assert Counter(group.prompt.task for group in groups) == {"three": 8, "five": 4, "turns": 4}
+    gaps = [row[LAG_0] for row in rows if LAG_0 in row]
+    assert gaps
+    assert max(gaps) <= 5e-5
+    found = [row for row in rows if "eval/step" in row]
+    assert [row["eval/step"] for row in found] == [0.0, 2.0]
+    assert {f"eval/reward_mean/{label}" for label in SAMPLING} <= found[0].keys()
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert not undocumented({name for row in rows for name in row}, page)
 
 
 def check_metrics(run: Run) -> None:

@@ -41,6 +41,25 @@ def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
     assert not survivors(members, 10.0)
 
 
+@pytest.mark.full
+def test_held_out_prompts_are_played(tmp_path: Path) -> None:
+    """Greedy, and no version differs from another, so every evaluation has the same rewards."""
+    held_out = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.samples=2"]
+    still = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"
+    settings = [*SETTINGS, *held_out, still, "evaluation.hold_s=120", "run.steps=2"]
+    run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
+    assert run.finish() == 0, run.text()
+    rows = run.rows()
+    found = [row for row in rows if "eval/step" in row]
+    assert [row["eval/step"] for row in found] == [0.0, 1.0, 2.0]
+    assert len({row["eval/reward_mean"] for row in found}) == 1
+    assert all(row["eval/reward_best"] == row["eval/reward_mean"] for row in found), "two are equal"
+    assert all((row["eval/failed"], row["eval/played_again"]) == (0, 0) for row in found)
+    assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
+    groups = [group for _, group in run.trained.groups(rows)]
+    assert len(groups) == 4, "held-out episodes are in no batch"
+
+
 def check(run: Run, steps: int) -> None:
     """Every step is there, exact, and made of what the program asked for."""
     rows = run.rows()

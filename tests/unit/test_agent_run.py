@@ -335,7 +335,9 @@ class FakeRunner:
     async def start(self, engine: TurnEngine) -> None:
         self.engine = engine
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
         self.names.append(name)
         self.ends[name] = asyncio.Event()
         if name not in self.fails:
@@ -353,7 +355,8 @@ class FakeRunner:
 
 def faked(tmp_path: Path, agents: FakeRunner, **changes: Any) -> Controller:
     rollout = replace(CONFIG.rollout, max_groups_in_flight=1, **changes)
-    controller, _ = make(tmp_path, StubEngine(), replace(CONFIG, rollout=rollout), agents=agents)
+    config = replace(CONFIG, rollout=rollout, task=task_of("program"))
+    controller, _ = make(tmp_path, StubEngine(), config, agents=agents)
     controller.context.pool.incarnation = 0
     return controller
 
@@ -496,11 +499,16 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
         ("rollout.group_quorum=2", "not with task.agent"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),
-        ("evaluation.every=2", "evaluations have no agent yet"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
     with pytest.raises(ConfigError, match=r"task\.agent\.command = \[\]"):
         check(load_config("quickstart", ["task.agent.max_turns=3"]))
-    with pytest.raises(ConfigError, match=r"tasks\.three\.agent\.command.*one task"):
+    with pytest.raises(ConfigError, match=r"tasks\.turns\.environment.*answers between turns"):
         check(load_config("digits-mixture", ["task.agent.command=[python,agent.py]"]))
+    with pytest.raises(ConfigError, match=r"tasks\.five\.agent\.command = \[\]"):
+        check(load_config("digits-mixture", ["tasks.five.agent.max_turns=3"]))
+    one = "tasks.five.agent.command=[python,agent.py]"
+    with pytest.raises(ConfigError, match=r"not with task\.agent"):
+        check(load_config("digits-mixture", [one, "rollout.group_quorum=2"]))
+    check(load_config("digits-mixture", [one, "tasks.three.agent.command=[python,other.py]"]))
