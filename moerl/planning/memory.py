@@ -45,8 +45,8 @@ from typing import Literal
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
-from moerl.layout.adapters import engine_factors, projections
-from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles, sglang_tiles
+from moerl.layout.adapters import projections
+from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.planning.layout_check import ITEMSIZE, stage_bytes
 from moerl.weight_sync.held_shards import EngineLayout
@@ -284,16 +284,6 @@ def _factors(
             counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
         adapted += math.prod(local.shape) if parts else 0  # a fused tensor's other rows, too
     return (counts[0], counts[1]), adapted
-
-
-def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str) -> int:
-    """What an engine rank receives of a publish that sends factors, at most."""
-    shapes, every = hf_shapes(spec), []
-    for rank in range(engine.tp):
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
-        held = engine_factors(named, lora.rank_of, shapes).values()
-        every.append(sum(math.prod(local.shape) for local in held))
-    return max(every) * ITEMSIZE.get(dtype, 2)
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

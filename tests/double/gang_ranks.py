@@ -36,7 +36,7 @@ from moerl.trainer.model import gpt, parallel  # noqa: E402
 from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
 from tests.double import attention, other_models  # noqa: E402
-from tests.double.gang import LAYOUTS, SCALED_MODEL  # noqa: E402
+from tests.double.gang import ADAPTED, LAYOUTS, SCALED_MODEL  # noqa: E402
 from tests.double.train_once import (  # noqa: E402
     MODEL,
     REFERENCE,
@@ -65,28 +65,35 @@ def main() -> None:
     plan = make_plan(STORE)
     for number, name in enumerate(NAMES):
         meet_apart(number)
-        layout = LAYOUTS[name]
+        layout = {**LAYOUTS, **ADAPTED}[name]
         ranks = parallel.start(layout.parallel, PLACE, timeout_s=60)
         own = replan(plan, ranks.dp_size, MAX_TOKENS)
-        config = layout.config(FOLDER / MODEL, "fp32", algorithm(REFERENCE, TEACHER))
-        found = numbers(Trained(learner(config, ranks), own))
+        has_critic = name not in ADAPTED
+        settings = algorithm(REFERENCE, TEACHER, critic=has_critic)
+        config = layout.config(FOLDER / MODEL, "fp32", settings)
+        trained = Trained(learner(config, ranks), own)
+        found = numbers(trained) if has_critic else factors_after_a_step(trained)
         if ON_DOUBLE:
-            config = layout.config(FOLDER / SCALED_MODEL, "bf16", algorithm(*[SCALED_MODEL] * 2))
+            settings = algorithm(*[SCALED_MODEL] * 2, critic=has_critic)
+            config = layout.config(FOLDER / SCALED_MODEL, "bf16", settings)
             found["bytes"] = held_bytes(config, ranks, own)
         torch.save(found, FOLDER / f"{NAME}-{name}-{RANK}.pt")
         parallel.stop()
 
 
-def algorithm(reference: str, teacher: str) -> AlgorithmConfig:
-    """One that needs all models that there are."""
+def algorithm(reference: str, teacher: str, *, critic: bool) -> AlgorithmConfig:
+    """One that needs all models that there are, or all but the critic."""
     settings = other_models.ref_settings(FOLDER / reference, FOLDER / teacher)
-    return other_models.critic_settings(settings)
+    return other_models.critic_settings(settings) if critic else settings
 
 
 def learner(config: Config, ranks: parallel.Parallel) -> step.Learner:
     source = HfFolder(config.model.path)
-    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
+    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True, lora=config.lora)
     load_hf(model.tensors, model.tiles, source)
+    if config.lora.rank:
+        model.keep_base()
+        return step.Learner(model, ranks, config, STORE)
     made = critic.Critic(config, ranks, STORE)
     other_models.fill_head(made)
     return step.Learner(model, ranks, config, STORE, made)
@@ -110,6 +117,14 @@ def numbers(trained: Trained) -> Numbers:
     }
     found["microbatches"] = trained.plan.num_microbatches
     return found
+
+
+def factors_after_a_step(trained: Trained) -> Numbers:
+    """And the weights that they were merged into."""
+    trained.learner.step(trained.plan)
+    model = trained.learner.model
+    every = model.factors() | {f"merged {name}": t for name, t in model.tensors.items()}
+    return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in every.items()}}
 
 
 @contextmanager
@@ -165,9 +180,9 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
     with by_purpose():
         made = learner(config, ranks)
         made.step(plan)
-    for one in (made, made.critic):
-        assert one is not None
-        one.optimizer.zero_grad()
+    for optimizer in (made.optimizer, made.critic and made.critic.optimizer):
+        if optimizer is not None:
+            optimizer.zero_grad()
     gc.collect()
     held = {name: memory(name, RANK).live - live for name, live in before.items()}
     buffers = [b for ddp in made.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
