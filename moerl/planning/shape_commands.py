@@ -72,7 +72,6 @@ def plan(
     for layouts in sync_forecast.planned_layouts(config):
         found = forecast(*layouts, links, direct=direct)
         slowest_s = max(slowest_s, found.planned_s)
-        received = max(received, found.received.high)
         reports.append(sync_forecast.as_json(found, links, efficiency))
         texts.append(sync_forecast.describe(found, links, layouts, efficiency))
         if config.lora.sends_factors:
@@ -80,6 +79,9 @@ def plan(
             sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
             reports[-1]["factors"] = factor_forecast.as_json(sent, found)
             texts[-1] += factor_forecast.describe_factors(sent, found, links)
+            received = max(received, sent.received.high)
+        else:
+            received = max(received, found.received.high)
     text, report = "\n\n".join(texts), reports[0]
     if len(reports) > 1:
         report = {"sizes": reports}

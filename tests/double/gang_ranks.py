@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ def main() -> None:
         settings = algorithm(REFERENCE, TEACHER, critic=has_critic)
         config = layout.config(FOLDER / MODEL, "fp32", settings)
         trained = Trained(learner(config, ranks), own)
-        found = numbers(trained) if has_critic else factors_after_a_step(trained)
+        found = numbers(trained) if has_critic else of_adapters(trained)
         if ON_DOUBLE:
             settings = algorithm(*[SCALED_MODEL] * 2, critic=has_critic)
             config = layout.config(FOLDER / SCALED_MODEL, "bf16", settings)
@@ -119,12 +120,21 @@ def numbers(trained: Trained) -> Numbers:
     return found
 
 
-def factors_after_a_step(trained: Trained) -> Numbers:
-    """And the weights that they were merged into."""
-    trained.learner.step(trained.plan)
+def of_adapters(trained: Trained) -> Numbers:
+    """Gradients of the factors, none of which is 0, and the merged weights after a step."""
     model = trained.learner.model
-    every = model.factors() | {f"merged {name}": t for name, t in model.tensors.items()}
-    return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in every.items()}}
+    for name, factor in model.factors().items():
+        if name.endswith("lora_B"):
+            chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            factor.copy_(0.02 * torch.randn(factor.shape, generator=chance))
+    model.merge()
+    trained.learner.optimizer.reload_model_params()
+    trained.learner.gradients(trained.plan)
+    named = model.gpt.named_parameters()
+    found = {name: p.main_grad.cpu().clone() for name, p in named if p.requires_grad}
+    trained.learner.step(trained.plan)
+    merged = {name: tensor.detach().cpu().clone() for name, tensor in model.tensors.items()}
+    return {"gradients": found, "weights": merged}
 
 
 @contextmanager

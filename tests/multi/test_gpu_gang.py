@@ -154,6 +154,7 @@ def test_bytes_of_adapters_are_those_of_the_dry_run(name: str, found: Found, fol
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_step_of_adapters_is_that_of_the_cpu(name: str, found: Found) -> None:
     for rank in range(RANKS):
-        here, there = (found[where, name, rank]["weights"] for where in ("cuda", "cpu"))
-        print(name, rank, largest_difference(here, there))
-        assert largest_difference(here, there) <= BOUNDS["weights"]
+        here, there = found["cuda", name, rank], found["cpu", name, rank]
+        for part, bound in BOUNDS.items():
+            print(name, rank, part, largest_difference(here[part], there[part]))
+            assert largest_difference(here[part], there[part]) <= bound, part

@@ -182,7 +182,7 @@ class Adapters(torch.nn.Module):
         index = _index(part)
         same = torch.equal(index, torch.arange(linear.weight.shape[0]))
         a, b = parameters
-        return Factors(part, a, b, None if same else index)
+        return Factors(part, a, b, None if same else index.to(linear.weight.device))
 
 
 def attach_adapters(
