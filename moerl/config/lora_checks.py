@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
@@ -12,7 +14,14 @@ def check_lora(config: Config) -> None:
     """Raises ConfigError."""
     lora = config.lora
     if not lora.rank:
+        if lora.start:
+            raise ConfigError("lora.start", lora.start, "lora.rank is 0: no weight has an adapter")
         return
+    made = Path(config.run.root) / config.run.name / "start"  # of checkpoint.start, on a resume
+    if lora.start and config.checkpoint.start and Path(lora.start) != made:
+        raise ConfigError(
+            "lora.start", lora.start, "checkpoint.start names adapters, too; set one of them"
+        )
     if lora.dropout:
         raise ConfigError(
             "lora.dropout", lora.dropout, "merged weights cannot drop a part of a token; use 0"

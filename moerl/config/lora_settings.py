@@ -24,6 +24,7 @@ class LoraConfig:
     # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
     targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
     ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
+    start: str = ""  # folder of peft whose factors are the first ones; "" = A random, B 0
     send: Literal["factors", "weights"] = "factors"
     """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
 

@@ -30,11 +30,11 @@ def resume_facts(config: Config) -> dict[str, Any]:
         "dtype": trainer.dtype,
         "critic": config.algorithm.advantage == "gae",
         "lora": _adapters(config.lora),
-        "base": _fingerprint(Path(config.model.path)) if config.lora.rank else "",
+        "base": fingerprint(Path(config.model.path)) if config.lora.rank else "",
     }
 
 
-def _fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path) -> str:
     """Of a model's files: names, sizes, their first and last MiB."""
     found = xxhash.xxh3_64()
     for path in sorted(folder.glob("*.safetensors")):
@@ -48,12 +48,21 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; how they travel may change."""
+    """What the factors are; how they travel, and what they began with, may change."""
     return (
-        {name: value for name, value in asdict(lora).items() if name != "send"}
+        {name: value for name, value in asdict(lora).items() if name not in ("send", "start")}
         if lora.rank
         else None
     )
+
+
+def check_adapters(config: Config, saved: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a checkpoint has other adapters than this configuration."""
+    if (lora := resume_facts(config)["lora"]) != saved.get("lora"):
+        kept = saved.get("lora")
+        raise ConfigError(
+            "lora", lora, f"the checkpoint holds {f'adapters of {kept}' if kept else 'all weights'}"
+        )
 
 
 def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: bool) -> None:
@@ -72,11 +81,7 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
         )
     if config.algorithm.advantage == "gae" and not saved["critic"]:
         raise ConfigError("algorithm.advantage", "gae", "the checkpoint holds no critic")
-    if (lora := resume_facts(config)["lora"]) != saved.get("lora"):
-        kept = saved.get("lora")
-        raise ConfigError(
-            "lora", lora, f"the checkpoint holds {f'adapters of {kept}' if kept else 'all weights'}"
-        )
+    check_adapters(config, saved)
     if saved.get("base") and (base := resume_facts(config)["base"]) != saved["base"]:
         raise ConfigError(
             "model.path",

@@ -18,7 +18,7 @@ from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, placement, starts_on_cuda
 from moerl.config.json_files import read_model_config
-from moerl.config.resume import check_resume
+from moerl.config.resume import check_adapters, check_resume
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming
 from moerl.engine.planned_layout import check_planned_layout
@@ -31,7 +31,7 @@ from moerl.private_dir import private_dir, user_dir
 from moerl.rpc import Keys
 from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
 from moerl.scoring.enforced import isolation_of
-from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
+from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, newest_checkpoint
 from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def prepare(
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
     journal_dir, blob_dir = _folders(config, run)
-    incarnation = next_incarnation(run, resume=resume)
+    incarnation = _first_incarnation(config, run, resume=resume)
     if not resume:  # left by a removed run of the same name
         for folder in (journal_dir, run.journal, blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
@@ -160,7 +160,7 @@ def _with_model(config: Config, run: RunDir) -> Config:
 
 
 def _with_start(config: Config, run: RunDir) -> Config:
-    """Make a model folder of the weights of `checkpoint.start`, once.
+    """Make a model folder of the weights of `checkpoint.start`, or of its adapters, once.
 
     Engines, trainer and reference then begin with it as with any other model: their first version
     has its weights, and an engine that starts again later does, too.
@@ -174,16 +174,32 @@ def _with_start(config: Config, run: RunDir) -> Config:
             found = find_checkpoint(Path(start))
         except ModelError as error:
             raise ConfigError("checkpoint.start", start, str(error)) from error
-        _convert(start, found, folder, ["--model", config.model.path, "--dtype", dtype])
+        options = ["--model", config.model.path]
+        if config.lora.rank and (found / MANIFEST).is_file() and read_manifest(found).get("lora"):
+            check_adapters(config, read_manifest(found))
+            _convert(start, found, folder, options, "start_adapter")
+        else:
+            _convert(start, found, folder, [*options, "--dtype", dtype])
+    if (folder / "adapter_config.json").is_file():
+        return replace(config, lora=replace(config.lora, start=str(folder)))
     return replace(config, model=replace(config.model, path=str(folder)))
 
 
-def _convert(start: str, found: Path, folder: Path, options: list[str]) -> None:
+def _first_incarnation(config: Config, run: RunDir, *, resume: bool) -> int:
+    """Version 0.0 is the model folder, which engines serve first: adapters begin as 1.0."""
+    incarnation = next_incarnation(run, resume=resume)
+    begins_later = bool(config.lora.start) and incarnation == 0
+    return next_incarnation(run, resume=True) if begins_later else incarnation
+
+
+def _convert(
+    start: str, found: Path, folder: Path, options: list[str], tool: str = "convert_cli"
+) -> None:
     """In a process of its own, as this one keeps the memory of what it imports.
 
     Raises ConfigError with its sentence.
     """
-    command = [sys.executable, "-m", "moerl.trainer.checkpoints.convert_cli", str(found)]
+    command = [sys.executable, "-m", f"moerl.trainer.checkpoints.{tool}", str(found)]
     process = subprocess.Popen(
         [*command, str(folder), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moerl.config.schema import ParallelConfig
 from moerl.errors import LayoutError
@@ -90,7 +91,7 @@ def engine_factors(named: Named, rank_of: RankOf, shapes: Mapping[str, tuple[int
             boxes.setdefault(tile.hf, []).append(tile.hf_box)
     factors: Named = {}
     for name, held in boxes.items():
-        rows, cols = (_hull(part) for part in zip(*held, strict=True))
+        rows, cols = (hull(part) for part in zip(*held, strict=True))
         module, ranks = module_of(name), range(rank_of(module_of(name)))
         factors[f"{module}.lora_A"] = _held(module, "A", (ranks, cols))
         factors[f"{module}.lora_B"] = _held(module, "B", (rows, ranks))
@@ -115,13 +116,17 @@ def _projection(name: str, tiles: list[Tile], rank: int, shape: tuple[int, ...])
 
 def _joined(name: str, parts: Iterable[range]) -> range:
     """The one range that the parts fill."""
-    rows = sorted(row for part in parts for row in part)
+    every = sorted(parts, key=lambda part: part.start)
+    ends_meet = all(a.stop == b.start for a, b in pairwise(every))
+    if ends_meet and all(part.step == 1 for part in every):
+        return hull(every)
+    rows = sorted(row for part in every for row in part)  # interleaved ones
     if rows != list(range(rows[0], rows[0] + len(rows))):
         raise LayoutError(f"{name}: its rows on this rank are not one range")
     return range(rows[0], rows[-1] + 1)
 
 
-def _hull(parts: Iterable[range]) -> range:
+def hull(parts: Iterable[range]) -> range:
     """The smallest range that holds all of them, which may be interleaved."""
     ends = [(part[0], part[-1]) for part in parts]
     return range(min(first for first, _ in ends), max(last for _, last in ends) + 1)

@@ -40,12 +40,12 @@ from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.device_table import device_lines
+from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
     engine_memory,
-    factor_bytes,
     ref_model_memory,
     trainer_memory,
 )
@@ -476,11 +476,11 @@ def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: st
 def _transfer_lines(config: Config, size: _Size) -> str:
     engines = size.engines
     if config.lora.sends_factors:
-        received = factor_bytes(size.spec, engines, config.lora, config.engine.dtype)
+        found = factor_forecast(size.spec, engines, config.lora, config.engine.dtype)
         return (
-            f"a publish over {config.sync.transport}: factors of {_gb(received)} GB into each of "
-            f"{engines.num} x {engines.tp} engine ranks, which merge them; weights would be "
-            f"{_gb(size.received)} GB"
+            f"a publish over {config.sync.transport}: factors of {_gb(found.received.high)} GB "
+            f"into each of {engines.num} x {engines.tp} engine ranks, which merge them; weights "
+            f"would be {_gb(size.received)} GB"
         )
     return (
         f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "

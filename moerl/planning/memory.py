@@ -45,8 +45,8 @@ from typing import Literal
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
-from moerl.layout.adapters import engine_factors, projections
-from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles, sglang_tiles
+from moerl.layout.adapters import projections
+from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.planning.layout_check import ITEMSIZE, stage_bytes
 from moerl.weight_sync.held_shards import EngineLayout
@@ -109,7 +109,7 @@ class TrainerMemory:
     """Memory of one rank of one pipeline stage, bytes."""
 
     stage: int
-    parameters: int  # a count
+    parameters: int  # a count, with factors
     weights: int
     gradients: int
     optimizer: int
@@ -245,16 +245,17 @@ def _stage(
     last = stage == layout.pp - 1
     vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
     weights = width * (dense + expert) + _router_biases(spec, layout, stage)
-    trained, adapted, saved = (dense, expert), 0, weights
+    trained, adapted, saved, extra = (dense, expert), 0, weights, 0
     if training.lora.rank:
         trained, adapted = _factors(spec, layout, training.lora, stage)
-        saved = width * sum(trained)
+        extra = sum(trained)
+        saved = width * extra
         weights += saved
     # parameters that this rank's optimizer updates
     own = trained[0] // shard + trained[1] // expert_shard
     return TrainerMemory(
         stage=stage,
-        parameters=dense + expert,
+        parameters=dense + expert + extra,
         weights=weights,
         gradients=4 * sum(trained),
         optimizer=held.device * own,
@@ -278,20 +279,11 @@ def _factors(
     """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
     shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
-        for part in projections(local, lora.rank_of, shapes):
+        parts = projections(local, lora.rank_of, shapes)
+        for part in parts:
             counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
-            adapted += len(part.rows) * len(part.cols)
+        adapted += math.prod(local.shape) if parts else 0  # a fused tensor's other rows, too
     return (counts[0], counts[1]), adapted
-
-
-def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str) -> int:
-    """What an engine rank receives of a publish that sends factors, at most."""
-    shapes, every = hf_shapes(spec), []
-    for rank in range(engine.tp):
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
-        held = engine_factors(named, lora.rank_of, shapes).values()
-        every.append(sum(math.prod(local.shape) for local in held))
-    return max(every) * ITEMSIZE.get(dtype, 2)
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

@@ -58,7 +58,7 @@ def plan(
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import pace_forecast, sync_forecast, transport_choice
+    from moerl.planning import factor_forecast, pace_forecast, sync_forecast, transport_choice
     from moerl.planning.sync_cost import Links, forecast
 
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -72,9 +72,16 @@ def plan(
     for layouts in sync_forecast.planned_layouts(config):
         found = forecast(*layouts, links, direct=direct)
         slowest_s = max(slowest_s, found.planned_s)
-        received = max(received, found.received.high)
         reports.append(sync_forecast.as_json(found, links, efficiency))
         texts.append(sync_forecast.describe(found, links, layouts, efficiency))
+        if config.lora.sends_factors:
+            spec, _, engines, policy = layouts
+            sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
+            reports[-1]["factors"] = factor_forecast.as_json(sent, found)
+            texts[-1] += factor_forecast.describe_factors(sent, found, links)
+            received = max(received, sent.received.high)
+        else:
+            received = max(received, found.received.high)
     text, report = "\n\n".join(texts), reports[0]
     if len(reports) > 1:
         report = {"sizes": reports}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.trainer.hf_io.adapter_base import note_base
 from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
@@ -18,3 +19,4 @@ def save_live_adapters(
     factors = gather_factors(held, model.spec, lora, sizes, parallel.control)
     if factors is not None:
         save_adapter(folder, factors, model.spec, lora, str(base))
+        note_base(folder, base)

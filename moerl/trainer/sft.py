@@ -66,6 +66,7 @@ def _train(config: Config, run: RunDir) -> None:
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
     # `prepare` must run before any import of megatron
+    from moerl.trainer.hf_io.adapter_base import start_factors
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner
@@ -80,6 +81,8 @@ def _train(config: Config, run: RunDir) -> None:
     model = build(source.spec, trainer, ranks, with_replay=False, lora=config.lora)
     load_hf(model.tensors, model.tiles, source)
     model.keep_base()
+    if config.lora.start:
+        model.set_factors(start_factors(config.lora, source))
     learner = Learner(model, ranks, config, BlobStore(run.root / "blobs", "none"))
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:

@@ -48,6 +48,7 @@ from moerl.serialization import decode
 from moerl.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from moerl.trainer.hf_io.adapter_base import start_factors
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
@@ -102,6 +103,8 @@ class TrainLoop:
         )
         load_hf(self.model.tensors, self.model.tiles, self.source)
         self.model.keep_base()
+        if config.lora.start and context.checkpoint is None:
+            self.model.set_factors(start_factors(config.lora, self.source))
         critic = None
         if config.algorithm.advantage == "gae":
             critic = Critic(config, parallel, context.blobs)

@@ -10,7 +10,7 @@ both ends know it without a count over other ranks.  Factors are small, so the b
 `deliveries` would not pay.
 
 Each region of the plan of the weights has one here, be it empty: its sender says what the engine
-rank will hold after the merge (`merged_totals`).
+rank will hold after the merge (`merged_totals`).  Of replicas, one may send factors alone.
 Rejected: rules of factors in the tables (two more for each of a family's, for the same boxes).
 """
 
@@ -20,16 +20,17 @@ import hashlib
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ConfigError
-from moerl.layout.adapters import adapter_tiles, engine_factors
-from moerl.layout.shards import coords_of, hf_shapes, sglang_tiles
-from moerl.layout.tiles import Box, Named, Tile, local_box, meet, num_elements
+from moerl.layout.adapters import engine_factors
+from moerl.layout.shards import hf_shapes, sglang_tiles
+from moerl.layout.tiles import Box, Named, meet, num_elements
 from moerl.weight_sync.buckets import ITEMSIZE, Piece, cut
 from moerl.weight_sync.deliveries import Keyed
+from moerl.weight_sync.factor_tables import FactorTables, Target, Wanted
 from moerl.weight_sync.transfer_plan import (
     ReceiverPlan,
     SenderPlan,
@@ -37,9 +38,6 @@ from moerl.weight_sync.transfer_plan import (
     region_of,
     starts_of,
 )
-
-Holders = dict[str, dict[Box, tuple[Tile, list[int]]]]
-"""Factor -> box -> its tile, and the trainer ranks that hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +64,25 @@ class FactorPlan:
 
     def sender(self, rank: int) -> SenderPlan:
         """What trainer rank `rank` sends."""
-        stage = coords_of(self.weights.trainer, rank).pp
-        holders = self._holders([stage])
-        made = []
-        for region in self.weights.sender(rank).regions:
-            every = self._pieces(holders, region.dst)
-            own = [keyed for src, keyed in every if src == rank]
-            made.append(region_of(rank, region.dst, own, self.weights.policy))
-        return SenderPlan(self.id, rank, tuple(made))
+        tables, own = self._tables(), defaultdict[int, list[Keyed]](list)
+        for target in tables.of_trainer(rank):
+            for dst, want in tables.receivers(target):
+                for src, keyed in self._pieces(tables, target, dst, want):
+                    if src == rank:
+                        own[dst].append(keyed)
+        dsts = own.keys() | {region.dst for region in self.weights.sender(rank).regions}
+        made = tuple(region_of(rank, dst, own[dst], self.weights.policy) for dst in sorted(dsts))
+        return SenderPlan(self.id, rank, made)
 
     def receiver(self, rank: int) -> ReceiverPlan:
         """What engine rank `rank` receives; its pieces fill `factors(rank)`."""
-        holders = self._holders(range(self.weights.trainer.pp))
-        pieces: dict[int, list[Keyed]] = defaultdict(list)
-        for src, keyed in self._pieces(holders, rank):
-            pieces[src].append(keyed)
+        tables, pieces = self._tables(), defaultdict[int, list[Keyed]](list)
+        for target in tables.of_engine(rank):
+            for src, keyed in self._pieces(tables, target, rank, target.parts.wanted[rank]):
+                pieces[src].append(keyed)
         whole = self.weights.receiver(rank)
-        made = tuple(
-            region_of(region.src, rank, pieces.pop(region.src, []), self.weights.policy)
-            for region in whole.regions
-        )
-        assert not pieces, f"trainer ranks {sorted(pieces)} hold factors and no weight of {rank}"
+        srcs = pieces.keys() | {region.src for region in whole.regions}
+        made = tuple(region_of(src, rank, pieces[src], self.weights.policy) for src in sorted(srcs))
         return replace(whole, plan_id=self.id, regions=made, starts=starts_of(made), padding=())
 
     def factors(self, rank: int) -> Named:
@@ -95,46 +91,50 @@ class FactorPlan:
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         return engine_factors(named, self.lora.rank_of, hf_shapes(spec))
 
-    def _holders(self, stages: Iterable[int]) -> Holders:
-        spec, trainer = self.weights.spec, self.weights.trainer
-        known: dict[tuple[int, ...], Named] = {}
-        holders: Holders = defaultdict(dict)
-        for stage in stages:
-            first = stage * trainer.stage_size
-            for rank in range(first, first + trainer.stage_size):
-                at = coords_of(trainer, rank)
-                key = (at.pp, at.tp, at.etp, at.ep)  # data-parallel ranks hold the same
-                if key not in known:
-                    known[key] = adapter_tiles(spec, trainer, rank, self.lora.rank_of)
-                for name, local in known[key].items():
-                    (tile,) = local.tiles
-                    holders[name].setdefault(tile.hf_box, (tile, []))[1].append(rank)
-        return holders
+    def _tables(self) -> FactorTables:
+        weights = self.weights
+        return FactorTables(weights.spec, weights.trainer, weights.engine, self.lora.rank_of)
 
-    def _pieces(self, holders: Holders, dst: int) -> Iterator[tuple[int, Keyed]]:
-        """(trainer rank, piece) of what engine rank `dst` gets of these factors."""
-        policy = self.weights.policy
-        for name, local in self.factors(dst).items():
-            (want,) = local.tiles
-            for held, ranks in holders.get(name, {}).values():
-                whole = meet(held.hf_box, want.hf_box)
-                for box in self._cut(whole) if whole else ():
-                    turn = zlib.crc32(f"{name} {box} {dst}".encode())
-                    piece = Piece(
-                        hf=name,
-                        hf_box=box,
-                        src_name=name,
-                        src_box=local_box(held, box),
-                        dst_name=name,
-                        dst_box=local_box(want, box),
-                        dtype=policy.dtype,
-                        num_bytes=num_elements(box) * ITEMSIZE[policy.dtype],
-                        offset=0,
-                        is_scale=False,
-                    )
-                    starts = tuple(part.start for part in piece.dst_box)
-                    yield ranks[turn % len(ranks)], ((name, starts), piece)
+    def _pieces(
+        self, tables: FactorTables, target: Target, dst: int, want: Wanted
+    ) -> Iterator[tuple[int, Keyed]]:
+        """(trainer rank, piece) of what engine rank `dst` gets of a weight's factors."""
+        dtype, ranks = self.weights.policy.dtype, range(target.rank)
+        every = [
+            (f"{target.module}.lora_A", (ranks, cols), (ranks, want.cols), same)
+            for cols, same in target.parts.cols.items()
+        ]
+        every += [
+            (f"{target.module}.lora_B", (rows, ranks), (want.rows, ranks), same)
+            for rows, same in target.parts.rows.items()
+        ]
+        for name, held, wanted, places in every:
+            whole = meet(held, wanted)
+            for box in self._cut(whole) if whole else ():
+                turn = zlib.crc32(f"{name} {box} {dst}".encode())
+                senders = tables.holders(target, places)
+                dst_box = _inside(wanted, box)
+                piece = Piece(
+                    hf=name,
+                    hf_box=box,
+                    src_name=name,
+                    src_box=_inside(held, box),
+                    dst_name=name,
+                    dst_box=dst_box,
+                    dtype=dtype,
+                    num_bytes=num_elements(box) * ITEMSIZE[dtype],
+                    offset=0,
+                    is_scale=False,
+                )
+                starts = tuple(part.start for part in dst_box)
+                yield senders[turn % len(senders)], ((name, starts), piece)
 
     def _cut(self, box: Box) -> Iterator[Box]:
         policy = self.weights.policy
         return cut(box, ITEMSIZE[policy.dtype], policy.bucket_bytes, quantised=False)
+
+
+def _inside(whole: Box, box: Box) -> Box:
+    """A box in the coordinates of a tensor that holds `whole`."""
+    moved = zip(whole, box, strict=True)
+    return tuple(range(b.start - w.start, b.stop - w.start) for w, b in moved)

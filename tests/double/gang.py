@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -37,6 +38,7 @@ SCALED_MODEL = "scaled"
 class Layout:
     parallel: ParallelConfig
     distributed: bool = False  # the optimizer, over data-parallel ranks
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def config(self, model: Path, dtype: Precision, algorithm: AlgorithmConfig) -> Config:
         optimizer = OptimizerConfig(lr=1e-3, distributed=self.distributed)
@@ -46,7 +48,8 @@ class Layout:
             optimizer=optimizer,
             megatron={"perform_initialization": False},  # weights are loaded
         )
-        return Config(model=ModelConfig(path=str(model)), trainer=trainer, algorithm=algorithm)
+        path = ModelConfig(path=str(model))
+        return Config(model=path, trainer=trainer, algorithm=algorithm, lora=self.lora)
 
 
 LAYOUTS = {
@@ -54,4 +57,10 @@ LAYOUTS = {
     "context": Layout(ParallelConfig(cp=2, ep=2)),
     "stages": Layout(ParallelConfig(pp=2)),
     "data": Layout(ParallelConfig(dp=2), distributed=True),
+}
+# Without a critic, which has no adapters.
+_LORA = LoraConfig(rank=32, ranks={"*.experts.*": 4})
+ADAPTED = {
+    "adapters": Layout(ParallelConfig(tp=2, ep=2), lora=_LORA),
+    "adapters, data": Layout(ParallelConfig(dp=2, ep=2), distributed=True, lora=_LORA),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ from moerl.trainer.model import gpt, parallel  # noqa: E402
 from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
 from tests.double import attention, other_models  # noqa: E402
-from tests.double.gang import LAYOUTS, SCALED_MODEL  # noqa: E402
+from tests.double.gang import ADAPTED, LAYOUTS, SCALED_MODEL  # noqa: E402
 from tests.double.train_once import (  # noqa: E402
     MODEL,
     REFERENCE,
@@ -65,28 +66,35 @@ def main() -> None:
     plan = make_plan(STORE)
     for number, name in enumerate(NAMES):
         meet_apart(number)
-        layout = LAYOUTS[name]
+        layout = {**LAYOUTS, **ADAPTED}[name]
         ranks = parallel.start(layout.parallel, PLACE, timeout_s=60)
         own = replan(plan, ranks.dp_size, MAX_TOKENS)
-        config = layout.config(FOLDER / MODEL, "fp32", algorithm(REFERENCE, TEACHER))
-        found = numbers(Trained(learner(config, ranks), own))
+        has_critic = name not in ADAPTED
+        settings = algorithm(REFERENCE, TEACHER, critic=has_critic)
+        config = layout.config(FOLDER / MODEL, "fp32", settings)
+        trained = Trained(learner(config, ranks), own)
+        found = numbers(trained) if has_critic else of_adapters(trained)
         if ON_DOUBLE:
-            config = layout.config(FOLDER / SCALED_MODEL, "bf16", algorithm(*[SCALED_MODEL] * 2))
+            settings = algorithm(*[SCALED_MODEL] * 2, critic=has_critic)
+            config = layout.config(FOLDER / SCALED_MODEL, "bf16", settings)
             found["bytes"] = held_bytes(config, ranks, own)
         torch.save(found, FOLDER / f"{NAME}-{name}-{RANK}.pt")
         parallel.stop()
 
 
-def algorithm(reference: str, teacher: str) -> AlgorithmConfig:
-    """One that needs all models that there are."""
+def algorithm(reference: str, teacher: str, *, critic: bool) -> AlgorithmConfig:
+    """One that needs all models that there are, or all but the critic."""
     settings = other_models.ref_settings(FOLDER / reference, FOLDER / teacher)
-    return other_models.critic_settings(settings)
+    return other_models.critic_settings(settings) if critic else settings
 
 
 def learner(config: Config, ranks: parallel.Parallel) -> step.Learner:
     source = HfFolder(config.model.path)
-    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True)
+    model = gpt.build(source.spec, config.trainer, ranks, with_replay=True, lora=config.lora)
     load_hf(model.tensors, model.tiles, source)
+    if config.lora.rank:
+        model.keep_base()
+        return step.Learner(model, ranks, config, STORE)
     made = critic.Critic(config, ranks, STORE)
     other_models.fill_head(made)
     return step.Learner(model, ranks, config, STORE, made)
@@ -110,6 +118,23 @@ def numbers(trained: Trained) -> Numbers:
     }
     found["microbatches"] = trained.plan.num_microbatches
     return found
+
+
+def of_adapters(trained: Trained) -> Numbers:
+    """Gradients of the factors, none of which is 0, and the merged weights after a step."""
+    model = trained.learner.model
+    for name, factor in model.factors().items():
+        if name.endswith("lora_B"):
+            chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            factor.copy_(0.02 * torch.randn(factor.shape, generator=chance))
+    model.merge()
+    trained.learner.optimizer.reload_model_params()
+    trained.learner.gradients(trained.plan)
+    named = model.gpt.named_parameters()
+    found = {name: p.main_grad.cpu().clone() for name, p in named if p.requires_grad}
+    trained.learner.step(trained.plan)
+    merged = {name: tensor.detach().cpu().clone() for name, tensor in model.tensors.items()}
+    return {"gradients": found, "weights": merged}
 
 
 @contextmanager
@@ -165,9 +190,9 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
     with by_purpose():
         made = learner(config, ranks)
         made.step(plan)
-    for one in (made, made.critic):
-        assert one is not None
-        one.optimizer.zero_grad()
+    for optimizer in (made.optimizer, made.critic and made.critic.optimizer):
+        if optimizer is not None:
+            optimizer.zero_grad()
     gc.collect()
     held = {name: memory(name, RANK).live - live for name, live in before.items()}
     buffers = [b for ddp in made.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]

@@ -24,14 +24,14 @@ FAMILIES = ("qwen3_moe", "deepseek_v3")
 BATCH, EOS = 8, 2
 
 
-def write_model(folder: Path, family: str) -> Path:
+def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     """A random model of the family whose layers are dense and with experts."""
     from safetensors.torch import save_file
 
     config = json.loads((ROOT / "tests/data/layout_families.json").read_text())[family]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
     shapes = hf_shapes(model_spec(config))
     save_file(
         {

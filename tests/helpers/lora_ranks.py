@@ -3,7 +3,8 @@
     lora_ranks.py --model DIR --factors FILE --out FILE --settings JSON
 
 settings: `parallel`, `lora`, `distributed` (optimizer), `megatron`, `broken` (a control); `load`
-and `save` (folders of checkpoints), `until` (steps), `adapter` (folder of peft, to write).
+and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of peft, to
+write).  With `lora.start` the factors of FILE are not taken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from moerl.config.lora_settings import LoraConfig  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     CheckpointConfig,
     Config,
+    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainerConfig,
@@ -37,6 +39,7 @@ from moerl.run_dir import RunDir  # noqa: E402
 from moerl.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
+from moerl.trainer.hf_io.adapter_base import note_base, start_factors  # noqa: E402
 from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
@@ -56,10 +59,11 @@ def main() -> None:
     sizes = ParallelConfig(**settings["parallel"])
     ranks = parallel.start(sizes, PLACE, timeout_s=60)
     learner = make_learner(Path(options.model), ranks, settings)
-    set_factors(learner, load_file(options.factors))
+    if not learner.config.lora.start:
+        set_factors(learner, load_file(options.factors))
     break_on_purpose(learner, settings.get("broken", ""))
     base = frozen_sums(learner)
-    step = 0
+    step = settings.get("first", 0)
     if settings.get("load"):
         path = Path(settings["load"]) / "checkpoints" / "step-000001"
         step = checkpoint.load(path, learner, ranks).version.step
@@ -104,6 +108,7 @@ def save_peft(learner: Learner, folder: Path, base: str) -> None:
     factors = gather_factors(model.factors(), model.spec, lora, ranks.sizes, ranks.control)
     if factors is not None:
         save_adapter(folder, factors, model.spec, lora, base)
+        note_base(folder, Path(base))
 
 
 def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, object]) -> Learner:
@@ -122,7 +127,9 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
     model = build(source.spec, trainer, ranks, with_replay=False, lora=lora)
     load_hf(model.tensors, model.tiles, source)
     model.keep_base()
-    config = supervised(Config(trainer=trainer, lora=lora))
+    if lora.start:
+        model.set_factors(start_factors(lora, source))
+    config = supervised(Config(ModelConfig(path=str(folder)), trainer=trainer, lora=lora))
     return Learner(model, ranks, config, BlobStore(Path("/nonexistent"), "none"))
 
 

@@ -41,6 +41,7 @@ class Built:
     parameters: int  # a count
     weights: int
     gradients: int
+    base: int  # W0 of adapters
     updated: int  # a count: parameters that this rank's optimizer updates
     padding: int  # of the gradient buffers
     unknown: list[str]  # names or shapes that the layout tables do not have, and the reverse
@@ -68,7 +69,7 @@ def build(config: Config, place: platform.Platform, rank: int) -> dict[str, obje
         packing=trainer.packing and place.layers == "te",
     )
     ranks = parallel.start(trainer.parallel, place, timeout_s=60)
-    model = gpt.build(spec, trainer, ranks, with_replay=True)
+    model = gpt.build(spec, trainer, ranks, with_replay=True, lora=config.lora)
     built = _measured(model, gpt.wrap(model, trainer, place))
     parallel.stop()
     told = _told(config, spec, place.layers)[ranks.pp_rank]
@@ -84,13 +85,15 @@ def _measured(model: Model, ddp: list[DistributedDataParallel]) -> Built:
     chunks = [chunk.gpt for chunk in model.chunks]
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for chunk in ddp for b in chunk.buffers + chunk.expert_parallel_buffers]
-    gradients = sum(p.main_grad.nbytes for p in parameters)
+    gradients = sum(p.main_grad.nbytes for p in parameters if p.requires_grad)
+    factors = sum(tensor.nbytes for tensor in model.factors().values())
     shapes = {name: tuple(tensor.shape) for name, tensor in model.tensors.items()}
     known = {name: local.shape for name, local in model.tiles.items()}
     return Built(
         parameters=sum(p.numel() for p in parameters),
-        weights=sum(tensor.nbytes for tensor in model.tensors.values()),
+        weights=sum(tensor.nbytes for tensor in model.tensors.values()) + factors,
         gradients=gradients,
+        base=sum(weight.nbytes for one in model.adapters for weight in one.adapted),
         updated=sum(_numel(b.params) // b.data_parallel_world_size for b in buffers),
         padding=sum(b.grad_data.nbytes for b in buffers) - gradients,
         unknown=sorted(f"{name} {shape}" for name, shape in shapes.items() ^ known.items()),

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import AlgorithmConfig, ParallelConfig
 from moerl.data.tiny_model import make_tiny_model
 from moerl.planning.fit import training_of
 from moerl.planning.memory import TrainerMemory, trainer_memory
 from moerl.trainer.hf_io.hf_folder import HfFolder
-from tests.double.gang import LAYOUTS, RANKS, SCALED, SCALED_MODEL, Layout
+from tests.double.gang import ADAPTED, LAYOUTS, RANKS, SCALED, SCALED_MODEL, Layout
 from tests.double.train_once import BOUNDS, largest_difference, make_folder, other_metrics
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT
@@ -46,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     for name in ("cuda", "cpu"):
-        arguments = [WORKER, name, str(folder), *LAYOUTS]
+        arguments = [WORKER, name, str(folder), *LAYOUTS, *ADAPTED]
         run_ranks(RANKS, arguments, on_double=name == "cuda", timeout_s=240)
     return {
         (name, layout, rank): torch.load(folder / f"{name}-{layout}-{rank}.pt")
         for name in ("cuda", "cpu")
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, *ADAPTED)
         for rank in range(RANKS)
     }
 
@@ -133,3 +134,27 @@ def test_bytes_are_those_of_the_dry_run(name: str, found: Found, folder: Path) -
         assert misses(held, told(other, model, stage)) == wrong
         alone = replace(layout, parallel=ParallelConfig())
         assert misses(held, told(alone, model, 0)) >= {"optimizer", "others", "all"}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_bytes_of_adapters_are_those_of_the_dry_run(name: str, found: Found, folder: Path) -> None:
+    """Controls: all weights trained; the experts' factors of the rank of the others."""
+    layout, model = ADAPTED[name], folder / SCALED_MODEL
+    for rank in range(RANKS):
+        held = found["cuda", name, rank]["bytes"]
+        plan = told(layout, model, 0, critic=False)
+        assert not misses(held, plan)
+        assert held["snapshot on the device"] == 0
+        whole = replace(layout, lora=LoraConfig())
+        assert misses(held, told(whole, model, 0, critic=False)) >= {"gradients", "optimizer"}
+        wide = replace(layout, lora=replace(layout.lora, ranks={}))
+        assert misses(held, told(wide, model, 0, critic=False)) >= {"gradients", "optimizer"}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_step_of_adapters_is_that_of_the_cpu(name: str, found: Found) -> None:
+    for rank in range(RANKS):
+        here, there = found["cuda", name, rank], found["cpu", name, rank]
+        for part, bound in BOUNDS.items():
+            print(name, rank, part, largest_difference(here[part], there[part]))
+            assert largest_difference(here[part], there[part]) <= bound, part

@@ -14,7 +14,7 @@ from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import Config
 from moerl.planning.dry_run import model_shapes
 from moerl.planning.fit import what_fits
-from tests.helpers.meta_ranks import CASES, check, ranks
+from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
 
 NODE8 = "cluster=node8"
 
@@ -33,12 +33,14 @@ def test_every_recipe_of_a_released_model_is_a_case() -> None:
     """Recipes with the model and the trainer of another one need no ranks of their own."""
 
     def trains(config: Config) -> tuple[object, ...]:
-        return config.model.path, config.trainer.parallel, config.trainer.optimizer_args
+        trainer = config.trainer
+        return config.model.path, trainer.parallel, trainer.optimizer_args, config.lora
 
-    built = [trains(load_config(recipe, words)) for recipe, words in CASES.items()]
+    cases = {**CASES, **ADAPTED}
+    built = [trains(load_config(recipe, words)) for recipe, words in cases.items()]
     recipes = [load_config(path.stem) for path in (CONFIG_ROOT / "recipes").glob("*.yaml")]
     for_gpus = [config for config in recipes if config.trainer.platform == "cuda"]
-    assert len(for_gpus) > len(CASES)
+    assert len(for_gpus) > len(cases)
     assert [config.model.path for config in for_gpus if trains(config) not in built] == []
 
 
@@ -47,6 +49,21 @@ def test_every_recipe_of_a_released_model_is_a_case() -> None:
 def test_first_and_last_ranks_are_what_the_dry_run_says(recipe: str) -> None:
     for found in ranks("local", recipe, *CASES[recipe]):
         check(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ADAPTED)
+def test_adapters_are_what_the_dry_run_says(recipe: str) -> None:
+    """Weights, gradients and optimizer of the factors, W0 on the host, of each kind of stage.
+
+    Controls: without the factors' bytes; with gradients of all weights.
+    """
+    for found in ranks("local", recipe, *ADAPTED[recipe]):
+        check(found)
+        told = found.told
+        for name, other in (("base", 0), ("gradients", 4 * told["parameters"])):
+            with pytest.raises(AssertionError):
+                check(found._replace(told=told | {name: other}))
 
 
 @pytest.mark.full

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_lora_parity import LIMIT, Trained
 
+from moerl.errors import ModelError
+from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
+from moerl.trainer.hf_io.adapter_base import check_base
 from moerl.trainer.hf_io.adapter_files import load_adapter
-from tests.helpers.lora_oracle import LORA, read_spec
+from moerl.trainer.hf_io.merge_adapter import merge_adapter
+from tests.helpers.lora_oracle import LORA, read_spec, write_model
 
 OTHERS = ("tp2-etp2", "pp2", "pp2-vpp2", "cp2")  # with ep 1, as the side that saves
 
@@ -65,3 +70,56 @@ def test_the_folder_has_the_factors_of_all_ranks(case: Trained, saved: dict[str,
     factors = load_adapter(case.folder / "adapter", spec, LORA)
     assert factors.keys() == saved["values"].keys()
     assert all(torch.equal(factors[name], value) for name, value in saved["values"].items())
+
+
+# --- the start of another run ---------------------------------------------------------------------
+CHECKPOINT = "run/checkpoints/step-000001"
+
+
+def _near(found: dict[str, Any], wanted: float) -> bool:
+    gap: float = abs(found["loss"] - wanted) / wanted
+    print(f"loss {found['loss']:.6f}, wanted {wanted:.6f}, off by {gap:.1e}")
+    return gap <= LIMIT
+
+
+def test_adapters_of_a_checkpoint_are_a_folder(case: Trained, saved: dict[str, Any]) -> None:
+    """Control: the folder is refused on other weights, and so is the checkpoint."""
+    out = case.folder / "start"
+    write_start_adapter(case.folder / CHECKPOINT, out, case.model)
+    assert load_adapter(out, read_spec(case.model), LORA).keys() == saved["values"].keys()
+    check_base(out, case.model)
+    other = write_model(case.folder / "other", "deepseek_v3", seed=1)
+    for refused in (
+        lambda: check_base(out, other),
+        lambda: write_start_adapter(case.folder / CHECKPOINT, out, other),
+    ):
+        with pytest.raises(ModelError, match="fingerprint"):
+            refused()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "tp2-ep2"])
+def test_another_run_starts_from_a_checkpoint(
+    case: Trained, saved: dict[str, Any], layout: str
+) -> None:
+    """Adapters stay adapters, on other ranks.  Control: the batch's loss before that checkpoint."""
+    out = case.folder / f"start-{layout}"
+    write_start_adapter(case.folder / CHECKPOINT, out, case.model)
+    found = case.run(layout, start=str(out), first=1, until=2)
+    assert _near(found, saved["loss"])
+    assert not _near(case.run(layout, first=1, until=2), saved["loss"])
+
+
+@pytest.mark.full
+def test_a_run_starts_from_the_adapter_as_from_the_merged_folder(
+    case: Trained, saved: dict[str, Any]
+) -> None:
+    """The last adapter of a run on its model, and fresh adapters on its merged weights."""
+    adapter, merged = case.folder / "adapter", case.folder / "merged"
+    merge_adapter(case.model, adapter, LORA, merged, torch.float32)
+    wanted = case.run("pp2", start=str(adapter), first=2, until=3)["loss"]
+    zero = {name: torch.zeros_like(value) for name, value in case.factors.items()}
+    save_file(zero, case.folder / "zero.safetensors")
+    fresh = case.run("cp2", model=merged, factors="zero.safetensors", first=2, until=3)
+    assert _near(fresh, wanted)
+    assert not _near(case.run("cp2", factors="zero.safetensors", first=2, until=3), wanted)

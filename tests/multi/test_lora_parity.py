@@ -66,9 +66,12 @@ class Trained:
         sizes = LAYOUTS[layout]
         out = self.folder / "found.pt"
         script = str(ROOT / "tests/helpers/lora_ranks.py")
-        settings |= {"parallel": sizes, "lora": asdict(LORA)}
-        arguments = ["--model", str(self.model), "--out", str(out)]
-        arguments += ["--factors", str(self.folder / "factors.safetensors")]
+        lora = asdict(LORA) | {"start": settings.pop("start", "")}
+        model = settings.pop("model", self.model)
+        settings |= {"parallel": sizes, "lora": lora}
+        arguments = ["--model", str(model), "--out", str(out)]
+        factors = settings.pop("factors", "factors.safetensors")
+        arguments += ["--factors", str(self.folder / factors)]
         arguments += ["--settings", json.dumps(settings)]
         world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
         run_ranks(world, [script, *arguments])

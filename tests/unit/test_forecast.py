@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config import load_config
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links, forecast
+from moerl.planning.sync_forecast import planned_layouts
 from moerl.weight_sync.buckets import WirePolicy
+from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.transfer_plan import TRAINER
+from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, TransferPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -150,10 +153,24 @@ def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
         assert message in line
 
 
+def test_the_forecast_of_factors_is_what_their_plan_sends() -> None:
+    """Control: whole weights are a hundred times as much."""
+    done = run("qwen3-30b-a3b-lora", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    config = load_config("qwen3-30b-a3b-lora")
+    spec, trainer, engine, policy = planned_layouts(config)[0]
+    plan = FactorPlan(TransferPlan(spec, trainer, engine, PLAN_ID, policy), config.lora)
+    sent = [plan.receiver(rank).num_bytes for rank in range(engine.tp)]
+    assert report["factors"]["engine_bytes"] == sum(sent)
+    assert report["factors"]["received"]["high"] == max(sent)
+    assert report["engine_bytes"] > 100 * sum(sent)
+
+
 def test_the_command_needs_no_heavy_package() -> None:
     code = (
         "import sys; from moerl.planning import sync_forecast;"
-        "from moerl.planning import sync_cost;"
+        "from moerl.planning import factor_forecast, sync_cost;"
         "sys.exit(bool({'torch', 'sglang', 'ray', 'megatron'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -50,6 +50,21 @@ def test_olmoe_fits_one_node() -> None:
         assert part in text
 
 
+def test_qwen3_30b_fits_one_node_by_adapters() -> None:
+    """All states on the GPUs, with room; control: all weights trained by the same layout."""
+    code, text = dry_run("qwen3-30b-a3b-lora", NODE8)
+    assert code == 0, text
+    assert "DOES NOT FIT" not in text
+    row = next(line for line in text.splitlines() if line.startswith("│    0│"))
+    cells = row.strip("│").split("│")
+    parameters, weights, gradients, optimizer = cells[1:5]
+    assert (parameters.strip(), weights.strip()) == ("7.71e9", "15.4")
+    assert float(gradients) + float(optimizer) < 1.1
+    assert float(cells[-1]) < 80 / 2
+    assert re.search(r"copy of a checkpoint 3\.\d+, W0 of adapters 59\.8$", text, re.M), text
+    assert "DOES NOT FIT" in dry_run("qwen3-30b-a3b-lora", NODE8, "lora.rank=0")[1]
+
+
 def test_qwen3_30b_fits_one_node_with_its_optimizer_on_the_host() -> None:
     recipe = "qwen3-30b-a3b-node8"
     code, text = dry_run(recipe, NODE8)

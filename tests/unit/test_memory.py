@@ -13,10 +13,10 @@ import pytest
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
+from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.memory import (
     Training,
     engine_memory,
-    factor_bytes,
     layer_activations,
     optimizer_bytes,
     trainer_memory,
@@ -149,9 +149,12 @@ def test_adapters_have_gradients_and_the_base_has_none() -> None:
     adapted = 48 * (2048 * (2 * 4096 + 2 * 512) // 4 + 32 * 3 * 2048 * 768)
     assert rank.base == 2 * adapted
     one = EngineLayout(tp=1)
-    sent = factor_bytes(spec, one, lora, "bfloat16")
+    found = factor_forecast(spec, one, lora, "bfloat16")
     whole_experts = 48 * 128 * 3 * 4 * (2048 + 768)
-    assert sent == 2 * (48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512)) + whole_experts)
+    assert found.received.high == found.engine_bytes
+    assert found.engine_bytes == 2 * (
+        48 * 32 * (2 * (2048 + 4096) + 2 * (2048 + 512)) + whole_experts
+    )
 
 
 def test_a_checkpoint_is_copied_by_shard() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +88,11 @@ class Model:
         """The loaded weights are those that adapters change."""
         for adapters in self.adapters:
             adapters.keep_base()
+
+    def set_factors(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take whole factors by Hugging Face name; call `keep_base` first."""
+        for adapters in self.adapters:
+            adapters.set_factors(values)
 
     def factors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each factor, by Hugging Face name."""

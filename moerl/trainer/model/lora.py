@@ -102,10 +102,15 @@ class Adapters(torch.nn.Module):
         self._merged.append((weight, factors))
         linear.register_forward_hook(_Hook(linear, factors, self.scale))
 
+    @property
+    def adapted(self) -> tuple[torch.nn.Parameter, ...]:
+        """The weights that have factors, each with a W0 of the same size."""
+        return tuple(weight for weight, _ in self._merged)
+
     def keep_base(self) -> None:
         """The weights as they are now are W0.  Call once, after they were loaded."""
         assert not self._base, "the base is kept once"
-        self._base = [weight.detach().to("cpu", copy=True) for weight, _ in self._merged]
+        self._base = [weight.detach().to("cpu", copy=True) for weight in self.adapted]
         self.merge()
 
     @torch.no_grad()
@@ -177,7 +182,7 @@ class Adapters(torch.nn.Module):
         index = _index(part)
         same = torch.equal(index, torch.arange(linear.weight.shape[0]))
         a, b = parameters
-        return Factors(part, a, b, None if same else index)
+        return Factors(part, a, b, None if same else index.to(linear.weight.device))
 
 
 def attach_adapters(

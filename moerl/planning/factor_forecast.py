@@ -1,0 +1,58 @@
+"""What a publish of factors costs, from shapes alone: bytes, and how many weights are merged."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from moerl.config.lora_settings import LoraConfig
+from moerl.config.schema import ParallelConfig
+from moerl.layout.spec import ModelSpec
+from moerl.planning.layout_check import ITEMSIZE, Spread
+from moerl.planning.sync_cost import Forecast, Links
+from moerl.weight_sync.factor_tables import FactorTables
+from moerl.weight_sync.held_shards import EngineLayout
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class FactorForecast:
+    """One publish into one engine."""
+
+    received: Spread  # bytes, by engine rank
+    engine_bytes: int  # all ranks of it
+    merged: int  # weights that its largest rank computes from W0 and factors
+
+
+def factor_forecast(
+    spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str
+) -> FactorForecast:
+    """The trainer's layout does not matter: an engine rank gets each element once."""
+    tables = FactorTables(spec, ParallelConfig(), engine, lora.rank_of)
+    received, merged = [], []
+    for rank in range(engine.tp):
+        elements = weights = 0
+        for target in tables.of_engine(rank):
+            rows, cols = (len(part) for part in target.parts.wanted[rank][1:])
+            elements += target.rank * (rows + cols)
+            weights += rows * cols
+        received.append(ITEMSIZE.get(dtype, 2) * elements)
+        merged.append(weights)
+    return FactorForecast(Spread.of(received), sum(received), max(merged))
+
+
+def describe_factors(found: FactorForecast, whole: Forecast, links: Links) -> str:
+    """Lines of `moerl plan`, below those of whole weights."""
+    share = found.engine_bytes / whole.engine_bytes
+    seconds = found.received.high / links.bytes_per_s
+    return (
+        f"\nfactors alone (lora.send: factors): {found.received.high / _GB:.3g} GB into an engine "
+        f"rank, {found.engine_bytes / _GB:.3g} GB into an engine, {share:.2%} of its weights; "
+        f"{seconds:.3g} s at line rate\n"
+        f"then each engine rank computes W0 + s B A: up to {found.merged:,} weights, at VERIFY "
+        "and at COMMIT"
+    )
+
+
+def as_json(found: FactorForecast, whole: Forecast) -> dict[str, object]:
+    return asdict(found) | {"share": found.engine_bytes / whole.engine_bytes}

@@ -1,0 +1,65 @@
+"""Merged folders of others' adapters, and the way back: what a merged folder was made of.
+
+Rounding loses bits, so no subtraction gives W0 back.  A merge therefore keeps a copy of the adapter
+in OUT/adapter, with the fingerprint of W0 and the dtype.  The way back is to find W0 by that
+fingerprint and the factors in the copy, and to prove the pair: the merge of both must be the merged
+folder, bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from moerl.config.json_files import read_json
+from moerl.config.resume import fingerprint
+from moerl.errors import ModelError
+from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.trainer.hf_io.hf_save import write_json
+
+_COPY, _NOTE = "adapter", "merged.json"
+
+
+def keep_parts(out: Path, base: Path, adapter: Path, settings: Mapping[str, object]) -> None:
+    """Copy the adapter into a merged folder.  settings: what else the merge depended on."""
+    shutil.copytree(adapter, out / _COPY, dirs_exist_ok=True)
+    note = {"model": str(base), "fingerprint": fingerprint(base), **settings}
+    write_json(out / _COPY / _NOTE, note)
+
+
+def read_parts(merged: Path, base: Path | None) -> tuple[Path, Path, dict[str, object]]:
+    """(folder of W0, folder of the adapter, settings).  Raises ModelError.
+
+    base: where W0 is now; None: where it was.
+    """
+    copy = merged / _COPY
+    if not (copy / _NOTE).is_file():
+        raise ModelError(f"{merged}: it keeps no adapter, so its base and factors are not known")
+    note = read_json(copy / _NOTE)
+    base = base or Path(note["model"])
+    if (found := fingerprint(base)) != note["fingerprint"]:
+        raise ModelError(
+            f"{merged}: it was merged from weights with the fingerprint {note['fingerprint']} "
+            f"({note['model']}), {base} has {found}; name their folder with --base"
+        )
+    return base, copy, note
+
+
+def check_equal(merged: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raises ModelError, naming a tensor of the folder that is another one."""
+    source = HfFolder(merged)
+    for name, tensor in wanted.items():
+        found = source.read(name)
+        same = found.dtype == tensor.dtype and torch.equal(_bits(found), _bits(tensor))
+        if not same:
+            raise ModelError(
+                f"{merged}: {name} is not W0 + s B A of its adapter: the folder was changed after "
+                "it was merged"
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
