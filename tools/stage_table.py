@@ -68,6 +68,7 @@ _TRAINER = (
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_lora_parity.py",
     "tests/multi/test_lora_files.py",
+    "tests/multi/test_lora_reference.py",
     "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
