@@ -58,6 +58,7 @@ _LAYOUTS = (
     "tests/multi/test_layout_families.py",
     "tests/multi/test_layout_families_gradients.py",
     "tests/multi/test_layout_sglang.py",
+    "tests/multi/test_sglang_lora_pool.py",
     "tests/multi/test_model_torch_dist.py",
 )
 _TRAINER = (
