@@ -27,7 +27,7 @@ ARMS = {"verifiers": [], "rate 0": [STILL]}
 HARNESS = {"agent": {"harness": {"id": "here_harness"}, "runtime": {"type": "subprocess"}}}
 SETTINGS = [
     "digits-by-agent",
-    "run.steps=40",
+    "run.steps=50",
     "task.agent.workers=1",
     "task.agent.max_turns=1",
     "task.limits.processes=512",
@@ -36,7 +36,10 @@ SETTINGS = [
     "rollout.group_size=8",
     "rollout.max_groups_in_flight=32",
     "trainer.parallel={dp: 1, ep: 1}",  # one core trains while the other generates
-    "evaluation.every=4",
+    # The answer is one token: without entropy in the loss all siblings soon say the same digit.
+    "trainer.optimizer={lr: 1.0e-3, min_lr: 1.0e-3, warmup_steps: 5}",
+    "algorithm.entropy_coef=0.01",
+    "evaluation.every=5",
     "evaluation.prompts=100",
     "evaluation.temperature=1.0",
     "evaluation.top_p=0.95",
