@@ -9,8 +9,8 @@ configuration as JSON, where it has other roles than `agent`, another harness or
 run than processes on this machine.
 
 moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  Episodes
-of a group play the same task: names ("17.0") begin with the group's number, which chooses the task.
-The prompts of the recipe are not read.
+of a group play the same task, which the number of the prompt chooses.  The prompts of the recipe
+are not read.  Every tenth task of the set is played in evaluations only.
 """
 
 from __future__ import annotations
@@ -53,10 +53,17 @@ async def play(config: vf.EnvConfig, task: vf.Task, asked: dict[str, Any]) -> di
     return {"reward": statistics.fmean(trace.reward for trace in done.traces)}
 
 
+def chosen(tasks: list[vf.Task], asked: dict[str, Any]) -> vf.Task:
+    """The task of an episode."""
+    held_out = tasks[::10]
+    trained = [task for place, task in enumerate(tasks) if place % 10] or tasks
+    own = held_out if asked.get("held_out") else trained
+    return own[asked.get("index", 0) % len(own)]
+
+
 async def answer(config: vf.EnvConfig, tasks: list[vf.Task], asked: dict[str, Any]) -> None:
-    group = int(asked["episode"].partition(".")[0])
     try:
-        found = await play(config, tasks[group % len(tasks)], asked)
+        found = await play(config, chosen(tasks, asked), asked)
     except Exception as error:  # one episode's; the others are not touched
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"episode": asked["episode"]} | found), flush=True)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moerl.config.schema import EvaluationConfig
 from moerl.controller.agent_episodes import ENDED, EpisodeRunner, PlayedEpisode
@@ -60,11 +61,10 @@ class HeldOutEpisodes:
     async def play(self, asked: Sequence[HeldOutPrompt]) -> list[PlayedEpisode]:
         """The episodes that have not failed twice, in order.  Raises EngineError."""
         playing = asyncio.gather(*map(self._one, asked))
+        either: tuple[asyncio.Future[Any], ...] = (playing, self._pin.broken)
         left_s = self._deadline + self._config.hold_s - time.monotonic()
         try:
-            await asyncio.wait(
-                {playing, self._pin.broken}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if not playing.done():
                 limit = f"twice evaluation.hold_s = {self._config.hold_s:g} s"
                 self._pin.breaks(EngineError(f"its episodes took longer than {limit}"))

@@ -26,6 +26,7 @@ from moerl.engine.server_args import check_args
 from moerl.errors import ConfigError, LayoutError, ModelError
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
+from moerl.launch.task_agents import task_agents
 from moerl.layout import ModelSpec, model_spec
 from moerl.private_dir import private_dir, user_dir
 from moerl.rpc import Keys
@@ -99,7 +100,7 @@ def prepare(
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
     plan.prompts().draw_first()  # raises for a task that has no prompt
-    plan.agents()  # raises for a chat template or a program that cannot be used
+    task_agents(plan)  # raises for a chat template or a program that cannot be used
     if plan.config.evaluation.every:
         plan.held_out().draw_first()
     return plan

@@ -31,7 +31,6 @@ from moerl.run_dir import RunDir
 from moerl.types import ModelShape
 
 if TYPE_CHECKING:
-    from moerl.agents.agents_by_task import AgentsByTask
     from moerl.controller.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.follower import EngineFollower
@@ -170,12 +169,6 @@ class RunContext:
                 for task in entries_of(self.config)
             }
         )
-
-    def agents(self) -> AgentsByTask | None:
-        """What plays the episodes of tasks with an agent.  Raises ConfigError."""
-        from moerl.launch.task_agents import task_agents
-
-        return task_agents(self)
 
     def prompts(self) -> PromptMixture:
         from moerl.data.prompt_mixture import PromptMixture

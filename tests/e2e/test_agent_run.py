@@ -45,8 +45,10 @@ def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
 def test_held_out_prompts_are_played(tmp_path: Path) -> None:
     """Greedy, and no version differs from another, so every evaluation has the same rewards."""
     held_out = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.samples=2"]
+    worker = f"task.agent.command=[python, {ROOT}/examples/agent_worker.py]"
     still = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"
-    settings = [*SETTINGS, *held_out, still, "evaluation.hold_s=120", "run.steps=2"]
+    settings = [*SETTINGS, *held_out, still, worker, "task.agent.workers=1"]
+    settings += ["evaluation.hold_s=120", "run.steps=2"]
     run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
     assert run.finish() == 0, run.text()
     rows = run.rows()

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
 # before its own; files that no row names lie above all rows and may import each other.
 INSIDE = {
     "trainer": [{"model", "hf_io"}, {"passes"}, {"learner"}, {"checkpoints"}],
-    "launch": [{"run_context", "cluster"}, {"nodes"}, {"supervision"}],
+    "launch": [{"run_context", "cluster"}, {"nodes", "task_agents"}, {"supervision"}],
 }
 HOMES = {
     "megatron": "trainer",

@@ -35,6 +35,7 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
 from moerl.launch.supervision.remote_calls import Late
+from moerl.launch.task_agents import task_agents
 from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
@@ -297,7 +298,7 @@ class ControllerActor:
             saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
-            agents=plan.agents(),
+            agents=task_agents(plan),
         )
         self._controller = Controller(
             plan.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed
