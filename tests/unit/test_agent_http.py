@@ -16,7 +16,7 @@ import pytest
 from moerl.agents import event_streams
 from moerl.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
-from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, Served, ids, run, serve
+from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, TOKENS, Served, ids, run, serve
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------
@@ -185,6 +185,29 @@ def test_a_bad_request_is_one_clear_error(body: dict[str, Any], status: int, cod
             assert reply["error"].keys() == {"message", "type", "param", "code"}
             found, _, _ = await served.post(json={"messages": HELLO})
             assert found == 200, "and the episode continues"
+
+    run(work)
+
+
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 MB, which a body may have, would take a minute of the loop of all episodes."""
+    encoded = list[int]()
+    real = TOKENS.encode
+    monkeypatch.setattr(TOKENS, "encode", lambda text: encoded.append(len(text)) or real(text))
+    path = "/chat/completions" if kind == "messages" else "/completions"
+    text = "x" * (8 << 20)
+
+    async def work() -> None:
+        async with serve([*ids("a"), END]) as served:
+            body = [{"role": "user", "content": text}] if kind == "messages" else text
+            status, reply, _ = await served.post(path, json={kind: body})
+            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+            assert sum(encoded) < 10, "the answer of the script"
+            status, _, _ = await served.post(json={"messages": HELLO})
+            assert status == 200, "and the episode continues"
 
     run(work)
 
