@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from moerl.agents.turn_forest import Origin, TurnForest, TurnRequest
+from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import RecordError
-from moerl.types import Finish, PolicyVersion, SamplingParams, Segment
+from moerl.types import Finish, PolicyVersion, Prompt, SamplingParams, Segment
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -48,6 +51,31 @@ def test_a_turn_that_does_not_continue_its_parent_is_refused() -> None:
         forest.add(request, "", "e.t1", sampled_turn([1, 9, 3, 4], [5]), 3)
     assert forest.turns == [parent]
     assert forest.add(request, "", "e.t1", sampled_turn([1, 2, 3, 4], [5]), 3).continues
+
+
+def test_an_episode_of_text_turns_keeps_its_tokens_once() -> None:
+    """200,000 tokens in 200 turns of `task.environment`."""
+    episode = PartialEpisode(
+        "0.0", Prompt(0, (1, 2), "", None, {}), SamplingParams(9), audit=False, max_turns=200
+    )
+    said = [1, 2]
+    for number in range(200):
+        request = episode.request()
+        assert len(request.token_ids) == len(said)
+        (segment,) = sampled_turn([], [number, 7]).segments
+        episode.add(replace(segment, rollout_id=request.rollout_id))
+        said += [number, 7]
+        if number < 199:
+            result = list(range(number, number + 998))
+            episode.reply(result)
+            said += result
+    (row,) = episode.rows("join")
+    assert row.token_ids.tolist() == said
+    assert len(said) > 199_000
+    prompts = [turn.prompt_ids for turn in episode.turns]
+    arrays = {id(ids.base): ids.base.nbytes for ids in prompts if ids.base is not None}
+    assert sum(arrays.values()) <= 4 * row.token_ids.nbytes, "arrays that double"
+    assert sum(ids.nbytes for ids in prompts) > 90 * row.token_ids.nbytes, "control: one each"
 
 
 def whole(turn: tuple[list[int], list[int]]) -> list[int]:
