@@ -42,7 +42,6 @@ from moerl.types import (
     MaskBlob,
     ModelShape,
     PolicyVersion,
-    Prompt,
     Rollout,
     RoutingBlob,
     SamplingParams,
@@ -136,8 +135,8 @@ class KeptEpisodes(AgentPrograms):
         super().__init__(*args)
         self.played: list[PlayedEpisode] = []
 
-    async def play(self, name: str, prompt: Prompt) -> PlayedEpisode:
-        self.played.append(await super().play(name, prompt))
+    async def play(self, *args: Any, **kwargs: Any) -> PlayedEpisode:
+        self.played.append(await super().play(*args, **kwargs))
         return self.played[-1]
 
 
