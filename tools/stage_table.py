@@ -107,6 +107,7 @@ _RECIPES = (
 _VARIANTS = (
     "tests/e2e/test_train.py",
     "tests/e2e/test_agent_environment_run.py",
+    "tests/e2e/test_agent_long_episode.py",
     "tests/e2e/test_agent_mixture_run.py",
     "tests/e2e/test_agent_run.py",
     "tests/e2e/test_long_contexts.py",

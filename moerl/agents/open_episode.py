@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -144,6 +144,7 @@ class OpenEpisode:
         stops = await self._stops(ends.stop)
         self._check_open(n)
         request = self.forest.match(messages, tools)
+        self._check_length(len(message.text) for message in messages[request.covered :])
         prompt = self._chat_prompt(request, messages, tools)
         sampling = self._sampling(prompt, ends, stops, n)
         plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
@@ -157,6 +158,7 @@ class OpenEpisode:
         self._check_open(n)
         if isinstance(prompt, str):
             request = self.forest.match_text(prompt)
+            self._check_length([len(prompt) - request.covered])
             found = self._text_prompt(request, prompt)
         else:
             ids = self._known_ids(prompt)
@@ -245,14 +247,7 @@ class OpenEpisode:
         if not used:
             raise ApiError(400, "invalid_prompt", "the prompt has no token")
         if room < 1:
-            self.counts["context_ends"] += 1
-            raise ApiError(
-                400,
-                "context_length_exceeded",
-                f"This model's maximum context length is {context} tokens. However, your messages "
-                f"resulted in {used} tokens.",
-                retry=False,
-            )
+            raise self._too_long(f"{used} tokens")
         left = (self.limits.sampled_tokens - self._num_sampled - self._reserved) // n
         if left < 1:
             raise ApiError(
@@ -263,6 +258,22 @@ class OpenEpisode:
             )
         most = self._policy.sampling.max_new_tokens
         return min(room, left, most, ends.max_tokens or most)
+
+    def _check_length(self, num_chars: Iterable[int]) -> None:
+        """Refuse what cannot fit before it is tokenised: that would stop all episodes meanwhile."""
+        least = sum(num_chars) // self._policy.tokens.longest_token
+        if least > self.limits.context_tokens:
+            raise self._too_long(f"at least {least} tokens")
+
+    def _too_long(self, found: str) -> ApiError:
+        self.counts["context_ends"] += 1
+        return ApiError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {self.limits.context_tokens} tokens. However, "
+            f"your messages resulted in {found}.",
+            retry=False,
+        )
 
     async def _stops(self, texts: tuple[str, ...]) -> Stops:
         if not texts:

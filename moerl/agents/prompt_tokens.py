@@ -24,6 +24,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import jinja2
@@ -92,6 +93,11 @@ class PromptTokens:
                 "its chat template does not write the text of an answer and of a user's message "
                 "behind it",
             )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def vocab_size(self) -> int:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
-from moerl.controller.turn_rows import SampledTurn, join
+from moerl.controller.turn_rows import SampledTurn, SharedIds, join
 from moerl.errors import RecordError
 from moerl.types import Array, Rollout
 
@@ -84,27 +84,6 @@ class RecordedTurn:
             assert turn is not None
             found.append(replace(turn.sampled, trained=False))
         return found[::-1]
-
-
-class SharedIds:
-    """Tokens of turns that continue one another: all begin the same array, which grows.
-
-    An array of its own for each turn would be quadratic in the length of an episode.
-    """
-
-    def __init__(self, ids: Array) -> None:
-        self._ids, self.used = np.asarray(ids, np.int32), len(ids)
-
-    def first(self, count: int) -> Array:
-        return self._ids[:count]
-
-    def append(self, new: Array) -> None:
-        begin, self.used = self.used, self.used + len(new)
-        if self.used > len(self._ids):
-            grown = np.empty(2 * self.used, np.int32)
-            grown[:begin] = self._ids[:begin]
-            self._ids = grown
-        self._ids[begin : self.used] = new
 
 
 @dataclass(frozen=True, slots=True)

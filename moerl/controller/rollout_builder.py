@@ -20,7 +20,7 @@ import numpy as np
 
 from moerl.config.schema import SamplingConfig
 from moerl.controller.generated import Generated, Sealed
-from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
+from moerl.controller.turn_rows import SampledTurn, SharedIds, TurnRows, join, rows_of
 from moerl.errors import RecordError
 from moerl.messages import Scorer
 from moerl.types import (
@@ -129,7 +129,7 @@ class PartialRollout:
         """
         if not self.segments or not len(segment.output_ids):
             return 0
-        return len(self.prompt.token_ids) + self.num_sampled - 1 - segment.cached_tokens
+        return self.num_fed - 1 - segment.cached_tokens
 
     def add(self, segment: Segment) -> None:
         """Add one reply: one segment per weight version that sampled it.
@@ -220,6 +220,7 @@ class PartialEpisode:
                 prompt_ids=prompt_ids,
             )
         ]
+        self._ids = SharedIds(self.turns[0].prompt_ids)  # of the conversation
         self.lacks_context = False  # the last reply of the environment was too long
         self._wasted: set[str] = set()  # blobs of a refused try
         self._ended = max_turns == 1
@@ -268,16 +269,18 @@ class PartialEpisode:
             self._ended = True
             return
         before, number = self.turns[-1], len(self.turns)
-        said = [*before.prompt_ids.tolist(), *before.output_ids.tolist()]
-        prompt = replace(self.prompt, token_ids=(*said, *token_ids))
+        self._ids.append(before.output_ids)
+        said = self._ids.used
+        self._ids.append(np.asarray(token_ids, np.int32))
         self.turns.append(
             PartialRollout(
                 f"{self.episode_id}.t{number}",
-                prompt,
+                self.prompt,
                 before.sampling,
                 audit=before.audit,
-                rows_known=len(said) - 1,  # the last token is fed only now
+                rows_known=said - 1,  # the last token is fed only now
                 slice_tokens=self._slice,
+                prompt_ids=self._ids.first(self._ids.used),
             )
         )
         self._ended = number + 1 == self.max_turns

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moerl.atomic import atomic_write
 from moerl.controller.blob_availability import BlobAvailability
@@ -306,7 +306,7 @@ class TrainerHandler:
     # --- finished steps -------------------------------------------------------------------------
     async def _step_done(self, message: StepDone) -> Message:
         planned = tuple(self._batches.planned.get(message.step, ()))
-        found = await asyncio.to_thread(batch_metrics, planned, message.step)
+        found, samples = await asyncio.to_thread(self._described, planned, message.step)
         engines = await self._pool.statuses()  # no other message is handled in between
         self._pool.expect_trainer()
         if message.version.incarnation != self._pool.incarnation:
@@ -323,7 +323,6 @@ class TrainerHandler:
         metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
         metrics["async/buffer_depth"] = float(self._buffer.num_ready)
         metrics["async/engines"] = self._pool.num_serving
-        samples = samples_of(self._config, groups, message.step, self._services.decode)
         await self._add_row(StepReport(message.step, message.version, metrics, samples))
         self._keep_records(message.step, groups)
         gone: list[EpisodeGroup] = []
@@ -336,6 +335,15 @@ class TrainerHandler:
         await asyncio.to_thread(self._let_go, gone)
         await asyncio.to_thread(self._journal.sweep)
         return Ok()
+
+    def _described(
+        self, groups: Sequence[EpisodeGroup], step: int
+    ) -> tuple[dict[str, float], list[dict[str, object]]]:
+        """Metrics and shown samples of a batch.  In a thread: text of a long row takes a while."""
+        if not groups:
+            return {}, []
+        samples = samples_of(self._config, groups, step, self._services.decode)
+        return batch_metrics(groups, step), samples
 
     async def _add_row(self, report: StepReport) -> None:
         """Append a row to metrics.jsonl.  Raises ProtocolError when the trainer was replaced."""

@@ -41,6 +41,27 @@ TurnRows = Literal["join", "split", "separate"]
 Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
 
 
+class SharedIds:
+    """Tokens of turns that continue one another: all begin the same array, which grows.
+
+    An array of its own for each turn would be quadratic in the length of an episode.
+    """
+
+    def __init__(self, ids: Array) -> None:
+        self._ids, self.used = np.asarray(ids, np.int32), len(ids)
+
+    def first(self, count: int) -> Array:
+        return self._ids[:count]
+
+    def append(self, new: Array) -> None:
+        begin, self.used = self.used, self.used + len(new)
+        if self.used > len(self._ids):
+            grown = np.empty(2 * self.used, np.int32)
+            grown[:begin] = self._ids[:begin]
+            self._ids = grown
+        self._ids[begin : self.used] = new
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
     """A turn that has ended: what the policy was given and the replies of its calls."""

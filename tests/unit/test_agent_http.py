@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from moerl.agents import event_streams
 from moerl.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
-from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, ids, run, serve
+from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, TOKENS, Served, ids, run, serve
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------
@@ -188,6 +189,29 @@ def test_a_bad_request_is_one_clear_error(body: dict[str, Any], status: int, cod
     run(work)
 
 
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 MB, which a body may have, would take a minute of the loop of all episodes."""
+    encoded = list[int]()
+    real = TOKENS.encode
+    monkeypatch.setattr(TOKENS, "encode", lambda text: encoded.append(len(text)) or real(text))
+    path = "/chat/completions" if kind == "messages" else "/completions"
+    text = "x" * (8 << 20)
+
+    async def work() -> None:
+        async with serve([*ids("a"), END]) as served:
+            body = [{"role": "user", "content": text}] if kind == "messages" else text
+            status, reply, _ = await served.post(path, json={kind: body})
+            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+            assert sum(encoded) < 10, "the answer of the script"
+            status, _, _ = await served.post(json={"messages": HELLO})
+            assert status == 200, "and the episode continues"
+
+    run(work)
+
+
 def test_an_endless_body_ends() -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -206,6 +230,26 @@ def test_an_endless_body_ends() -> None:
                 assert status == 413
             except aiohttp.ClientError:
                 pass  # the connection is closed under a client that does not stop to write
+
+    run(work)
+
+
+def test_100_megabytes_are_refused_before_they_are_sent() -> None:
+    async def head_only(served: Served, key: str) -> bytes:
+        """Status line of the answer to a request whose body never comes."""
+        url = urlsplit(served.gateway.base_url("e"))
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer "
+        writer.write(f"{head}{key}\r\nContent-Length: {10**8}\r\n\r\n".encode())
+        try:
+            return await asyncio.wait_for(reader.readline(), 10.0)
+        finally:
+            writer.close()
+
+    async def work() -> None:
+        async with serve() as served:
+            assert b" 413 " in await head_only(served, served.episode.key)
+            assert b" 401 " in await head_only(served, "another")
 
     run(work)
 

@@ -21,6 +21,7 @@ from moerl.observe.metrics import (
     MetricsWriter,
     SampleWriter,
     TensorBoardSink,
+    newest_row,
     open_sinks,
     read_lines,
     read_rows,
@@ -120,6 +121,24 @@ def test_damage_that_is_not_a_torn_tail_is_refused(tmp_path: Path) -> None:
         path.write_text("\n".join(broken) + "\n")
         with pytest.raises(RecordError, match="line 2"):
             read_rows(path)
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"step": 9}'])
+def test_the_newest_row_is_read_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert newest_row(path) is None
+    path.write_text(torn)
+    assert newest_row(path) is None
+    path.unlink()
+    write(path, range(7))
+    with path.open("a") as file:
+        file.write(torn)
+    monkeypatch.setattr(metrics, "_TAIL", 100 + len(torn))  # cuts the row before
+    assert newest_row(path) == read_rows(path)[-1]
+    monkeypatch.setattr(metrics, "_TAIL", 10 + len(torn))
+    assert newest_row(path) is None, "the row is longer than what is read"
 
 
 def test_missing_file_has_no_rows(tmp_path: Path) -> None:
