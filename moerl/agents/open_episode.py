@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.agents.api_errors import ApiError
+from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, Stops
@@ -25,8 +25,14 @@ from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
+from moerl.grammar import Grammar
 from moerl.types import Array, Episode, Prompt, Rollout, SamplingParams
 
+NO_MASKS = (
+    "not supported, because this run records no sampling masks, and without them what a grammar "
+    "allowed could not be replayed: set replay.sampling_mask=true, and sampling.top_p below 1 or "
+    "sampling.top_k"
+)
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 
@@ -51,6 +57,7 @@ class Policy:
     sampling: SamplingParams  # of the recipe; max_new_tokens: most tokens of a turn
     audit: bool = False  # see GenerateRequest
     logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
+    no_grammar: str = ""  # why grammars are refused; empty: they are taken
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -59,10 +66,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a client wants a turn to end."""
+    """Where a client wants a turn to end, and the texts that it may be."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    forces: str | None = None  # the function that must be called; empty: any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +152,7 @@ class OpenEpisode:
         self._check_open(n)
         request = self.forest.match(messages, tools)
         prompt = self._chat_prompt(request, messages, tools)
+        ends = self._with_calls(ends, tools)
         sampling = self._sampling(prompt, ends, stops, n)
         plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
@@ -228,8 +238,11 @@ class OpenEpisode:
 
     def _sampling(self, prompt: PromptIds, ends: Ends, stops: Stops, n: int) -> SamplingParams:
         sampling = self._policy.sampling
+        if ends.grammar is not None:
+            self._check_grammars()
         return replace(
             sampling,
+            grammar=ends.grammar,
             max_new_tokens=self._room(prompt, ends, n),
             stop_token_ids=(*sampling.stop_token_ids, *sorted(stops.ids)),
         )
@@ -259,6 +272,30 @@ class OpenEpisode:
             )
         most = self._policy.sampling.max_new_tokens
         return min(room, left, most, ends.max_tokens or most)
+
+    def _with_calls(self, ends: Ends, tools: Sequence[Json]) -> Ends:
+        """The grammar of the calls that a client forces.  Raises ApiError."""
+        if ends.forces is None:
+            return ends
+        self._check_grammars()
+        named = [tool for tool in tools if ends.forces in ("", tool["function"]["name"])]
+        if ends.grammar is not None or not named:
+            why = "an answer can have one grammar" if named else "tools has no such function"
+            raise ApiError(400, "invalid_grammar", f"tool_choice: {why}", retry=False)
+        grammar = self._policy.parser.call_grammar(named)
+        if grammar is None:
+            raise unsupported(
+                "tool_choice: this run's format of calls (task.agent.call_format) has no grammar "
+                "of its own; allowed are auto and none"
+            )
+        return replace(ends, grammar=grammar)
+
+    def _check_grammars(self) -> None:
+        why = self._policy.no_grammar
+        if not why and not self._policy.sampling.truncates:
+            why = NO_MASKS
+        if why:
+            raise unsupported(f"response_format, grammars and a forced tool_choice: {why}")
 
     async def _stops(self, texts: tuple[str, ...]) -> Stops:
         if not texts:
@@ -298,6 +335,9 @@ class OpenEpisode:
         try:
             sampled = await self._run(self._partial(name, request, plan), plan.stops)
         except RecordError as error:
+            if plan.sampling.grammar is not None and error.reason == "request":
+                message = f"the engine refuses the grammar: {error.detail}"
+                raise ApiError(400, "invalid_grammar", message, retry=False) from error
             self.counts[f"refused/{error.reason}"] += 1
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
         return self._recorded(name, request, plan, sampled)
@@ -341,7 +381,8 @@ class OpenEpisode:
             raise _gone("the episode has ended")
         # Tokens of stop texts say where this turn ends, not how it is sampled.
         stop_ids = self._policy.sampling.stop_token_ids
-        sampled = replace(sampled, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
+        own = replace(plan.sampling, stop_token_ids=stop_ids, grammar=None)
+        sampled = replace(sampled, sampling=own)
         ids = sampled.output_ids.tolist()
         is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
         whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)

@@ -179,7 +179,7 @@ class RunContext:
         task, shape = self.config.task, self.model_shape()
         if not task.agent.plays:
             return None
-        from moerl.agents.agent_loop import PolicySettings
+        from moerl.agents.agent_loop import PolicySettings, no_grammar
         from moerl.agents.agent_process import program_of
         from moerl.agents.agent_programs import AgentPrograms
         from moerl.agents.environment_episodes import EnvironmentEpisodes
@@ -203,6 +203,7 @@ class RunContext:
             context_tokens=task.agent.context_tokens or shape.context_tokens,
             audit=self.config.replay.audit,
             logprobs=partial(read_logprobs, self.blobs()),
+            no_grammar=no_grammar(task.agent, masks=self.config.replay.sampling_mask),
         )
         if task.agent.environment:
             return EnvironmentEpisodes(task, settings, EnvironmentPool(task))
