@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from moerl.errors import RecordError
+from moerl.grammar import Grammar
 from moerl.packed_ids import packed_state, set_packed_state
 
 Array = np.ndarray
@@ -75,6 +76,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None  # of a request; in records the sampling mask tells of it
 
     @property
     def truncates(self) -> bool:

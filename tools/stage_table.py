@@ -92,6 +92,7 @@ _SYNC = (
 )
 _ENGINE = (
     "tests/e2e/test_engine_e2e.py",
+    "tests/e2e/test_grammars.py",
     "tests/e2e/test_long_answers_engine.py",
     "tests/e2e/test_model_dp_attention.py",
     "tests/e2e/test_modes.py",
@@ -154,7 +155,7 @@ STAGES = (
     Stage("layouts", 800, "full", _LAYOUTS),
     Stage("trainer", 1500, "full", _TRAINER),
     Stage("sync", 600, "full", _SYNC),
-    Stage("engine", 1150, "full", _ENGINE),
+    Stage("engine", 1230, "full", _ENGINE),
     Stage("models", 1950, "full", _MODELS),
     Stage("recipes", 1000, "full", _RECIPES),
     Stage("variants", 1600, "full", _VARIANTS),

@@ -3,7 +3,8 @@
 # tools/get_smollm2; .venv stays exactly as it is.  Prints the path of its Python and does nothing
 # more when it is complete.
 #
-#   reference   TRL and verl, the published implementations that tests/references compares with.
+#   reference   TRL, verl and renderers, the published implementations that tests/references
+#               compares with.
 #               verl declares transformers < 5.11; the two modules that the tests call import and run
 #               with the one in .venv.  About 150 MB.
 #   mooncake    the transfer engine of `sync.transport=mooncake`, about 140 MB, and the libraries of
@@ -31,6 +32,7 @@ case $name in
       accelerate==1.15.0 datasets==5.2.0 multiprocess==0.70.19 pandas==3.1.1 pyarrow==26.0.1
       tensordict==0.10.0 pyvers==0.2.3 codetiming==1.4.0 torchdata==0.11.0
       peft==0.21.2 pylatexenc==2.11 cloudpickle==3.1.2
+      renderers==0.1.12 prime-pydantic-config==0.4.3
     )
     import=verl
     ;;

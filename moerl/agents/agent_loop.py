@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moerl.agents.open_episode import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.open_episode import NO_MASKS, EpisodeLimits, FinishedEpisode, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
@@ -41,6 +41,7 @@ class PolicySettings:
     context_tokens: int
     audit: bool
     logprobs: Callable[[Rollout], Array] | None = None  # of a turn, for clients that want them
+    no_grammar: str = ""  # why grammars are refused; empty: they are taken
 
     def policy(self, engine: TurnEngine) -> Policy:
         return Policy(
@@ -51,6 +52,7 @@ class PolicySettings:
             sampling=self.sampling,
             audit=self.audit,
             logprobs=self.logprobs,
+            no_grammar=self.no_grammar,
         )
 
     def limits(self, agent: AgentConfig) -> EpisodeLimits:
@@ -60,6 +62,13 @@ class PolicySettings:
             sampled_tokens=agent.max_sampled_tokens,
             wall_s=agent.wall_s,
         )
+
+
+def no_grammar(agent: AgentConfig, *, masks: bool) -> str:
+    """Why a run refuses grammars.  masks: those of the engines are replayed."""
+    if not agent.grammars:
+        return "not supported, because task.agent.grammars is false"
+    return "" if masks else NO_MASKS
 
 
 @dataclass(slots=True)

@@ -203,9 +203,9 @@ def _function(tool: BlockTool, where: str) -> Json:
 
 
 def _choice(choice: Json | None) -> str | Json | None:
-    """auto and none; others are refused by the checks of OpenAI's form."""
+    """In OpenAI's form, whose checks refuse others; a tool is named as in its responses."""
     kind = (choice or {"type": "auto"}).get("type")
-    return kind if kind in ("auto", "none") else choice
+    return {"auto": "auto", "none": "none", "any": "required"}.get(str(kind), choice)
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Code = Literal[
     "invalid_request",
     "invalid_messages",
     "invalid_prompt",
+    "invalid_grammar",
     "unsupported_parameter",
     "request_too_large",
     "request_too_slow",

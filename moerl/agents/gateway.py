@@ -21,7 +21,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from moerl.agents import anthropic_messages, event_streams
 from moerl.agents.anthropic_messages import MessagesReply, MessagesRequest
 from moerl.agents.api_errors import ApiError
 from moerl.agents.event_streams import stream
+from moerl.agents.grammar_fields import forced_call
 from moerl.agents.open_episode import (
     EpisodeLimits,
     FinishedEpisode,
@@ -252,10 +253,11 @@ class Gateway:
 
 
 def _turns(episode: OpenEpisode, asked: ChatRequest) -> Coroutine[None, None, list[TurnAnswer]]:
+    forces = forced_call(asked.tool_choice)
     return episode.chat(
         asked.messages,
         asked.tools or [],
-        asked.ends,
+        replace(asked.ends, forces=forces),
         asked.n or 1,
         calls=asked.tool_choice != "none",
     )

@@ -15,6 +15,9 @@ import asyncio
 import contextlib
 import os
 import resource
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -26,7 +29,8 @@ from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observati
 _CONNECTS = 3  # tries to connect: a request that was sent is never sent again
 _PAUSE_S = 0.5  # before the second of them, twice as long before the third
 _OWN_FILES = 64  # descriptors of a worker that are no connections
-_SHOWN = 200  # bytes of a server's words in an error
+SHOWN = 200  # bytes, or characters, of a server's words in an error
+T = TypeVar("T")
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
 
 
@@ -34,7 +38,7 @@ class ServerError(Exception):
     """What a server did instead of answering."""
 
 
-class _State(msgspec.Struct, frozen=True):
+class State(msgspec.Struct, frozen=True):
     """What a server answers; further fields are ignored."""
 
     observation: str | Json | list[object] | None = None
@@ -97,10 +101,12 @@ class HttpEnvironment:
             with contextlib.suppress(ServerError, TimeoutError, aiohttp.ClientError):
                 await self._post("close", {})
 
-    async def _ask(self, route: str, given: Json) -> _State:
-        data = await self._post(route, given)
+    async def _ask(self, route: str, given: Json) -> State:
+        return self._decoded(route, await self._post(route, given), State)
+
+    def _decoded(self, route: str, data: bytes | str | msgspec.Raw, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(data, type=_State)
+            return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ServerError(f"{self._url}/{route} answered what is no state: {error}") from None
 
@@ -109,17 +115,10 @@ class HttpEnvironment:
         body = msgspec.json.encode({"episode_id": self._episode, **given})
         headers = {"Content-Type": "application/json", **self._headers}
         async with asyncio.timeout(self._request_s):
-            for tries in range(_CONNECTS):
-                try:
-                    return await self._once(f"{self._url}/{route}", body, headers)
-                except aiohttp.ClientConnectorError:
-                    if tries == _CONNECTS - 1:
-                        raise
-                    await asyncio.sleep(_PAUSE_S * 2**tries)
-        raise AssertionError("the last try returns or raises")
+            return await connected(lambda: self._once(f"{self._url}/{route}", body, headers))
 
     async def _once(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
-        post = _session().post(url, data=body, headers=headers, allow_redirects=False)
+        post = session().post(url, data=body, headers=headers, allow_redirects=False)
         async with post as reply:
             data = b""
             async for part in reply.content.iter_chunked(1 << 16):
@@ -127,11 +126,11 @@ class HttpEnvironment:
                 if len(data) > self._most:
                     raise ServerError(f"{url} answered with more than {self._most} bytes")
             if reply.status != 200:
-                said = data[:_SHOWN].decode(errors="replace")
+                said = data[:SHOWN].decode(errors="replace")
                 raise ServerError(f"{url} answered with status {reply.status}: {said}")
             return data
 
-    def _text(self, state: _State) -> str:
+    def _text(self, state: State) -> str:
         seen = state.observation
         if isinstance(seen, dict) and self._shown:
             if self._shown not in seen:
@@ -142,7 +141,16 @@ class HttpEnvironment:
         return seen if isinstance(seen, str) else msgspec.json.encode(seen).decode()
 
 
-def _session() -> aiohttp.ClientSession:
+async def connected(request: Callable[[], Awaitable[T]]) -> T:
+    """A request, tried again where there was no connection: then nothing was sent."""
+    for tries in range(_CONNECTS - 1):
+        with contextlib.suppress(aiohttp.ClientConnectorError):
+            return await request()
+        await asyncio.sleep(_PAUSE_S * 2**tries)
+    return await request()
+
+
+def session() -> aiohttp.ClientSession:
     """Of this worker: connections are shared by its episodes, each of which waits most of the time.
 
     As many as it may have open, so that no episode waits for the connection of another.
@@ -152,8 +160,21 @@ def _session() -> aiohttp.ClientSession:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         connector = aiohttp.TCPConnector(limit=max(1, files - _OWN_FILES))
         timeout = aiohttp.ClientTimeout(total=None)
-        _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(_refuse_redirect)
+        _sessions[loop] = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trace_configs=[trace]
+        )
     return _sessions[loop]
+
+
+async def _refuse_redirect(
+    _session: aiohttp.ClientSession,
+    _context: SimpleNamespace,
+    redirect: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    """A token must not follow it, and a WebSocket has no other way to refuse."""
+    raise ServerError(f"{redirect.url} answered with status {redirect.response.status}")
 
 
 def _with_text(messages: list[Json], text: str) -> list[Json]:

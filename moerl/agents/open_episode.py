@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.agents.api_errors import ApiError
+from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, Stops
@@ -25,8 +25,14 @@ from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
+from moerl.grammar import Grammar
 from moerl.types import Array, Prompt, Rollout, SamplingParams
 
+NO_MASKS = (
+    "not supported, because this run records no sampling masks, and without them what a grammar "
+    "allowed could not be replayed: set replay.sampling_mask=true, and sampling.top_p below 1 or "
+    "sampling.top_k"
+)
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 
@@ -51,6 +57,7 @@ class Policy:
     sampling: SamplingParams  # of the recipe; max_new_tokens: most tokens of a turn
     audit: bool = False  # see GenerateRequest
     logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
+    no_grammar: str = ""  # why grammars are refused; empty: they are taken
 
     def of(self, held_out: SamplingParams | None) -> Policy:
         """The policy of an episode.  held_out: the distribution of an evaluation, if it is one."""
@@ -63,10 +70,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a client wants a turn to end."""
+    """Where a client wants a turn to end, and the texts that it may be."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    forces: str | None = None  # the function that must be called; empty: any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +155,7 @@ class OpenEpisode:
         request = self.forest.match(messages, tools)
         self._check_length(len(message.text) for message in messages[request.covered :])
         prompt = self._chat_prompt(request, messages, tools)
+        ends = self._with_calls(ends, tools)
         sampling = self._sampling(prompt, ends, stops, n)
         plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
@@ -234,8 +244,11 @@ class OpenEpisode:
 
     def _sampling(self, prompt: PromptIds, ends: Ends, stops: Stops, n: int) -> SamplingParams:
         sampling = self._policy.sampling
+        if ends.grammar is not None:
+            self._check_grammars()
         return replace(
             sampling,
+            grammar=ends.grammar,
             max_new_tokens=self._room(prompt, ends, n),
             stop_token_ids=(*sampling.stop_token_ids, *sorted(stops.ids)),
         )
@@ -275,6 +288,30 @@ class OpenEpisode:
             retry=False,
         )
 
+    def _with_calls(self, ends: Ends, tools: Sequence[Json]) -> Ends:
+        """The grammar of the calls that a client forces.  Raises ApiError."""
+        if ends.forces is None:
+            return ends
+        self._check_grammars()
+        named = [tool for tool in tools if ends.forces in ("", tool["function"]["name"])]
+        if ends.grammar is not None or not named:
+            why = "an answer can have one grammar" if named else "tools has no such function"
+            raise ApiError(400, "invalid_grammar", f"tool_choice: {why}", retry=False)
+        grammar = self._policy.parser.call_grammar(named)
+        if grammar is None:
+            raise unsupported(
+                "tool_choice: this run's format of calls (task.agent.call_format) has no grammar "
+                "of its own; allowed are auto and none"
+            )
+        return replace(ends, grammar=grammar)
+
+    def _check_grammars(self) -> None:
+        why = self._policy.no_grammar
+        if not why and not self._policy.sampling.truncates:
+            why = NO_MASKS
+        if why:
+            raise unsupported(f"response_format, grammars and a forced tool_choice: {why}")
+
     async def _stops(self, texts: tuple[str, ...]) -> Stops:
         if not texts:
             return Stops()
@@ -313,6 +350,9 @@ class OpenEpisode:
         try:
             sampled = await self._run(self._partial(name, request, plan), plan.stops)
         except RecordError as error:
+            if plan.sampling.grammar is not None and error.reason == "request":
+                message = f"the engine refuses the grammar: {error.detail}"
+                raise ApiError(400, "invalid_grammar", message, retry=False) from error
             self.counts[f"refused/{error.reason}"] += 1
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
         return self._recorded(name, request, plan, sampled)
@@ -357,7 +397,8 @@ class OpenEpisode:
             raise _gone("the episode has ended")
         # Tokens of stop texts say where this turn ends, not how it is sampled.
         stop_ids = self._policy.sampling.stop_token_ids
-        sampled = replace(sampled, sampling=replace(plan.sampling, stop_token_ids=stop_ids))
+        own = replace(plan.sampling, stop_token_ids=stop_ids, grammar=None)
+        sampled = replace(sampled, sampling=own)
         ids = sampled.output_ids.tolist()
         is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
         whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)

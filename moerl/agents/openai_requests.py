@@ -13,14 +13,17 @@ from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
+from moerl.agents import grammar_fields
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, Json
 from moerl.agents.open_episode import Ends
+from moerl.grammar import Grammar
 from moerl.types import SamplingParams
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Siblings = Annotated[int, msgspec.Meta(ge=1, le=128)]
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Pattern = Annotated[str, msgspec.Meta(min_length=1)]
 StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=16)]
 
 
@@ -38,7 +41,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ending(ClientRequest, frozen=True, kw_only=True):
-    """Where a turn ends, and in which form it is answered."""
+    """Where a turn ends, which texts it may be, and in which form it is answered."""
 
     n: _Siblings | None = None
     max_tokens: _Count | None = None
@@ -46,12 +49,27 @@ class _Ending(ClientRequest, frozen=True, kw_only=True):
     stop: _StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: Json | None = None
+    response_format: Json | None = None
+    json_schema: Json | str | None = None
+    regex: _Pattern | None = None
+    ebnf: _Pattern | None = None
 
     @property
     def ends(self) -> Ends:
+        """Raises ApiError."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
         most = self.max_completion_tokens or self.max_tokens
-        return Ends(most, tuple(sorted(set(texts))))
+        return Ends(most, tuple(sorted(set(texts))), self._grammar())
+
+    def _grammar(self) -> Grammar | None:
+        schema = self.json_schema
+        fields = {
+            "response_format": grammar_fields.of_format(self.response_format),
+            "json_schema": None if schema is None else grammar_fields.of_schema(schema),
+            "regex": Grammar("regex", self.regex) if self.regex else None,
+            "ebnf": Grammar("ebnf", self.ebnf) if self.ebnf else None,
+        }
+        return grammar_fields.one_of(fields)
 
     @property
     def wants_usage(self) -> bool:
@@ -89,10 +107,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
+    **grammar_fields.FIELDS,  # in forms that have none
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -128,7 +143,9 @@ def read_request(
         body = msgspec.json.decode(data)
         if not isinstance(body, dict):
             raise ApiError(400, "invalid_request", "the body must be a JSON object")
-        _check_fields(body, {**_REFUSED, **form.refused})
+        known = {field.name for field in msgspec.structs.fields(form)}
+        refused = {**_REFUSED, **form.refused}
+        _check_fields(body, {name: refused[name] for name in refused.keys() - known})
         request = msgspec.convert(body, form)
         if isinstance(request, ChatRequest):
             check_chat(request)
@@ -154,13 +171,7 @@ def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None
 
 def check_chat(request: ChatRequest) -> None:
     """Raises ApiError; msgspec.ValidationError for a tool that is none."""
-    if request.tool_choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            "unsupported_parameter",
-            "tool_choice: a forced call could not be replayed; allowed are auto and none",
-            retry=False,
-        )
+    grammar_fields.forced_call(request.tool_choice)
     for place, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) else ()
         kind = next((part.type for part in parts if part.type != "text"), None)

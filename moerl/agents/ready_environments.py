@@ -13,6 +13,7 @@ from moerl.agents.episode_environment import (
     PolicyAnswer,
 )
 from moerl.agents.http_environment import HttpEnvironment
+from moerl.agents.socket_environment import SocketEnvironment
 from moerl.config.functions import look_up
 
 
@@ -46,9 +47,16 @@ class SandboxEnvironment:
         """The box ends with the episode."""
 
 
+def _of_server(url: str, **options: str | float) -> EpisodeEnvironment:
+    """By the form of its address."""
+    is_socket = url.startswith(("ws://", "wss://"))
+    made: Callable[..., EpisodeEnvironment] = SocketEnvironment if is_socket else HttpEnvironment
+    return made(url, **options)
+
+
 READY: Mapping[str, Callable[..., EpisodeEnvironment]] = {
     "sandbox_tools": SandboxEnvironment,
-    "http": HttpEnvironment,
+    "http": _of_server,
 }
 
 

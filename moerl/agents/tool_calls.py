@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moerl.agents.chat_messages import Json
+from moerl.grammar import Grammar
 
 
 class AnswerParser(Protocol):
@@ -18,6 +19,10 @@ class AnswerParser(Protocol):
         """
         ...
 
+    def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
+        """Of an answer that calls at least one of these; None: the format has none."""
+        ...
+
 
 class PlainAnswers:
     """For models without a format of calls: an answer is text."""
@@ -26,3 +31,6 @@ class PlainAnswers:
         self, text: str, tools: Sequence[Json]
     ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
         return "", text, ()
+
+    def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
+        return None

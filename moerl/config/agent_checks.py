@@ -16,6 +16,7 @@ from moerl.errors import ConfigError
 
 Problem = tuple[str, object, str]
 SANDBOX_TOOLS = "sandbox_tools"
+_SCHEMES = ("http://", "https://", "ws://", "wss://")
 
 
 def check_agent(config: Config) -> None:
@@ -87,8 +88,9 @@ def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
         if agent.reward != "task":
             yield "task.agent.reward", agent.reward, "sandbox_tools gives no reward; use task"
     elif agent.environment == "http":
-        if not str(agent.options.get("url", "")).startswith(("http://", "https://")):
-            yield "task.agent.options", agent.options, "http needs a url: http://... or https://..."
+        if not str(agent.options.get("url", "")).startswith(_SCHEMES):
+            allowed = f"http needs a url that begins with {', '.join(_SCHEMES)}"
+            yield "task.agent.options", agent.options, allowed
         if task.isolation == "bwrap":
             yield "task.isolation", "bwrap", "the environment http needs a network; use process"
     elif ":" not in agent.environment:

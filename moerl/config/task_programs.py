@@ -53,6 +53,8 @@ class AgentConfig:
     # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
     call_format: str = ""
     reasoning_format: str = ""
+    # Clients may ask for answers of a grammar, if sampling masks are replayed; false: never
+    grammars: bool = True
     max_turns: Count = 64
     max_sampled_tokens: Count = 65536  # of all turns of an episode
     context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes

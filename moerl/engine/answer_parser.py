@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from moerl.engine import torchvision_fix
 from moerl.errors import ConfigError
+from moerl.grammar import Grammar
+
+if TYPE_CHECKING:
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,21 @@ class SglangAnswers:
             return reasoning, rest, ()
         return (reasoning, left, calls) if calls else (reasoning, rest, ())
 
+    def call_grammar(self, tools: Sequence[dict[str, object]]) -> Grammar | None:
+        """Of calls as this format writes them; where SGLang would force another one there is none.
+
+        Arguments follow the tool's schema if it is `strict`, else they are any object.
+        """
+        if not self._call_format:
+            return None
+        parser = self._parser(tools)
+        if not parser.owns_tool_format():
+            return None
+        kind, tag = parser.get_structure_constraint("required") or ("", None)
+        if kind != "structural_tag" or tag is None:
+            return None
+        return Grammar("structural_tag", tag.model_dump_json(by_alias=True))
+
     def _split(self, text: str) -> tuple[str, str]:
         from sglang.srt.parser.reasoning_parser import ReasoningParser
 
@@ -55,15 +75,18 @@ class SglangAnswers:
         return reasoning or "", rest or ""
 
     def _calls(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, Calls]:
-        from sglang.srt.entrypoints.openai.protocol import Tool
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-        offered = [Tool.model_validate(_without_nulls(tool)) for tool in tools]
-        parser = FunctionCallParser(offered, self._call_format)
+        parser = self._parser(tools)
         if not parser.has_tool_call(text):
             return text, ()
         left, found = parser.parse_non_stream(text)
         return left, tuple((call.name, call.parameters) for call in found if call.name)
+
+    def _parser(self, tools: Sequence[dict[str, object]]) -> FunctionCallParser:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        offered = [Tool.model_validate(_without_nulls(tool)) for tool in tools]
+        return FunctionCallParser(offered, self._call_format)
 
 
 def _without_nulls(tool: dict[str, object]) -> dict[str, object]:

@@ -223,7 +223,22 @@ FEATURES = (
         proof=_REPLAY + "test_weights_exchanged_under_a_request_are_refused",
     ),
     Feature(
-        "beam search, penalties, logit bias, grammar, custom logit processors of a request",
+        "grammars of requests",
+        Verdict.PROVEN,
+        "a client of an agent's gateway may give one: the recorded sampling mask is what grammar "
+        "and truncation left, also behind an update, where the matcher has accepted the tokens so "
+        "far",
+        proof="tests/e2e/test_grammars.py::"
+        "test_the_trainer_agrees_with_the_kept_sets_and_not_without_them",
+    ),
+    Feature(
+        "other grammars of the server",
+        Verdict.NEVER,
+        "matchers of other backends, and tokens that the server forbids, were not compared",
+        {"grammar_backend": ("xgrammar",), "enable_strict_thinking": _OFF},
+    ),
+    Feature(
+        "beam search, penalties, logit bias, custom logit processors of a request",
         Verdict.NEVER,
         "no recipe can ask for them: the host sends each sampling parameter, all neutral but those "
         "whose sampling mask is recorded",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moerl.engine import in_flight, reply_parser
+from moerl.engine import grammars, in_flight, reply_parser
 from moerl.engine.health import EngineHealth
 from moerl.engine.record_files import FIELD, RecordReader
 from moerl.engine.reply_parser import InFlight, Records, Reply, SharedPrompts
@@ -226,7 +226,9 @@ class Generation:
         return {
             "rid": list(ids),
             "input_ids": [request.token_ids.tolist() for request in requests],
-            "sampling_params": [_sampling(request.sampling) for request in requests],
+            "sampling_params": [
+                _sampling(request.sampling) | _grammar(request) for request in requests
+            ],
             "return_logprob": [not truncated for truncated in truncates],
             "logprob_start_len": -1,
             "return_sampling_mask": truncates,
@@ -412,6 +414,14 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
     }
+
+
+def _grammar(request: GenerateRequest) -> dict[str, Any]:
+    """With the number of tokens that it has allowed in earlier calls."""
+    grammar = request.sampling.grammar
+    if grammar is None:
+        return {}
+    return {grammar.kind: grammar.text, "custom_params": {grammars.SAMPLED: request.num_sampled}}
 
 
 def _decode(

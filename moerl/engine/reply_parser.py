@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from itertools import pairwise
 from typing import Any
 
@@ -145,8 +146,9 @@ def parse(
     records: of the file that the reply refers to; empty without one.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: rows were asked for.
-    Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `finish`,
-    `nan`, `length`, `token_range`, `version`, `logprob_*`, and the reasons of `moerl.records`.
+    Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `request`
+    (it refused it), `finish`, `nan`, `length`, `token_range`, `version`, `logprob_*`, and the
+    reasons of `moerl.records`.
     """
     try:
         return _parsed(reply, records, request, version, shape, routing, in_flight)
@@ -265,7 +267,8 @@ def _finish(
     if reason.get("matched") == "NaN happened":  # SGLang replaced the token it could not sample
         raise RecordError("nan", f"{request.rollout_id}: the engine sampled from NaN logits")
     if (status := reason.get("status_code")) and reason["type"] == Finish.ABORT:
-        raise RecordError("engine", f"{request.rollout_id}: HTTP {status}: {reason.get('message')}")
+        kind = "request" if status == HTTPStatus.BAD_REQUEST else "engine"
+        raise RecordError(kind, f"{request.rollout_id}: HTTP {status}: {reason.get('message')}")
     try:
         finish = Finish(reason["type"])
     except ValueError as error:

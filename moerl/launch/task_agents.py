@@ -30,7 +30,7 @@ def task_agents(plan: RunContext) -> AgentsByTask | None:
 
 
 def _runner(plan: RunContext, task: TaskEntry) -> AgentRunner:
-    from moerl.agents.agent_loop import PolicySettings
+    from moerl.agents.agent_loop import PolicySettings, no_grammar
     from moerl.agents.agent_process import program_of
     from moerl.agents.agent_programs import AgentPrograms
     from moerl.agents.environment_episodes import EnvironmentEpisodes
@@ -52,6 +52,7 @@ def _runner(plan: RunContext, task: TaskEntry) -> AgentRunner:
         context_tokens=agent.context_tokens or shape.context_tokens,
         audit=plan.config.replay.audit,
         logprobs=partial(read_logprobs, plan.blobs()),
+        no_grammar=no_grammar(agent, masks=plan.config.replay.sampling_mask),
     )
     if agent.environment:
         return EnvironmentEpisodes(task, settings, EnvironmentPool(task))

@@ -17,6 +17,7 @@ from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
 from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
+from moerl.grammar import Grammar
 from moerl.types import SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -26,6 +27,7 @@ TOKENS = PromptTokens(TOKENIZER)
 LIMITS = EpisodeLimits(context_tokens=4000)
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = TOKENIZER.convert_tokens_to_ids(call_text(5))
+SAMPLING = SamplingParams(50, stop_token_ids=(END,))
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -40,6 +42,9 @@ class MarkedCalls:
             return "", text, ()
         body = json.loads(rest.partition("</tool_call>")[0])
         return "thought", before, ((body["name"], json.dumps(body["arguments"])),)
+
+    def call_grammar(self, tools: Sequence[Json]) -> Grammar:
+        return Grammar("structural_tag", " ".join(tool["function"]["name"] for tool in tools))
 
 
 @dataclass
@@ -67,7 +72,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serve(*answers: list[int], **endpoint: Any) -> AsyncIterator[Served]:
+async def serve(
+    *answers: list[int], sampling: SamplingParams = SAMPLING, no_grammar: str = "", **endpoint: Any
+) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     engine.say(*answers)
     policy = Policy(
@@ -75,8 +82,9 @@ async def serve(*answers: list[int], **endpoint: Any) -> AsyncIterator[Served]:
         TOKENS,
         StopFinder(TOKENS),
         MarkedCalls(),
-        SamplingParams(50, stop_token_ids=(END,)),
+        sampling,
         logprobs=lambda rollout: rollout.logprobs,
+        no_grammar=no_grammar,
     )
     gateway = Gateway(policy, Endpoint(**endpoint))
     await gateway.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -60,3 +61,17 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
         SglangAnswers("qwen99")
     with pytest.raises(ConfigError, match=r"reasoning_format = 'x'.*deepseek-r1"):
         SglangAnswers("qwen25", "x")
+
+
+def test_calls_have_a_grammar_where_sglang_has_a_tag_of_their_format(parser: AnswerParser) -> None:
+    strict: Any = {"type": "function", "function": ADD["function"] | {"strict": True}}
+    for tool, schema in ((ADD, {}), (strict, ADD["function"]["parameters"])):
+        grammar = parser.call_grammar([tool])
+        assert grammar is not None
+        assert grammar.kind == "structural_tag"
+        tag = json.loads(grammar.text)
+        (call,) = tag["structures"]
+        assert call["begin"] == '<tool_call>\n{"name":"add", "arguments":'
+        assert (call["schema"], tag["at_least_one"]) == (schema, True)
+    for name in ("", "pythonic", "glm45"):  # SGLang would force JSON in place of the last two
+        assert SglangAnswers(name).call_grammar([ADD]) is None

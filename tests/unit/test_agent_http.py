@@ -115,9 +115,8 @@ def test_an_answer_cut_by_max_tokens_says_so() -> None:
 # --- sampling ------------------------------------------------------------------------------------
 REFUSED = [
     {"frequency_penalty": 0.5}, {"presence_penalty": 1}, {"repetition_penalty": 1.1},
-    {"logit_bias": {"5": 1}}, {"seed": 3}, {"response_format": {"type": "json_object"}},
-    {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "add"}}},
-    {"audio": {"voice": "x"}}, {"regex": "a*"}, {"chat_template_kwargs": {"x": 1}},
+    {"logit_bias": {"5": 1}}, {"seed": 3}, {"tool_choice": {"type": "allowed_tools"}},
+    {"audio": {"voice": "x"}}, {"chat_template_kwargs": {"x": 1}}, {"guided_regex": "a*"},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
 ]  # fmt: skip
