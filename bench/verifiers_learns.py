@@ -56,7 +56,7 @@ def worker(clients: Path, folder: Path) -> str:
         "PATH": f"{clients / 'bin'}:/usr/bin:/bin",
         "PYTHONPATH": str(ROOT / "tests/helpers/clients"),
         "HOME": str(folder),
-        # Every client of HTTP reads all certificates, 35 ms of CPU; no address here is https.
+        # Every client of HTTP reads all certificates, most of an episode; no address is https.
         "SSL_CERT_DIR": str(folder),
     }
     given = [f"{name}={value}" for name, value in variables.items()]

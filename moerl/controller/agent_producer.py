@@ -116,7 +116,8 @@ class AgentProducer(Producer):
     def _may_start(self) -> bool:
         members = self._pool.members
         steps = [members[index].version.step for index in members if self._pool.serves(index)]
-        room = self._config.rollout.max_groups_in_flight - self._in_flight - len(self._handed)
+        begun = self._in_flight + len(self._handed) + len(self._orphans)
+        room = self._config.rollout.max_groups_in_flight - begun
         return bool(steps) and min(room, self.wanted(max(steps))) > 0
 
     async def _play_group(self, group_id: int) -> None:
