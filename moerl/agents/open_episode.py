@@ -293,7 +293,7 @@ class OpenEpisode:
         if ends.forces is None:
             return ends
         self._check_grammars()
-        named = [tool for tool in tools if ends.forces in ("", tool["function"]["name"])]
+        named = [tool for tool in tools if ends.forces in ("", _function_of(tool).get("name"))]
         if ends.grammar is not None or not named:
             why = "an answer can have one grammar" if named else "tools has no such function"
             raise ApiError(400, "invalid_grammar", f"tool_choice: {why}", retry=False)
@@ -416,6 +416,12 @@ class OpenEpisode:
         reason = "length" if stop_text is None and not is_closed else "stop"
         reason = "tool_calls" if calls else reason
         return TurnAnswer(turn, text, reason, reasoning, calls, stop_text)
+
+
+def _function_of(tool: Json) -> Json:
+    function = tool["function"]
+    assert isinstance(function, dict), "checked when the request is read"
+    return function
 
 
 def _named(name: str, arguments: str) -> MessageCall:

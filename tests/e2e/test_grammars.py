@@ -1,5 +1,5 @@
 """Answers of a grammar, from a real engine through the gateway: they parse, before and after an
-update in mid-answer, and what was sampled from is in the record.
+update in mid-answer of each kind, and what was sampled from is in the record.
 
 The oracle is xgrammar, reading the recorded tokens from the first one on.
 """
@@ -24,23 +24,26 @@ from moerl.agents.open_episode import EpisodeLimits, FinishedEpisode, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
+from moerl.engine import in_flight
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.errors import RecordError
 from moerl.grammar import Grammar
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
-from moerl.types import GenerateRequest, MaskBlob, Rollout, SamplingParams, Segment
+from moerl.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, SamplingParams, Segment
 from tests.helpers.agent_records import MAX_GAP, MEAN_GAP, Tap, update
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer, save
 from tests.helpers.engine_tiny_model import SHAPE
-from tests.helpers.replay_scenario import A, B, Scoring, World
+from tests.helpers.replay_scenario import A, B, C, Scoring, World
+from tests.helpers.session_publisher import Publisher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(560)]
 
 # The first cuts hardly anything but what a grammar cuts, so that its part can be told.
 WIDE = SamplingParams(300, temperature=0.8, top_k=250, stop_token_ids=(END,))
 NARROW = replace(WIDE, top_p=0.9, top_k=8)
+D = PolicyVersion(0, 3)  # the weights of A once more
 HELLO: Any = [{"role": "user", "content": "What is 5 + 6?"}]
 SCHEMA = {
     "type": "object",
@@ -137,7 +140,9 @@ class Client:
 
 async def play(world: World, parser: SglangAnswers) -> Played:
     tokens, played = PromptTokens(chat_tokenizer()), Played(world, parser, Grammars(world))
-    for name, sampling in (("1.0", WIDE), ("2.0", NARROW)):
+    publisher = Publisher(world.host, world.folders)
+    for name, meets in EPISODES.items():
+        sampling = NARROW if name == "narrow" else WIDE
         policy = Policy(played.tap, tokens, StopFinder(tokens), parser, sampling, audit=True)
         gateway = Gateway(policy, Endpoint())
         await gateway.start()
@@ -147,9 +152,9 @@ async def play(world: World, parser: SglangAnswers) -> Played:
         )
         client = Client(played, openai_client)
         await client.each(1)
-        if name == "1.0":
+        if meets is not None:
             asking = asyncio.ensure_future(client.each(3))
-            await update(world, 0.7)
+            await meets(world, publisher)
             await asking
         await client.bad()
         await client.text("pattern", 1, regex=PATTERN)  # the engine still serves
@@ -159,15 +164,43 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     return played
 
 
+async def abort_resume(world: World, _publisher: Publisher) -> None:
+    await update(world, 0.7)
+
+
+async def retract(world: World, publisher: Publisher) -> None:
+    await publish(world, publisher, in_flight.RETRACT_AUDIT, C)
+
+
+async def in_place(world: World, publisher: Publisher) -> None:
+    await publish(world, publisher, in_flight.IN_PLACE, D)
+
+
+async def publish(world: World, publisher: Publisher, mode: str, version: PolicyVersion) -> None:
+    """A session that running requests meet."""
+    seen = world.prefills()
+    await publisher.stage(version)
+    while world.prefills() <= seen:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    world.host._updates.mode = mode
+    await publisher.commit(version)
+
+
+# What happens to the weights while the turns of an episode run.
+EPISODES = {"plain": abort_resume, "narrow": None, "retract": retract, "in_place": in_place}
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     root = tmp_path_factory.mktemp("grammars")
     parser = SglangAnswers("qwen25")
     world = World(root, EngineConfig(max_total_tokens=16384))
+    world.folders[D] = world.folders[A]
     save(world.folders[A])  # the grammar backend reads it there
     try:
         world.run(world.host.start(A), 240.0)
-        found = world.run(play(world, parser), 200.0)
+        found = world.run(play(world, parser), 280.0)
     finally:
         world.run(world.host.stop())
     yield found
@@ -185,19 +218,22 @@ def test_every_answer_is_of_its_grammar(played: Played) -> None:
     assert all(text.lstrip().startswith("{") for text in played.texts["object"])
     assert not any(re.fullmatch(PATTERN, text) for text in played.texts["free"]), "control"
     assert {kind: len(found) for kind, found in played.texts.items()} == {
-        **dict.fromkeys(("json", "call", "rules", "object"), 5), "pattern": 7, "free": 3,
+        **dict.fromkeys(("json", "call", "rules", "object"), 13), "pattern": 17, "free": 7,
     }  # fmt: skip
 
 
 def test_a_bad_grammar_is_one_clear_400(played: Played) -> None:
-    assert played.errors == [(400, "invalid_grammar")] * 8
+    assert played.errors == [(400, "invalid_grammar")] * 16
 
 
-def test_the_update_met_answers_of_several_grammars(played: Played) -> None:
-    crossed = [rollout.rollout_id for rollout in played.rollouts if len(rollout.versions) > 1]
+@pytest.mark.parametrize("episode", ["plain", "retract", "in_place"])
+def test_the_update_met_answers_of_several_grammars(played: Played, episode: str) -> None:
+    rollouts = [turn.rollout for turn in played.done[episode].turns]
+    crossed = [rollout.rollout_id for rollout in rollouts if len(rollout.versions) > 1]
     kinds = {grammar.kind for name in crossed if (grammar := played.tap.of[name])}
     assert {"json_schema", "regex", "ebnf"} <= kinds
-    assert played.done["1.0"].counts["resumed"] >= len(crossed)
+    resumed = played.done[episode].counts["resumed"]
+    assert resumed >= len(crossed) if episode == "plain" else not resumed
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -279,12 +315,14 @@ def without_the_grammar(played: Played, rollout: Rollout) -> Rollout:
 def scoring(played: Played) -> Scoring:
     found = Scoring(played.world, played.world.root)
     for name, done in played.done.items():
+        if name == "in_place":  # no forward pass reproduces a kept KV cache
+            continue
         parts = [part for turn in done.turns for part in split_segments(turn.rollout)]
-        for version in (A, B):
+        for version in (A, B, C):
             own = [part for part in parts if part.versions[0].version == version]
             if own:
                 found.add(f"own{name}-{version}", own, version)
-            if own and name == "1.0":
+            if own and name == "plain":
                 bound = [p for p in own if played.tap.of[p.rollout_id.partition("/")[0]]]
                 wrong = [without_the_grammar(played, part) for part in bound]
                 found.add(f"free-{version}", wrong, version)
