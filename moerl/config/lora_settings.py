@@ -27,9 +27,16 @@ class LoraConfig:
     send: Literal["factors", "weights"] = "factors"
     """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
 
+    rounding: Literal["nearest", "dither"] = "nearest"
+    """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`)."""
+
     @property
     def sends_factors(self) -> bool:
         return self.rank > 0 and self.send == "factors"
+
+    @property
+    def dithers(self) -> bool:
+        return self.rounding == "dither"
 
     @property
     def scale(self) -> float:

@@ -48,9 +48,9 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; how they travel may change."""
+    """What the factors are; how they travel and how weights are rounded may change."""
     return (
-        {name: value for name, value in asdict(lora).items() if name != "send"}
+        {name: value for name, value in asdict(lora).items() if name not in ("send", "rounding")}
         if lora.rank
         else None
     )

@@ -22,6 +22,7 @@ from moerl.layout import ModelSpec, at, hf_shapes, sglang_tiles
 from moerl.layout.adapters import engine_factors, module_of
 from moerl.layout.tiles import Box, Named, Tile
 from moerl.weight_sync.buckets import Piece, seeds
+from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.low_rank import merge_into
 from moerl.weight_sync.transfer_plan import ReceiverPlan
@@ -34,6 +35,7 @@ class _Merge:
     place: tuple[slice | int, ...]  # in the live tensor; two dims are left
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
+    dither: HfPart | None
 
 
 class EngineAdapters:
@@ -94,7 +96,8 @@ class EngineAdapters:
     def _write(self, name: str, target: Tensor) -> None:
         base = self.base[name]
         for one in self._merges[name]:
-            merge_into(target[one.place], base[one.place], one.a, one.b, self.lora.scale)
+            weight, old = target[one.place], base[one.place]
+            merge_into(weight, old, one.a, one.b, self.lora.scale, one.dither)
 
     def _targets(self, tiles: tuple[Tile, ...]) -> list[Tile]:
         return [tile for tile in tiles if f"{module_of(tile.hf)}.lora_A" in self._held]
@@ -110,6 +113,7 @@ class EngineAdapters:
             slot + at(tile.box[lead:]),
             self.factors[a][:, _moved(cols, first_col)],
             self.factors[b][_moved(rows, first_row)],
+            HfPart(module, rows, cols) if self.lora.dithers else None,
         )
 
 

@@ -49,6 +49,7 @@ def test_one_scale_holds_for_all_ranks() -> None:
         (replace(ON, dropout=0.1), "lora.dropout", "use 0"),
         (replace(ON, targets=[]), "lora.targets", "at least one pattern"),
         (replace(ON, ranks={"*.up_proj": 0}), "lora.ranks", "at least 1"),
+        (replace(ON, rounding="dither"), "lora.rounding", "weights in fp32 keep small updates"),
     ],
 )
 def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
@@ -105,6 +106,7 @@ def test_a_checkpoint_continues_with_its_own_adapters() -> None:
     config = replace(Config(), lora=ON)
     saved = resume_facts(config)
     check_resume(config, saved, reset_optimizer=False)
+    check_resume(replace(config, lora=replace(ON, rounding="dither")), saved, reset_optimizer=False)
     for other in (Config(), replace(config, lora=replace(ON, alpha=4))):
         with pytest.raises(ConfigError, match="the checkpoint holds adapters of"):
             check_resume(other, saved, reset_optimizer=True)

@@ -4,7 +4,8 @@ The forward pass runs on the merged weight itself, in its own dtype: what an eng
 same merge is bit for bit what was trained on, and a forward pass costs what it costs without
 LoRA.  `Adapters.merge` computes it after each update from W0, which is kept in host memory; the
 previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
-layer sends the gradient of its output straight through the rounding to the factors:
+layer sends the gradient of its output straight through the rounding (to the nearest, or with a
+dither) to the factors:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
@@ -48,6 +49,7 @@ from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles, transposed
 from moerl.layout.adapters import Projection, adapter_shapes, projections
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
@@ -87,9 +89,9 @@ class Adapters(torch.nn.Module):
     A factor's parameter name is its Hugging Face name with `/` for dots, which torch forbids.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, lora: LoraConfig) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self._dithers = lora.scale, lora.dithers
         self.tiles: Named = {}  # by parameter name
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
         self._base: list[Tensor] = []
@@ -119,11 +121,13 @@ class Adapters(torch.nn.Module):
         for (weight, every), base in zip(self._merged, self._base, strict=True):
             base, before = base.to(weight.device), weight.detach().clone()
             for part in every:
+                held = part.projection
+                dither = HfPart(held.module, held.rows, held.cols) if self._dithers else None
                 if part.index is None:
-                    merge_into(weight, base, part.a, part.b, self.scale)
+                    merge_into(weight, base, part.a, part.b, self.scale, dither)
                     continue
                 rows = base.new_empty(len(part.index), base.shape[1])
-                merge_into(rows, base[part.index], part.a, part.b, self.scale)
+                merge_into(rows, base[part.index], part.a, part.b, self.scale, dither)
                 weight[part.index] = rows
             changes.weights += weight.numel()
             changes.changed += int((weight != before).sum())
@@ -200,7 +204,7 @@ def attach_adapters(
             "adapters of shared experts communicate as these do without it; not with lora",
         )
     gpt.requires_grad_(False)
-    adapters, prefix = Adapters(lora.scale), f"chunk{chunk}." if sizes.vpp > 1 else ""
+    adapters, prefix = Adapters(lora), f"chunk{chunk}." if sizes.vpp > 1 else ""
     for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
         if name.startswith(prefix) and (parts := projections(local, lora.rank_of, shapes)):
             path = name.removeprefix(prefix).rpartition(".")[0]
