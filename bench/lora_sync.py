@@ -31,9 +31,10 @@ def row(name: str) -> dict[str, object]:
     whole = sum(wire_bytes(hf, shape, POLICY) for hf, shape in shapes.items())
     found: dict[str, object] = {"model": name, "weights_GB": round(whole / 1e9, 1)}
     for rank in RANKS:
-        for label, experts in (("each", rank), ("by k", max(1, rank // spec.experts_per_token))):
+        by_k = max(1, rank // spec.experts_per_token)
+        for label, experts in (("each", rank), ("by k", by_k), ("shared", rank)):
             lora = LoraConfig(rank=rank, ranks={"*.experts.*": experts})
-            every = adapter_shapes(shapes, lora.rank_of).values()
+            every = adapter_shapes(shapes, lora.rank_of, shared=label == "shared").values()
             sent = 2 * sum(num_elements(full_box(shape)) for shape in every)
             found[f"{rank} {label}"] = f"{sent / 1e9:.3g} GB {sent / whole:.2%}"
     return found

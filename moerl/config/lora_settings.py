@@ -24,6 +24,8 @@ class LoraConfig:
     # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
     targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
     ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
+    experts: Literal["per_expert", "shared"] = "per_expert"
+    """`shared`: one A of gate, of up, and one B of down for all experts of a layer."""
     send: Literal["factors", "weights"] = "factors"
     """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
 
@@ -33,6 +35,10 @@ class LoraConfig:
     @property
     def sends_factors(self) -> bool:
         return self.rank > 0 and self.send == "factors"
+
+    @property
+    def shares(self) -> bool:
+        return self.experts == "shared"
 
     @property
     def dithers(self) -> bool:

@@ -276,12 +276,15 @@ def _factors(
     spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
 ) -> tuple[tuple[int, int], int]:
     """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
-    shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
+    shapes, inside, outside, adapted = hf_shapes(spec), {}, {}, 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
-        for part in projections(local, lora.rank_of, shapes):
-            counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
+        for part in projections(local, lora.rank_of, shapes, shared=lora.shares):
+            for name, factor in part.factors.items():
+                # what experts share has the data-parallel ranks of other weights
+                own = ".experts." in part.module and name.startswith(part.module)
+                (inside if own else outside)[name] = math.prod(factor.shape)
             adapted += len(part.rows) * len(part.cols)
-    return (counts[0], counts[1]), adapted
+    return (sum(outside.values()), sum(inside.values())), adapted
 
 
 def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str) -> int:
@@ -289,7 +292,7 @@ def factor_bytes(spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype:
     shapes, every = hf_shapes(spec), []
     for rank in range(engine.tp):
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
-        held = engine_factors(named, lora.rank_of, shapes).values()
+        held = engine_factors(named, lora.rank_of, shapes, shared=lora.shares).values()
         every.append(sum(math.prod(local.shape) for local in held))
     return max(every) * ITEMSIZE.get(dtype, 2)
 

@@ -62,18 +62,19 @@ class FactorPlan:
         """16 hex digits, equal in every process for equal inputs."""
         lora = self.lora  # a whole number may be an integer on one side
         inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
-        inputs.append(lora.rounding)
+        inputs += [lora.rounding, lora.experts]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
         """What trainer rank `rank` sends."""
         stage = coords_of(self.weights.trainer, rank).pp
         holders = self._holders([stage])
-        made = []
-        for region in self.weights.sender(rank).regions:
-            every = self._pieces(holders, region.dst)
-            own = [keyed for src, keyed in every if src == rank]
-            made.append(region_of(rank, region.dst, own, self.weights.policy))
+        made, known = [], {region.dst for region in self.weights.sender(rank).regions}
+        # a rank may send a factor that experts share to where it sends no weight
+        for dst in range(self.weights.engine.tp) if self.lora.shares else sorted(known):
+            own = [keyed for src, keyed in self._pieces(holders, dst) if src == rank]
+            if own or dst in known:
+                made.append(region_of(rank, dst, own, self.weights.policy))
         return SenderPlan(self.id, rank, tuple(made))
 
     def receiver(self, rank: int) -> ReceiverPlan:
@@ -83,18 +84,21 @@ class FactorPlan:
         for src, keyed in self._pieces(holders, rank):
             pieces[src].append(keyed)
         whole = self.weights.receiver(rank)
+        known = {region.src for region in whole.regions}
+        extra = pieces.keys() - known
+        assert self.lora.shares or not extra, f"trainer ranks {extra} send no weight to {rank}"
         made = tuple(
-            region_of(region.src, rank, pieces.pop(region.src, []), self.weights.policy)
-            for region in whole.regions
+            region_of(src, rank, pieces.get(src, []), self.weights.policy)
+            for src in sorted(known | extra)
         )
-        assert not pieces, f"trainer ranks {sorted(pieces)} hold factors and no weight of {rank}"
         return replace(whole, plan_id=self.id, regions=made, starts=starts_of(made), padding=())
 
     def factors(self, rank: int) -> Named:
         """The factors that engine rank `rank` merges."""
         spec, engine = self.weights.spec, self.weights.engine
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
-        return engine_factors(named, self.lora.rank_of, hf_shapes(spec))
+        shapes = hf_shapes(spec)
+        return engine_factors(named, self.lora.rank_of, shapes, shared=self.lora.shares)
 
     def _holders(self, stages: Iterable[int]) -> Holders:
         spec, trainer = self.weights.spec, self.weights.trainer
@@ -106,7 +110,9 @@ class FactorPlan:
                 at = coords_of(trainer, rank)
                 key = (at.pp, at.tp, at.etp, at.ep)  # data-parallel ranks hold the same
                 if key not in known:
-                    known[key] = adapter_tiles(spec, trainer, rank, self.lora.rank_of)
+                    known[key] = adapter_tiles(
+                        spec, trainer, rank, self.lora.rank_of, shared=self.lora.shares
+                    )
                 for name, local in known[key].items():
                     (tile,) = local.tiles
                     holders[name].setdefault(tile.hf_box, (tile, []))[1].append(rank)
