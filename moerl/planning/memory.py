@@ -277,13 +277,16 @@ def _factors(
     spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
 ) -> tuple[tuple[int, int], int]:
     """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
-    shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
+    shapes, inside, outside, adapted = hf_shapes(spec), {}, {}, 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
-        parts = projections(local, lora.rank_of, shapes)
+        parts = projections(local, lora.rank_of, shapes, shared=lora.shares)
         for part in parts:
-            counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
+            for name, factor in part.factors.items():
+                # what experts share has the data-parallel ranks of other weights
+                own = ".experts." in part.module and name.startswith(part.module)
+                (inside if own else outside)[name] = math.prod(factor.shape)
         adapted += math.prod(local.shape) if parts else 0  # a fused tensor's other rows, too
-    return (counts[0], counts[1]), adapted
+    return (sum(outside.values()), sum(inside.values())), adapted
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -163,8 +165,17 @@ def break_on_purpose(learner: Learner, how: str) -> None:
         if how == "no_tp_sum":
             for param in params.values():
                 setattr(param, "sequence_parallel", False)  # noqa: B010
+        if how == "no_ep_sum":
+            drop_other_experts(params)
     if how:
         learner.optimizer.reload_model_params()
+
+
+def drop_other_experts(params: dict[str, torch.nn.Parameter]) -> None:
+    """Gradients of shared factors from the experts of the first rank alone."""
+    for name, param in params.items():
+        if re.search(r"/experts/\D", name) and parallel_state.get_expert_model_parallel_rank():
+            param.register_hook(torch.zeros_like)
 
 
 def gather(learner: Learner, view: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
@@ -179,7 +190,7 @@ def gather(learner: Learner, view: Callable[[torch.nn.Parameter], Tensor]) -> di
     spec, lora = learner.model.spec, learner.config.lora
     whole = {
         name: torch.full(shape, float("nan"))
-        for name, shape in adapter_shapes(hf_shapes(spec), lora.rank_of).items()
+        for name, shape in adapter_shapes(hf_shapes(spec), lora.rank_of, shared=lora.shares).items()
     }
     for hf, box, value in (part for parts in every for part in parts):
         place = whole[hf][at(box)]

@@ -31,11 +31,13 @@ from tests.helpers.lora_oracle import (
 
 LIMIT = 1e-5  # of the loss, and of the largest gradient
 EXACT = torch.float64  # in fp32 two orders of the same sums are 3e-5 apart in latent attention
+SHARED = LoraConfig(rank=4, alpha=8, experts="shared")
 SETTINGS = {
     "ranks": LORA,
     "one rank": LoraConfig(rank=4, alpha=8),
     "rslora": LoraConfig(rank=4, alpha=8, rslora=True),
     "attention": LoraConfig(rank=4, alpha=8, targets=["*.self_attn.*_proj*"]),
+    "routers and head": LoraConfig(rank=4, alpha=8, targets=["*_proj", "*.mlp.gate", "lm_head"]),
     "down": LoraConfig(rank=2, targets=["*.down_proj"]),
 }
 
@@ -84,14 +86,50 @@ def test_peft_opens_the_folder_and_has_loss_and_gradients(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_comes_back_as_it_was(
+def test_factors_that_experts_share_are_copies_in_peft(
     models: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    spec, factors = read_spec(models[family]), random_factors(models[family])
-    save_adapter(tmp_path / "adapter", factors, spec, LORA, "base")
-    back = load_adapter(tmp_path / "adapter", spec, LORA)
+    """The sum of the gradients of the copies is the gradient of the one."""
+    model = models[family]
+    spec, factors = read_spec(model), random_factors(model, SHARED)
+    loss, grads = by_autograd(model, factors, SHARED.scale, EXACT)
+    save_adapter(tmp_path / "adapter", factors, spec, SHARED, str(model))
+    opened = _opened(model, tmp_path / "adapter")
+    found = mean_nll(opened)
+    found.backward()
+    assert abs(float(found.detach()) - loss) <= LIMIT * loss
+    largest = max(float(value.abs().max()) for value in grads.values())
+    for name, param in opened.named_parameters():
+        layer = name.removeprefix("base_model.model.").partition(".experts.")[0] + ".experts"
+        if name.endswith("experts.base_layer.lora_A.default.weight"):
+            own = param.grad.unflatten(0, (spec.experts, -1)).sum(0)
+            want = torch.cat([grads[f"{layer}.{x}_proj.lora_A"] for x in ("gate", "up")])
+        elif name.endswith("experts.lora_B.default.weight"):
+            own = param.grad.unflatten(1, (-1, spec.experts)).sum(-1)
+            want = grads[f"{layer}.down_proj.lora_B"]
+        else:
+            continue
+        assert float((own - want).abs().max()) <= LIMIT * largest, name
+
+
+@pytest.mark.parametrize("lora", [LORA, SHARED], ids=["per expert", "shared"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back_as_it_was(
+    models: dict[str, Path], tmp_path: Path, family: str, lora: LoraConfig
+) -> None:
+    spec, factors = read_spec(models[family]), random_factors(models[family], lora)
+    save_adapter(tmp_path / "adapter", factors, spec, lora, "base")
+    back = load_adapter(tmp_path / "adapter", spec, lora)
     assert back.keys() == factors.keys()
     assert all(torch.equal(back[name], factors[name]) for name in factors)
+
+
+def test_experts_that_differ_are_no_shared_factor(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["qwen3_moe"]
+    each = replace(SHARED, experts="per_expert")
+    save_adapter(tmp_path / "a", random_factors(model, each), read_spec(model), each, "base")
+    with pytest.raises(ModelError, match=r"differs between experts, lora\.experts is shared"):
+        load_adapter(tmp_path / "a", read_spec(model), SHARED)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,20 +13,24 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.config.load import save_config
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config, ModelConfig, TrainerConfig
 from moerl.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import save_adapter
+from tests.helpers import dither_oracle
 from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
 from tests.helpers.trainer_support import ROOT
 
+DITHERED = replace(LORA, rounding="dither")
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("dtype", "lora"), [("fp32", LORA), ("bf16", LORA), ("bf16", DITHERED)])
+def test_a_merged_folder_is_the_sum(dtype: str, lora: LoraConfig, tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", "qwen3_moe")
     run, spec, factors = RunDir(tmp_path / "run"), read_spec(base), random_factors(base)
     run.root.mkdir()
     config = Config(
-        model=ModelConfig(path=str(base)), trainer=TrainerConfig(dtype=dtype), lora=LORA
+        model=ModelConfig(path=str(base)), trainer=TrainerConfig(dtype=dtype), lora=lora
     )
     save_config(config, run.config)
     save_adapter(run.adapter, factors, spec, LORA, str(base))
@@ -41,7 +45,10 @@ def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
             total = np.zeros(weight.shape, np.float32)
             for row, column in zip(a, b.T, strict=True):
                 total += np.outer(column, row)
-            want = torch.from_numpy(total * np.float32(LORA.scale) + want.float().numpy()).to(kind)
+            whole = total * np.float32(LORA.scale) + want.float().numpy()
+            want = torch.from_numpy(whole).to(kind)
+            if lora.dithers:
+                want = dither_oracle.rounded(whole, module)
         assert torch.equal(found[name], want), name
     save_config(replace(config, lora=replace(LORA, alpha=1)), run.config)
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -15,12 +15,13 @@ from moerl.config.load import load_saved
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import MoerlError
 from moerl.layout import hf_tiles
-from moerl.layout.adapters import module_of
+from moerl.layout.adapters import factor_names, module_of
 from moerl.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import pinned
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup
+from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,9 +36,10 @@ def merge_adapter(
     weights = {name: source.read(name) for name in source.names}
     for name, weight in weights.items():
         weights[name] = weight if name in fixed else weight.to(dtype)
-        a, b = (factors.get(f"{module_of(name)}.lora_{x}") for x in "AB")
+        a, b = map(factors.get, factor_names(module_of(name), shared=lora.shares))
         if a is not None and b is not None:
-            merge_into(weights[name], weights[name].clone(), a, b, lora.scale)
+            dither = HfPart(module_of(name), *map(range, weight.shape)) if lora.dithers else None
+            merge_into(weights[name], weights[name].clone(), a, b, lora.scale, dither)
     HfShards(lambda: weights, {0: hf_tiles(source.spec)}, RankGroup(0, None), base).save(out)
 
 
