@@ -83,6 +83,11 @@ class RunDir:
         return self.root / "adapter" / "peft"
 
     @property
+    def served_adapter(self) -> Path:
+        """The same for SGLang's loader."""
+        return self.root / "adapter" / "sglang"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

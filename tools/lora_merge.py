@@ -3,6 +3,7 @@
 
     tools/lora_merge.py runs/NAME OUT                                 (its last adapter)
     tools/lora_merge.py runs/NAME OUT --adapter runs/NAME/adapter/0.7  (of a kept version)
+    tools/lora_merge.py runs/NAME OUT --sglang                        (not merged, for SGLang)
 
 The result opens in transformers and SGLang; its weights are those that the engines served,
 bit for bit.  The model without the adapter is the folder that model.path of the run names.

@@ -58,6 +58,7 @@ _LAYOUTS = (
     "tests/multi/test_layout_families.py",
     "tests/multi/test_layout_families_gradients.py",
     "tests/multi/test_layout_sglang.py",
+    "tests/multi/test_sglang_lora_pool.py",
     "tests/multi/test_model_torch_dist.py",
 )
 _TRAINER = (
@@ -69,6 +70,7 @@ _TRAINER = (
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_lora_parity.py",
     "tests/multi/test_lora_files.py",
+    "tests/multi/test_lora_reference.py",
     "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",

@@ -145,11 +145,21 @@ def needed(a: AlgorithmConfig) -> set[str]:
 def ref_models_of(config: Config) -> dict[str, str]:
     """Hugging Face folder of each reference model that the algorithm needs, by role."""
     algorithm, found = config.algorithm, {}
-    if "reference" in needed(algorithm):
+    if "reference" in needed(algorithm) and not base_is_reference(config):
         found["reference"] = algorithm.reference or config.model.path
     if algorithm.distill_coef:
         found["teacher"] = algorithm.teacher
     return found
+
+
+def base_is_reference(config: Config) -> bool:
+    """Whether the trained model with its adapters off is the reference: no other model is loaded.
+
+    That is the folder `model.path`.  A folder of its own, or separate ranks, make another model.
+    """
+    algorithm = config.algorithm
+    is_base = not algorithm.reference and config.ref_models.placement == "trainer"
+    return config.lora.rank > 0 and is_base and "reference" in needed(algorithm)
 
 
 def _chosen(a: AlgorithmConfig) -> list[Entry]:

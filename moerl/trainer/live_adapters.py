@@ -1,22 +1,42 @@
-"""The adapters of a live model as a folder of peft."""
+"""The adapters of a live model as folders, of peft and of SGLang."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.trainer.hf_io.adapter_base import note_base
 from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter
+from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter, sglang_refusal
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
 
+log = logging.getLogger(__name__)
+
 
 def save_live_adapters(
-    folder: Path, model: Model, lora: LoraConfig, parallel: Parallel, base: Path
+    folder: Path,
+    model: Model,
+    lora: LoraConfig,
+    parallel: Parallel,
+    base: Path,
+    *,
+    served: Path | None = None,
 ) -> None:
-    """Gather the factors of all ranks and write them; collective.  base: folder of W0."""
-    held, sizes = model.factors(), parallel.sizes
-    factors = gather_factors(held, model.spec, lora, sizes, parallel.control)
-    if factors is not None:
-        save_adapter(folder, factors, model.spec, lora, str(base))
-        note_base(folder, base)
+    """Gather the factors of all ranks and write them; collective.
+
+    base: folder of W0.  served: folder that SGLang opens, too.
+    """
+    held, sizes, spec = model.factors(), parallel.sizes, model.spec
+    factors = gather_factors(held, spec, lora, sizes, parallel.control)
+    if factors is None:
+        return
+    save_adapter(folder, factors, spec, lora, str(base))
+    note_base(folder, base)
+    if served is None:
+        return
+    if refusal := sglang_refusal(spec, lora):
+        log.warning("%s is not written: %s", served, refusal)
+    else:
+        save_sglang_adapter(served, factors, spec, lora, str(base))

@@ -106,7 +106,8 @@ def _train(config: Config, run: RunDir) -> None:
     group = RankGroup(ranks.rank, ranks.control)
     HfShards(lambda: model.tensors, held, group, source.path).save(run.hf)
     if model.adapters:
-        save_live_adapters(run.adapter, model, config.lora, ranks, source.path)
+        lora, served = config.lora, run.served_adapter
+        save_live_adapters(run.adapter, model, lora, ranks, source.path, served=served)
     dist.barrier(ranks.control)
     parallel.stop()
 

@@ -290,14 +290,13 @@ class TrainLoop:
     def _save_hf(self) -> None:
         with self.tracer.span("save hf", step=self.version.step):
             self.save_model(self.context.run.hf)
-            self._save_adapter(self.context.run.adapter)
+            self._save_adapter(self.context.run.adapter, self.context.run.served_adapter)
         self.hf_step = self.version.step
 
-    def _save_adapter(self, folder: Path) -> None:
+    def _save_adapter(self, folder: Path, served: Path | None = None) -> None:
         if self.model.adapters:
-            save_live_adapters(
-                folder, self.model, self.config.lora, self.parallel, self.source.path
-            )
+            lora, base = self.config.lora, self.source.path
+            save_live_adapters(folder, self.model, lora, self.parallel, base, served=served)
 
     def save_model(self, folder: Path) -> None:
         """Save the live weights as a model folder; collective."""

@@ -131,7 +131,7 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
     model.keep_base()
     if lora.start:
         model.set_factors(start_factors(lora, source))
-    config = supervised(Config(ModelConfig(path=str(folder)), trainer=trainer, lora=lora))
+    config = supervised(Config(model=ModelConfig(path=str(folder)), trainer=trainer, lora=lora))
     return Learner(model, ranks, config, BlobStore(Path("/nonexistent"), "none"))
 
 

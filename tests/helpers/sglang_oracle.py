@@ -26,7 +26,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,25 @@ class Loaded:
 
 def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
     """SGLang's model on one rank, after its loader and its post-load hooks."""
+    from moerl.engine.weight_layout import weights
+
+    with opened(folder, args, rank) as engine:
+        parameters = {name: value.detach().clone() for name, value in weights(engine.model).items()}
+        return Loaded(parameters, engine.server_args.resolved_dict(), _refusal(engine.model))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """SGLang's own objects of one rank."""
+
+    model: Any
+    config: Any
+    server_args: Any
+
+
+@contextmanager
+def opened(folder: Path, args: dict[str, Any], rank: int) -> Iterator[Engine]:
+    """SGLang's model on one rank, as long as its process groups are there."""
     import torch
     from safetensors.torch import load_file
     from sglang.srt.configs.load_config import LoadConfig
@@ -423,8 +443,7 @@ def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
         DefaultModelLoader.load_weights_and_postprocess(
             model, iter(tensors.items()), torch.device("cpu")
         )
-        parameters = {name: value.detach().clone() for name, value in weights(model).items()}
-        return Loaded(parameters, server_args.resolved_dict(), _refusal(model))
+        yield Engine(model, model_config, server_args)
     finally:
         torch.set_default_dtype(torch.float32)
         _close_groups()

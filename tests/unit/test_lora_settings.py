@@ -9,15 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from moerl.config.algorithms import base_is_reference, ref_models_of
 from moerl.config.checks import check
-from moerl.config.load import load_config
+from moerl.config.load import load_config, resolve
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
-from moerl.config.schema import Config, ModelConfig, ParallelConfig
+from moerl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    RefModelsConfig,
+)
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
 from moerl.layout.adapters import adapter_shapes, adapter_tiles, projections, whole_factors
+from moerl.planning.dry_run import describe
 from tests.helpers.trainer_support import ROOT
 
 ON = LoraConfig(rank=4, alpha=8)
@@ -41,6 +49,30 @@ def test_one_scale_holds_for_all_ranks() -> None:
     assert LoraConfig(rank=8).scale == 1
     names = ("self_attn.q_proj", "mlp.experts.3.up_proj", "mlp.experts.3.down_proj", "mlp.gate")
     assert [lora.rank_of(f"model.layers.0.{name}") for name in names] == [4, 2, 1, 0]
+
+
+def test_the_base_is_the_reference_unless_another_model_is_wanted() -> None:
+    kl = AlgorithmConfig(kl="k3", kl_coef=0.1)
+    config = replace(Config(), lora=ON, algorithm=kl, model=ModelConfig(path="base"))
+    assert base_is_reference(config)
+    assert ref_models_of(config) == {}, "so the dry run counts no second model"
+    own = replace(config, algorithm=replace(kl, reference="other"))
+    separate = replace(config, ref_models=RefModelsConfig(placement="separate"))
+    whole = replace(config, lora=LoraConfig())
+    for other, path in ((own, "other"), (separate, "base"), (whole, "base")):
+        assert not base_is_reference(other)
+        assert ref_models_of(other) == {"reference": path}
+    assert not base_is_reference(replace(config, algorithm=AlgorithmConfig()))
+
+
+def test_the_dry_run_counts_no_second_model() -> None:
+    kl = ["algorithm.kl=k3", "algorithm.kl_coef=0.1"]
+    adapters, whole = (
+        describe(resolve(load_config("quickstart-lora", [*kl, *more])), [])
+        for more in ([], ["lora.rank=0"])
+    )
+    assert "others" in whole, "control: memory of the reference"
+    assert "others" not in adapters
 
 
 @pytest.mark.parametrize(

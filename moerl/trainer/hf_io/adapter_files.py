@@ -108,13 +108,19 @@ def save_adapter(
         packed = _pack(blocks, forms[name][0][1], factors, spec)
         tensors |= {f"{_ROOT}{_wrapper(name, stacks)}.lora_{x}.weight": packed[x] for x in "AB"}
         ranks[name] = sum(lora.rank_of(block.module) for block in blocks if block.expert == 0)
-    fresh = folder.with_name(f".{folder.name}.new")
-    fresh.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / _FILE, {"format": "pt"})
     parameters = [f"{m}.weight" for m in linear if m not in stacked and _is_named(m, spec)]
     ranks |= {name: ranks[module_of(name)] for name in parameters}
     modules = [m for m in linear if m not in stacked and not _is_named(m, spec)]
-    write_json(fresh / _CONFIG, _peft_config(modules, [*parameters, *stacks], ranks, lora, base))
+    config = _peft_config(modules, [*parameters, *stacks], ranks, lora, base)
+    write_adapter(folder, tensors, config)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Replace a folder by one with these tensors and this adapter_config.json."""
+    fresh = folder.with_name(f".{folder.name}.new")
+    fresh.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / _FILE, {"format": "pt"})
+    write_json(fresh / _CONFIG, dict(config))
     replace_folder(folder, fresh)
 
 

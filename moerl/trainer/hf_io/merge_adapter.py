@@ -1,6 +1,6 @@
 """A model folder of W0 + s B A, from the model that a run began with and one of its adapters.
 
-tools/lora_merge.py runs/NAME OUT [--adapter runs/NAME/adapter/0.7]
+tools/lora_merge.py runs/NAME OUT [--adapter runs/NAME/adapter/0.7] [--sglang]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import pinned
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup
+from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 
@@ -50,12 +51,19 @@ def main(description: str | None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="runs/NAME of a run with lora.rank")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--adapter", type=Path, help="default: RUN/adapter/peft")
+    parser.add_argument("--sglang", action="store_true", help="write an adapter for SGLang instead")
     args = parser.parse_args()
     run = RunDir(args.run)
     try:
         config = load_saved(run.config)
         base, dtype = Path(config.model.path), _DTYPES[config.trainer.dtype]
-        merge_adapter(base, args.adapter or run.adapter, config.lora, args.out, dtype)
+        adapter, lora = args.adapter or run.adapter, config.lora
+        if args.sglang:
+            spec = HfFolder(base).spec
+            factors = load_adapter(adapter, spec, lora)
+            save_sglang_adapter(args.out, factors, spec, lora, str(base))
+        else:
+            merge_adapter(base, adapter, lora, args.out, dtype)
     except MoerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,9 @@ the student's tokens at the student's temperature and over the student's recorde
 that both distributions have the same support; an engine's prompt log-probabilities would be at
 temperature 1 over the whole vocabulary.
 
+With adapters the reference is the trained model itself with its adapters off (`BasePolicy`), unless
+`algorithm.reference` names a folder or it has its own ranks.
+
 `ref_models.placement: trainer` keeps it on the ranks and in the layout of the student: one more
 forward pass without gradient over the batch, before its first optimizer step.  With `separate`
 it has its own ranks (`moerl.trainer.ref_model_loop`): they score while the previous batch trains.
@@ -12,13 +15,16 @@ it has its own ranks (`moerl.trainer.ref_model_loop`): they score while the prev
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from moerl.config.algorithms import ref_models_of
 from moerl.config.schema import Config, TrainerConfig
 from moerl.errors import ConfigError
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
-from moerl.trainer.model.gpt import build
+from moerl.trainer.model.gpt import Model, build
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.router_losses import without_router_losses
@@ -59,3 +65,28 @@ class RefModel:
     def logprobs(self, batches: Batches) -> dict[int, Tensor]:
         """[N] fp32 log-probabilities of the sampled tokens by microbatch, on the last stage."""
         return score(self.model, batches, Mode.OFF)
+
+
+class BasePolicy:
+    """The trained model with adapters off: W0 takes the place of the weights while it scores.
+
+    Merging again gives the same bits, which costs no memory; W0 comes from the host.
+    """
+
+    def __init__(self, model: Model, before_swap: Callable[[], None]) -> None:
+        """before_swap: waits for whoever still copies the weights."""
+        self.swap_s = 0.0  # of the last batch
+        self._model, self._before_swap = model, before_swap
+
+    def logprobs(self, parts: Sequence[Batches]) -> list[dict[int, Tensor]]:
+        """As `RefModel.logprobs`, of every minibatch of a batch: weights are exchanged once."""
+        begin = time.perf_counter()
+        self._before_swap()
+        self._model.unmerge()
+        self.swap_s = time.perf_counter() - begin
+        try:
+            return [score(self._model, batches, Mode.OFF) for batches in parts]
+        finally:
+            begin = time.perf_counter()
+            self._model.merge()
+            self.swap_s += time.perf_counter() - begin

@@ -36,7 +36,7 @@ from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.config.algorithms import OBJECTIVES
+from moerl.config.algorithms import OBJECTIVES, base_is_reference
 from moerl.config.schema import Config
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
@@ -52,7 +52,7 @@ from moerl.trainer.learner.optimizer import (
     router_grad_norm,
     take_step,
 )
-from moerl.trainer.learner.ref_model import RefModel, open_ref_models
+from moerl.trainer.learner.ref_model import BasePolicy, RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import SampledScores, StepSums, describe, load_metrics, no_loss
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
@@ -117,6 +117,9 @@ class Learner:
         ] = {}  # by role; on other ranks with ref_models.placement: separate
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
+        self.base: BasePolicy | None = None
+        if base_is_reference(config):
+            self.base = BasePolicy(model, lambda: self.before_update())
         routers_move = bool(model.spec.moe_layers) and not model.adapters
         self.watches_routers = routers_move and not optimizer.distributed
         self.router_losses = None
@@ -150,6 +153,8 @@ class Learner:
             metrics["loss/grad_norm"] = max(norms)
         if self.model.adapters:
             metrics["lora/changed_frac"] = self.changed_frac
+        if self.base is not None:
+            metrics["lora/base_swap_s"] = self.base.swap_s
         if routers:
             metrics["loss/grad_norm_router"] = max(routers)
         return metrics if self.critic is None else metrics | self.critic.update(parts)
@@ -165,7 +170,7 @@ class Learner:
         """Forward passes over the whole batch, before it is trained; scores of separate reference
         ranks come with the plan.
         """
-        config, known = self.config, []
+        config, known, read = self.config, [], []
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
         for part in parts:
             batches = Batches(part.plan, config, self.parallel, self.store)
@@ -177,6 +182,10 @@ class Learner:
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
+            read.append(batches)
+        if self.base is not None:
+            for scores, found in zip(known, self.base.logprobs(read), strict=True):
+                scores.logprobs["reference"] = found
         if "m2" in config.algorithm.corrections:
             limit = config.algorithm.m2_limit
             proximal.bound_second_moment(parts, known, limit, self.parallel, self.store)

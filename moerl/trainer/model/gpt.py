@@ -103,6 +103,11 @@ class Model:
         every = [adapters.merge() for adapters in self.adapters]
         return Changes(sum(one.weights for one in every), sum(one.changed for one in every))
 
+    def unmerge(self) -> None:
+        """Adapted weights are those of the base, until `merge`."""
+        for adapters in self.adapters:
+            adapters.unmerge()
+
     @property
     def call_args(self) -> dict[str, Any]:
         """Keep bf16 logits as they are: the rows that matter are cast later, alone."""

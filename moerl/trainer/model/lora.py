@@ -132,6 +132,12 @@ class Adapters(torch.nn.Module):
         self.merge()
 
     @torch.no_grad()
+    def unmerge(self) -> None:
+        """Set every adapted weight to W0, until the next `merge`."""
+        for (weight, _), base in zip(self._merged, self._base, strict=True):
+            weight.copy_(base)
+
+    @torch.no_grad()
     def merge(self) -> Changes:
         """Set every adapted weight to W0 + s B A, computed in fp32 and rounded once.
 

@@ -1,0 +1,134 @@
+"""Worker of test_lora_reference: the reference of a run with adapters, and a second model.
+
+lora_reference_ranks.py --model DIR --work DIR --sizes JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from moerl.trainer.model import platform
+
+PLACE = platform.prepare("cpu")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from moerl.config.schema import (  # noqa: E402
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from moerl.data.batching import split_plan  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
+from moerl.types import BatchPlan  # noqa: E402
+from tests.helpers.lora_oracle import LORA, random_factors  # noqa: E402
+from tests.helpers.trainer_support import make_plan  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--model", "--work", "--sizes"):
+        parser.add_argument(name, required=True)
+    options = parser.parse_args()
+    sizes = ParallelConfig(**json.loads(options.sizes))
+    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    store = BlobStore(Path(options.work) / f"blobs{dist.get_rank()}", "n0")
+    plan = make_plan(store, groups=4, dp_size=sizes.dp)
+    own = make_learner(options.model, "", ranks, store)
+    second = make_learner(options.model, options.model, ranks, store)
+    before = {name: tensor.clone() for name, tensor in own.model.tensors.items()}
+    waited: list[bool] = []
+    own.before_update = lambda: waited.append(True)
+    scores, wanted, adapted = reference(own, plan), reference(second, plan), unscored(own, plan)
+    found = {
+        "loaded": [list(own.ref_models), list(second.ref_models)],
+        "gap": largest(worst(scores, wanted)),
+        "adapters_on": largest(worst(adapted, wanted)),
+        "restored": all_ranks(
+            all(torch.equal(before[name], t) for name, t in own.model.tensors.items())
+        ),
+        "waited": len(waited),
+        "steps": [[own.step(plan), second.step(plan)] for _ in range(2)],
+    }
+    if ranks.is_first:
+        print("FOUND", json.dumps(found))
+    dist.barrier()
+
+
+def make_learner(
+    folder: str, reference: str, ranks: parallel.Parallel, store: BlobStore
+) -> Learner:
+    config = Config(
+        model=ModelConfig(path=folder),
+        trainer=TrainerConfig(
+            parallel=ranks.sizes, minibatches=2, optimizer=OptimizerConfig(lr=0.01, min_lr=0.01)
+        ),
+        algorithm=AlgorithmConfig(
+            advantage="none", kl="unbiased", kl_coef=0.5, reference=reference
+        ),
+        lora=replace(LORA, alpha=2),
+    )
+    source = HfFolder(folder)
+    model = build(source.spec, config.trainer, ranks, with_replay=True, lora=config.lora)
+    load_hf(model.tensors, model.tiles, source)
+    model.keep_base()
+    learner = Learner(model, ranks, config, store)
+    for adapters in model.adapters:
+        adapters.set_factors(random_factors(Path(folder), config.lora))
+    learner.optimizer.reload_model_params()
+    return learner
+
+
+def reference(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
+    """Scores of the reference, by minibatch and microbatch, as a step has them."""
+    parts = split_plan(plan, learner.config.trainer, seed=learner.config.run.seed)
+    return [known.logprobs["reference"] for known in learner._know(plan, parts)]
+
+
+def unscored(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
+    """The control: adapters stay on."""
+    parts = split_plan(plan, learner.config.trainer, seed=learner.config.run.seed)
+    return [
+        score(
+            learner.model,
+            Batches(part.plan, learner.config, learner.parallel, learner.store),
+            Mode.OFF,
+        )
+        for part in parts
+    ]
+
+
+def worst(one: list[dict[int, Tensor]], other: list[dict[int, Tensor]]) -> float:
+    gaps = [0.0]
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        gaps += [float((mine[n] - theirs[n]).abs().max()) for n in mine if len(mine[n])]
+    return max(gaps)
+
+
+def largest(value: float) -> float:
+    every = torch.tensor(value)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    return float(every)
+
+
+def all_ranks(holds: bool) -> bool:
+    return largest(float(not holds)) == 0.0
+
+
+if __name__ == "__main__":
+    main()
