@@ -200,9 +200,10 @@ def ref_model_memory(
 ) -> tuple[TrainerMemory, ...]:
     """The same for a model that only scores: weights, activations inside one layer, logits.
 
-    Without gradients no activations are kept between layers; routers are live.
+    Without gradients no activations are kept between layers; routers are live, nothing is adapted.
     """
-    alone = trainer_memory(spec, layout, replace(training, recompute="full"))
+    whole = replace(training, recompute="full", lora=LoraConfig())
+    alone = trainer_memory(spec, layout, whole)
     one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
     return tuple(
         replace(
