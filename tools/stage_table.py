@@ -70,6 +70,7 @@ _TRAINER = (
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_lora_parity.py",
     "tests/multi/test_lora_files.py",
+    "tests/multi/test_lora_bf16.py",
     "tests/multi/test_lora_reference.py",
     "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",

@@ -3,8 +3,8 @@
     lora_ranks.py --model DIR --factors FILE --out FILE --settings JSON
 
 settings: `parallel`, `lora`, `distributed` (optimizer), `megatron`, `broken` (a control); `load`
-and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of peft, to
-write).  With `lora.start` the factors of FILE are not taken.
+and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of
+peft, to write), `dtype`, `scores`.  With `lora.start` the factors of FILE are not taken.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.data.packing import by_row  # noqa: E402
 from moerl.layout import at, hf_shapes  # noqa: E402
 from moerl.layout.adapters import adapter_shapes  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
@@ -47,6 +48,8 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
@@ -65,6 +68,7 @@ def main() -> None:
         set_factors(learner, load_file(options.factors))
     break_on_purpose(learner, settings.get("broken", ""))
     base = frozen_sums(learner)
+    scores = scored(learner) if settings.get("scores") else {}
     step = settings.get("first", 0)
     if settings.get("load"):
         path = Path(settings["load"]) / "checkpoints" / "step-000001"
@@ -77,6 +81,7 @@ def main() -> None:
         save_peft(learner, Path(settings["adapter"]), options.model)
     params = [p for chunk in learner.model.chunks for p in chunk.gpt.parameters()]
     found: dict[str, object] = {
+        **scores,
         "loss": metrics["loss/pg"],
         "norm": metrics["loss/grad_norm"],
         "values": gather(learner, lambda param: param.detach()),
@@ -92,6 +97,14 @@ def main() -> None:
     if ranks.is_first:
         torch.save(found, options.out)
     dist.barrier()
+
+
+def scored(learner: Learner) -> dict[str, Tensor]:
+    """Log-probabilities of all answers, in the order of the plan's rows."""
+    ranks, plan = learner.parallel, demonstrations(learner.parallel.dp_size)
+    batches = Batches(plan, learner.config, ranks, learner.store)
+    found = by_row(plan, ranks.dp_rank, score(learner.model, batches, Mode.OFF))
+    return {"scores": torch.cat([torch.from_numpy(found[row]) for row in sorted(found)])}
 
 
 def save(learner: Learner, folder: Path) -> None:
@@ -122,7 +135,10 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
         distributed=bool(settings.get("distributed")),
     )
     trainer = TrainerConfig(
-        parallel=ranks.sizes, optimizer=optimizer, megatron=settings.get("megatron", {})
+        parallel=ranks.sizes,
+        dtype=settings.get("dtype", "fp32"),
+        optimizer=optimizer,
+        megatron=settings.get("megatron", {}),
     )
     lora = LoraConfig(**settings["lora"])
     source = HfFolder(folder)
