@@ -55,16 +55,21 @@ def trained(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def merged(base: dict[str, Tensor], factors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """In fp32, one rank after the other, as docs/algorithms.md says."""
-    found = dict(base)
+def merged(
+    base: dict[str, Tensor],
+    factors: dict[str, Tensor],
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """In fp32, one rank after the other, as docs/algorithms.md says; rounded once."""
+    found = {name: weight.to(dtype) for name, weight in base.items()}
     for module in {name.rpartition(".")[0] for name in factors}:
-        a, b = (factors[f"{module}.lora_{x}"].numpy() for x in "AB")
+        a, b = (factors[f"{module}.lora_{x}"].float().numpy() for x in "AB")
         total = np.zeros((len(b), a.shape[1]), np.float32)
         for row, column in zip(a, b.T, strict=True):
             total += np.outer(column, row)
-        whole = total * np.float32(scale) + base[f"{module}.weight"].numpy()
-        found[f"{module}.weight"] = torch.from_numpy(whole)
+        whole = total * np.float32(scale) + found[f"{module}.weight"].float().numpy()
+        found[f"{module}.weight"] = torch.from_numpy(whole).to(dtype)
     return found
 
 
@@ -76,13 +81,14 @@ def digest_of(weights: dict[str, Tensor], spec: ModelSpec, run: Run) -> str:
     plan = TransferPlan(spec, parallel, EngineLayout(), PLAN_ID, policy).receiver(0)
     live = {}
     for name, local in sglang_tiles(spec, 1, 0).items():
-        live[name] = torch.zeros(local.shape)
+        live[name] = torch.zeros(local.shape, dtype=getattr(torch, config.engine.dtype))
         for tile in local.tiles:
             live[name][at(tile.box)] = weights[tile.hf][at(tile.hf_box)]
     total = 0
     for region in plan.regions:
         for piece, seed in zip(region.pieces, seeds(region), strict=True):
-            data = live[piece.dst_name][at(piece.dst_box)].contiguous().numpy().tobytes()
+            part = live[piece.dst_name][at(piece.dst_box)].contiguous().view(-1)
+            data = part.view(torch.uint8).numpy().tobytes()
             total += xxhash.xxh3_64_intdigest(data, seed=seed)
     return version_digest([total])
 
@@ -174,3 +180,55 @@ def test_a_killed_run_and_a_killed_engine_continue_with_whole_adapters(
     want = merged(base, load_adapter(again.dir.adapter, source.spec, lora), lora.scale)
     saved = load_file(again.dir.hf / "model.safetensors")
     assert all(torch.equal(saved[name], want[name]) for name in saved)
+
+
+# --- other forms of a publish, and the start of another run ---------------------------------------
+SMALL = ["run.steps=3", "rollout.groups_per_step=8", "checkpoint.every=2", *EXACT]
+BF16 = ["engine.dtype=bfloat16", "trainer.dtype=bf16"]
+
+
+def _proves(run: Run, base: dict[str, Tensor], dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """Every version that the engine served is the sum of its kept factors; returns the sums."""
+    spec, lora, found = base_of(run).spec, lora_of(run), {}
+    for version, digest in served(run).items():
+        factors = load_adapter(run.dir.adapter.with_name(version), spec, lora)
+        found[version] = merged(base, factors, lora.scale, dtype)
+        assert digest == digest_of(found[version], spec, run), version
+    assert found
+    return found
+
+
+def test_whole_weights_are_sent_and_another_run_starts_from_the_adapters(tmp_path: Path) -> None:
+    """The second run serves the first one's adapters before its first step, as version 1.0."""
+    keep = ["checkpoint.keep_versions=true", *SMALL]
+    first = start(tmp_path, "quickstart-lora", *keep, "lora.send=weights", name="first")
+    assert first.finish(400) == 0, first.text()
+    source = base_of(first)
+    base = {name: source.read(name) for name in source.names}
+    _proves(first, base, torch.float32)
+    sent = {row["async/sync_bytes"] for row in first.rows() if row.get("async/sync_bytes")}
+    assert sent == {float(sum(tensor.nbytes for tensor in base.values()))}
+    begin = [f"model.path={source.path}", f"lora.start={first.dir.adapter}"]
+    second = start(tmp_path, "quickstart-lora", *keep, *begin, name="second")
+    assert second.finish(400) == 0, second.text()
+    sums = _proves(second, base, torch.float32)
+    last = load_file(first.dir.hf / "model.safetensors")
+    assert all(torch.equal(sums["1.0"][name], last[name]) for name in last)
+    rows = second.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["mismatch/abs_dlogp_max/lag_0"] for row in rows) <= GATE
+
+
+def test_bf16_engines_serve_what_the_trainer_has(tmp_path: Path) -> None:
+    settings = ["checkpoint.keep_versions=true", *SMALL, *BF16]
+    run = start(tmp_path, "quickstart-lora", *settings, name="x")
+    assert run.finish(400) == 0, run.text()
+    source = base_of(run)
+    base = {name: source.read(name) for name in source.names}
+    sums = _proves(run, base, torch.bfloat16)
+    saved = load_file(run.dir.versions / "0.2" / "model.safetensors")
+    assert all(torch.equal(saved[name], sums["0.2"][name]) for name in saved)
+    rows = run.rows()
+    print("k3 at lag 0:", [f"{row['mismatch/k3/lag_0']:.1e}" for row in rows])
+    print("changed:", [f"{row['lora/changed_frac']:.3f}" for row in rows])
+    assert max(row["mismatch/k3/lag_0"] for row in rows) < 1e-2

@@ -1,4 +1,4 @@
-"""Merged folders of others' adapters, and the way back: what a merged folder was made of.
+"""The way back from a merged folder: what it was made of.
 
 Rounding loses bits, so no subtraction gives W0 back.  A merge therefore keeps a copy of the adapter
 in OUT/adapter, with the fingerprint of W0 and the dtype.  The way back is to find W0 by that
@@ -46,6 +46,13 @@ def read_parts(merged: Path, base: Path | None) -> tuple[Path, Path, dict[str, o
             f"({note['model']}), {base} has {found}; name their folder with --base"
         )
     return base, copy, note
+
+
+def give_back(adapter: Path, out: Path) -> None:
+    """Copy the kept adapter to `out`, as the folder that was merged."""
+    if out.exists():
+        raise ModelError(f"{out}: it exists; choose another folder")
+    shutil.copytree(adapter, out, ignore=shutil.ignore_patterns(_NOTE))
 
 
 def check_equal(merged: Path, wanted: Mapping[str, torch.Tensor]) -> None:
