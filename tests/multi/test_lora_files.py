@@ -6,12 +6,14 @@ gives the loss that the trainer has next; tests/references opens such folders wi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_lora_parity import LIMIT, Trained
+from test_lora_parity import LIMIT, SHARED, WIDE, Trained
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from tests.helpers.lora_oracle import LORA, read_spec
@@ -51,6 +53,15 @@ def test_another_layout_continues_as_its_own(case: Trained, saved: dict[str, Any
 @pytest.mark.parametrize("layout", OTHERS)
 def test_every_layout_continues(case: Trained, saved: dict[str, Any], layout: str) -> None:
     assert _continued(case, saved, layout) <= LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", [SHARED, WIDE], ids=["shared", "routers and head"])
+@pytest.mark.parametrize(("layout", "other"), [("dp2", "tp2-etp2"), ("ep2", "tp2-ep2")])
+def test_other_forms_continue(tmp_path: Path, form: LoraConfig, layout: str, other: str) -> None:
+    case, folder = Trained(tmp_path, "qwen3_moe", form), str(tmp_path / "run")
+    saved = case.run(layout, distributed=True, until=2, save=folder)
+    assert _continued(case, saved, other) <= LIMIT
 
 
 def test_a_checkpoint_holds_factors_alone(case: Trained, saved: dict[str, Any]) -> None:

@@ -179,7 +179,9 @@ def test_factors_that_experts_share_have_them(
         for layout in ("tp2", "pp2", "ep2", "cp2", "pp2-tp2-ep2", "tp2-etp2")
     ],
 )
-def test_routers_and_the_head_have_them(wide: dict[str, Trained], family: str, layout: str) -> None:
+def test_routers_and_the_head_have_them(
+    other: Callable[[str, str], Trained], family: str, layout: str
+) -> None:
     case = other(family, "wide")
     _check(case.gaps(case.run(layout)))
     own = [
@@ -222,11 +224,13 @@ def test_recompute_has_them(trained: dict[str, Trained]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+@pytest.mark.parametrize(
+    ("layout", "form"), [("dp2", ""), ("ep2", ""), ("ep2", "shared"), ("dp2", "wide")]
+)
 def test_the_distributed_optimizer_takes_the_same_step(
-    trained: dict[str, Trained], layout: str
+    trained: dict[str, Trained], other: Callable[[str, str], Trained], layout: str, form: str
 ) -> None:
-    case = trained["qwen3_moe"]
+    case = other("qwen3_moe", form) if form else trained["qwen3_moe"]
     plain, cut = case.run(layout), case.run(layout, distributed=True)
     assert cut["adam"] < plain["adam"]
     for name, want in plain["values"].items():
