@@ -64,7 +64,7 @@ _LAYOUTS = (
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
     "tests/multi/test_critic.py",
-    "tests/multi/test_dithered_cast.py",
+    "tests/multi/test_dithered_layouts.py",
     "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
@@ -72,6 +72,7 @@ _TRAINER = (
     "tests/multi/test_lora_files.py",
     "tests/multi/test_lora_bf16.py",
     "tests/multi/test_lora_reference.py",
+    "tests/multi/test_lora_routers.py",
     "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",

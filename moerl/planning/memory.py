@@ -278,7 +278,9 @@ def _factors(
     spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
 ) -> tuple[tuple[int, int], int]:
     """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
-    shapes, inside, outside, adapted = hf_shapes(spec), {}, {}, 0
+    inside: dict[str, int] = {}
+    outside: dict[str, int] = {}
+    shapes, adapted = hf_shapes(spec), 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
         parts = projections(local, lora.rank_of, shapes, shared=lora.shares)
         for part in parts:

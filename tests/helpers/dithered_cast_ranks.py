@@ -1,4 +1,4 @@
-"""Worker of test_dithered_cast: optimizer steps of one size; rank 0 writes whole weights in bf16.
+"""Worker of test_dithered_layouts: optimizer steps of one size; rank 0 writes the bf16 weights.
 
     dithered_cast_ranks.py --model DIR --out FILE --settings JSON
 

@@ -6,13 +6,15 @@ gives the loss that the trainer has next; tests/references opens such folders wi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_lora_parity import LIMIT, Trained
+from test_lora_parity import LIMIT, SHARED, WIDE, Trained
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ModelError
 from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
@@ -56,6 +58,15 @@ def test_another_layout_continues_as_its_own(case: Trained, saved: dict[str, Any
 @pytest.mark.parametrize("layout", OTHERS)
 def test_every_layout_continues(case: Trained, saved: dict[str, Any], layout: str) -> None:
     assert _continued(case, saved, layout) <= LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", [SHARED, WIDE], ids=["shared", "routers and head"])
+@pytest.mark.parametrize(("layout", "other"), [("dp2", "tp2-etp2"), ("ep2", "tp2-ep2")])
+def test_other_forms_continue(tmp_path: Path, form: LoraConfig, layout: str, other: str) -> None:
+    case, folder = Trained(tmp_path, "qwen3_moe", form), str(tmp_path / "run")
+    saved = case.run(layout, distributed=True, until=2, save=folder)
+    assert _continued(case, saved, other) <= LIMIT
 
 
 def test_a_checkpoint_holds_factors_alone(case: Trained, saved: dict[str, Any]) -> None:

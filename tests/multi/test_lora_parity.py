@@ -8,7 +8,9 @@ peft.  Controls, with one mistake each, must be off.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +106,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """Experts with one A of gate and up, and one B of down."""
-    return {
-        name: Trained(tmp_path_factory.mktemp(f"{name}-shared"), name, SHARED) for name in FAMILIES
-    }
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """Routers and the head, too."""
-    return {name: Trained(tmp_path_factory.mktemp(f"{name}-wide"), name, WIDE) for name in FAMILIES}
+def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
+    """Of a family, with `shared` factors of experts, or `wide`: routers and head as targets."""
+    return cache(
+        lambda family, name: Trained(
+            tmp_path_factory.mktemp(f"{family}-{name}"),
+            family,
+            {"shared": SHARED, "wide": WIDE}[name],
+        )
+    )
 
 
 def _check(gaps: dict[str, float]) -> None:
@@ -159,12 +159,13 @@ def test_every_layout_has_them(trained: dict[str, Trained], family: str, layout:
     ],
 )
 def test_factors_that_experts_share_have_them(
-    shared: dict[str, Trained], family: str, layout: str
+    other: Callable[[str, str], Trained], family: str, layout: str
 ) -> None:
-    found = shared[family].run(layout)
-    _check(shared[family].gaps(found))
+    case = other(family, "shared")
+    found = case.run(layout)
+    _check(case.gaps(found))
     counted = Training(dtype="fp32", distributed_optimizer=False, gpu=False, lora=SHARED)
-    spec = read_spec(shared[family].model)
+    spec = read_spec(case.model)
     stages = trainer_memory(spec, ParallelConfig(**LAYOUTS[layout]), counted)
     assert stages[0].gradients == 4 * found["buffered"], "the dry run counts them once"
 
@@ -181,21 +182,27 @@ def test_factors_that_experts_share_have_them(
         for layout in ("tp2", "pp2", "ep2", "cp2", "pp2-tp2-ep2", "tp2-etp2")
     ],
 )
-def test_routers_and_the_head_have_them(wide: dict[str, Trained], family: str, layout: str) -> None:
-    found = wide[family].run(layout)
-    _check(wide[family].gaps(found))
-    grads = wide[family].grads.items()
-    own = [grad for name, grad in grads if ".mlp.gate." in name or name.startswith("lm_head")]
+def test_routers_and_the_head_have_them(
+    other: Callable[[str, str], Trained], family: str, layout: str
+) -> None:
+    case = other(family, "wide")
+    _check(case.gaps(case.run(layout)))
+    own = [
+        grad
+        for name, grad in case.grads.items()
+        if ".mlp.gate." in name or name.startswith("lm_head")
+    ]
     assert len(own) >= 6
     assert all(grad.any() for grad in own)
 
 
 @pytest.mark.full
 def test_a_gradient_of_a_router_or_the_head_that_is_not_summed_is_noticed(
-    wide: dict[str, Trained],
+    other: Callable[[str, str], Trained],
 ) -> None:
     """The loss does not see it."""
-    gaps = wide["qwen3_moe"].gaps(wide["qwen3_moe"].run("tp2", broken="no_tp_sum"))
+    case = other("qwen3_moe", "wide")
+    gaps = case.gaps(case.run("tp2", broken="no_tp_sum"))
     assert gaps["loss"] <= LIMIT
     for where in ("mlp.gate.lora_A", "mlp.gate.lora_B", "lm_head.lora_A"):
         assert max(gap for name, gap in gaps.items() if where in name) > 1e-4, where
@@ -204,10 +211,11 @@ def test_a_gradient_of_a_router_or_the_head_that_is_not_summed_is_noticed(
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ep2", "tp2-ep2"])
 def test_a_shared_factor_without_the_experts_of_other_ranks_is_noticed(
-    shared: dict[str, Trained], layout: str
+    other: Callable[[str, str], Trained], layout: str
 ) -> None:
     """The loss does not see it."""
-    gaps = shared["qwen3_moe"].gaps(shared["qwen3_moe"].run(layout, broken="no_ep_sum"))
+    case = other("qwen3_moe", "shared")
+    gaps = case.gaps(case.run(layout, broken="no_ep_sum"))
     assert gaps["loss"] <= LIMIT
     assert max(gaps.values()) > 1e-2
 
@@ -219,11 +227,13 @@ def test_recompute_has_them(trained: dict[str, Trained]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+@pytest.mark.parametrize(
+    ("layout", "form"), [("dp2", ""), ("ep2", ""), ("ep2", "shared"), ("dp2", "wide")]
+)
 def test_the_distributed_optimizer_takes_the_same_step(
-    trained: dict[str, Trained], layout: str
+    trained: dict[str, Trained], other: Callable[[str, str], Trained], layout: str, form: str
 ) -> None:
-    case = trained["qwen3_moe"]
+    case = other("qwen3_moe", form) if form else trained["qwen3_moe"]
     plain, cut = case.run(layout), case.run(layout, distributed=True)
     assert cut["adam"] < plain["adam"]
     for name, want in plain["values"].items():

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model
 
 
+@pytest.mark.full
 def test_factors_of_routers_have_the_gradient_of_the_replayed_routes(tmp_path: Path) -> None:
     script = str(ROOT / "tests/helpers/router_adapter_ranks.py")
     model = make_model(tmp_path / "model")

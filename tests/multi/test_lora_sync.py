@@ -83,6 +83,7 @@ def test_factors_of_an_older_version_are_noticed_before_a_weight_changes(
     assert one.served() == V1
 
 
+@pytest.mark.full
 def test_a_dither_is_the_same_on_both_sides_and_one_of_another_seed_is_refused(
     made: list, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def test_any_cut_of_any_layout_has_the_bits_of_the_whole(
     family: str, layout: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The distributed optimizer holds runs of elements that start anywhere."""
-    monkeypatch.setattr(dithered_cast, "_BLOCK", 500)
+    monkeypatch.setattr(dithered_cast, "_BLOCK", 3000)
     config = json.loads((ROOT / "tests/data/layout_families.json").read_text())[family]
     spec, chance = model_spec(config), np.random.default_rng(0)
     shapes = hf_shapes(spec)

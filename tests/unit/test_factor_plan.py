@@ -36,7 +36,8 @@ from tests.helpers.trainer_support import ROOT
 
 V1 = PolicyVersion(0, 1)
 LORA = LoraConfig(rank=3, alpha=4.5, ranks={"*.experts.*": 2})
-EVERY = replace(LORA, targets=[*LORA.targets, "*.experts.*"])  # Mixtral's are w1, w2, w3
+# Mixtral's experts are w1, w2, w3
+EVERY = replace(LORA, targets=[*LORA.targets, "*.experts.*", "*.gate", "lm_head"])
 DEFAULT = (("qwen3_moe", "pp2-ep2-to-tp2"), ("deepseek_v3", "tp2-etp2-to-tp2-ep2"))
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe")
 MESHES = {

@@ -100,7 +100,7 @@ def _matrices(tile: Tile, shape: tuple[int, ...]) -> Iterator[tuple[HfPart, rang
         first = 0
         for index, size in zip(at_local, shape[:-2], strict=True):
             first = first * size + index
-        rows = tile.box[-2]
-        moved = range(*(edge + first * shape[-2] for edge in (rows.start, rows.stop)), rows.step)
+        rows, before = tile.box[-2], first * shape[-2]
+        moved = range(rows.start + before, rows.stop + before, rows.step)
         name = f"{tile.hf} {at_hf}" if at_hf else tile.hf
         yield HfPart(name, *tile.hf_box[-2:]), moved, tile.box[-1]
