@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from test_transfer import draw
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.layout.adapters import adapter_tiles
@@ -17,7 +18,6 @@ from moerl.weight_sync.buckets import ITEMSIZE, Piece, Region, cut
 from moerl.weight_sync.deliveries import Keyed
 from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.transfer_plan import region_of
-from tests.property.test_transfer import draw
 
 NUM_LAYOUTS = 4
 LORAS = (

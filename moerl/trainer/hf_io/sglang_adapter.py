@@ -76,14 +76,15 @@ def save_sglang_adapter(
 
 def _together(module: str) -> list[str]:
     """The modules that SGLang loads together with this one, some of which a model may lack."""
-    parent, _, leaf = module.rpartition(".")
+    parent, dot, leaf = module.rpartition(".")  # the head has no parent
     group = next((group for group in _TOGETHER if leaf in group), (leaf,))
-    return [f"{parent}.{name}" for name in group]
+    return [f"{parent}{dot}{name}" for name in group]
 
 
 def _served_name(factor: str) -> str:
-    parent, leaf, kind = factor.rsplit(".", 2)
-    return f"base_model.model.{parent}.{_LEAVES.get(leaf, leaf)}.{kind}.weight"
+    module, _, kind = factor.rpartition(".")
+    parent, dot, leaf = module.rpartition(".")
+    return f"base_model.model.{parent}{dot}{_LEAVES.get(leaf, leaf)}.{kind}.weight"
 
 
 def _padded(factors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> Tensor:
