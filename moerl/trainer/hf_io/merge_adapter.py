@@ -28,7 +28,7 @@ from moerl.trainer.hf_io.hf_save import pinned
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup
 from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter
 from moerl.trainer.hf_io.unmerge_adapter import (
-    Parts,
+    MergedFrom,
     check_equal,
     give_back,
     keep_parts,
@@ -47,14 +47,14 @@ def merge_adapter(
     source = HfFolder(base)
     weights = _merged(source, adapter, lora, dtype)
     _save(source, weights, out)
-    keep_parts(out, Parts(base, adapter, dtype, lora))
+    keep_parts(out, MergedFrom(base, adapter, dtype, lora))
 
 
 def merge_foreign(base: Path, adapter: Path, out: Path, dtype: torch.dtype) -> None:
     """The same for a folder of peft from elsewhere, rounded to the nearest.  Raises ModelError."""
     source = HfFolder(base)
     _save(source, _merged_foreign(source, adapter, dtype), out)
-    keep_parts(out, Parts(base, adapter, dtype, None))
+    keep_parts(out, MergedFrom(base, adapter, dtype, None))
 
 
 def unmerge(merged: Path, out: Path, base: Path | None) -> Path:

@@ -27,7 +27,7 @@ from moerl.trainer.hf_io.hf_save import write_json
 _COPY, _NOTE = "adapter", "merged.json"
 
 
-def keep_parts(out: Path, parts: Parts) -> None:
+def keep_parts(out: Path, parts: MergedFrom) -> None:
     """Copy the adapter into a merged folder, with what else the merge depended on."""
     base, adapter, dtype, lora = parts
     shutil.copytree(adapter, out / _COPY, dirs_exist_ok=True)
@@ -40,7 +40,7 @@ def keep_parts(out: Path, parts: Parts) -> None:
     write_json(out / _COPY / _NOTE, note)
 
 
-class Parts(NamedTuple):
+class MergedFrom(NamedTuple):
     """What a folder was merged from."""
 
     base: Path  # folder of W0
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
     lora: LoraConfig | None  # None: of an adapter from elsewhere
 
 
-def read_parts(merged: Path, base: Path | None) -> Parts:
+def read_parts(merged: Path, base: Path | None) -> MergedFrom:
     """base: where W0 is now; None: where it was.  Raises ModelError."""
     copy = merged / _COPY
     if not (copy / _NOTE).is_file():
@@ -62,7 +62,7 @@ def read_parts(merged: Path, base: Path | None) -> Parts:
             f"({note['model']}), {base} has {found}; name their folder with --base"
         )
     lora = None if note["lora"] is None else read_section(LoraConfig, note["lora"])
-    return Parts(base, copy, getattr(torch, note["dtype"]), lora)
+    return MergedFrom(base, copy, getattr(torch, note["dtype"]), lora)
 
 
 def give_back(adapter: Path, out: Path) -> None:
