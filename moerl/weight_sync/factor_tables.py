@@ -47,7 +47,7 @@ class Parts:
     wanted: dict[int, Wanted]  # by engine rank
 
 
-class Target(NamedTuple):
+class AdaptedWeight(NamedTuple):
     """One weight that has factors, of one layer, or one expert's."""
 
     module: str  # Hugging Face name
@@ -61,7 +61,7 @@ class Factor(NamedTuple):
     """A or B of a target, or of all experts of its layer."""
 
     name: str  # Hugging Face name
-    target: Target
+    target: AdaptedWeight
     is_a: bool
     is_shared: bool
 
@@ -84,7 +84,7 @@ class FactorTables:
     def of_engine(self, rank: int) -> Iterator[Factor]:
         return self._factors(self.targets(rank))
 
-    def targets(self, rank: int) -> Iterator[Target]:
+    def targets(self, rank: int) -> Iterator[AdaptedWeight]:
         """The weights that an engine rank merges."""
         engine = self.engine
         own = self._experts(rank // (engine.tp // engine.ep), engine.ep)
@@ -113,7 +113,7 @@ class FactorTables:
         wanted = factor.target.parts.wanted.items()
         return ((r, want) for r, want in wanted if factor.is_shared or want.holder == holder)
 
-    def _factors(self, targets: Iterable[Target]) -> Iterator[Factor]:
+    def _factors(self, targets: Iterable[AdaptedWeight]) -> Iterator[Factor]:
         seen: set[str] = set()
         for target in targets:
             names = factor_names(target.module, shared=self._lora.shares)
@@ -127,7 +127,7 @@ class FactorTables:
     def _experts(self, number: int, ranks: int) -> range:
         return Shard(number, ranks).part(self.spec.experts, "experts")
 
-    def _targets(self, stage: int, experts: range) -> Iterator[Target]:
+    def _targets(self, stage: int, experts: range) -> Iterator[AdaptedWeight]:
         first = stage * self.trainer.stage_size
         for _, place, layer in sent_layers(self.spec, self.trainer, first, "local"):
             known = self._engines.rules(layer.number)
@@ -144,7 +144,7 @@ class FactorTables:
                         if key not in self._parts:
                             local = _Weight(rule, weight, layer.number, size, place.vocab_rows)
                             self._parts[key] = self._of(local)
-                        yield Target(module, rank, stage, expert, self._parts[key])
+                        yield AdaptedWeight(module, rank, stage, expert, self._parts[key])
 
     def _of(self, weight: _Weight) -> Parts:
         cols: dict[range, list[int]] = defaultdict(list)

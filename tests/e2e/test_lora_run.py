@@ -224,7 +224,7 @@ BF16 = ["engine.dtype=bfloat16", "trainer.dtype=bf16"]
 
 def _proves(run: Run, base: dict[str, Tensor], dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """Every version that the engine served is the sum of its kept factors; returns the sums."""
-    spec, lora, found = base_of(run).spec, lora_of(run), {}
+    spec, lora, found = base_of(run).spec, lora_of(run), dict[str, dict[str, Tensor]]()
     rounded = {name: weight.to(dtype) for name, weight in base.items()}
     for version, digest in served(run).items():
         factors = load_adapter(run.dir.adapter.with_name(version), spec, lora)

@@ -88,7 +88,7 @@ def _unmerged(model: torch.nn.Module, spec: ModelSpec, factors: dict[str, Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_scores_as_the_trainer_does(family: str, tmp_path: Path) -> None:
     """Control: the model without its adapter."""
-    case, found = Trained(tmp_path, family), {}
+    case, found = Trained(tmp_path, family), dict[str, dict[str, float]]()
     spec = read_spec(case.model)
     for name, dtype in DTYPES.items():
         factors = {key: (0.3 * value).to(dtype) for key, value in case.factors.items()}

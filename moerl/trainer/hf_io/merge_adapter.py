@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from moerl.config.load import load_saved
 from moerl.config.lora_settings import LoraConfig
-from moerl.config.validate import read_section
 from moerl.errors import MoerlError
 from moerl.layout import hf_tiles
 from moerl.layout.adapters import factor_names, module_of
@@ -29,7 +27,13 @@ from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import pinned
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup
 from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter
-from moerl.trainer.hf_io.unmerge_adapter import check_equal, give_back, keep_parts, read_parts
+from moerl.trainer.hf_io.unmerge_adapter import (
+    MergedFrom,
+    check_equal,
+    give_back,
+    keep_parts,
+    read_parts,
+)
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 
@@ -43,14 +47,14 @@ def merge_adapter(
     source = HfFolder(base)
     weights = _merged(source, adapter, lora, dtype)
     _save(source, weights, out)
-    keep_parts(out, base, adapter, {"dtype": str(dtype), "lora": asdict(lora)})
+    keep_parts(out, MergedFrom(base, adapter, dtype, lora))
 
 
 def merge_foreign(base: Path, adapter: Path, out: Path, dtype: torch.dtype) -> None:
     """The same for a folder of peft from elsewhere, rounded to the nearest.  Raises ModelError."""
     source = HfFolder(base)
     _save(source, _merged_foreign(source, adapter, dtype), out)
-    keep_parts(out, base, adapter, {"dtype": str(dtype), "lora": None})
+    keep_parts(out, MergedFrom(base, adapter, dtype, None))
 
 
 def unmerge(merged: Path, out: Path, base: Path | None) -> Path:
@@ -58,15 +62,15 @@ def unmerge(merged: Path, out: Path, base: Path | None) -> Path:
 
     Raises ModelError where W0 is not found, or the folder is not the merge of both.
     """
-    base, adapter, note = read_parts(merged, base)
-    source, dtype = HfFolder(base), getattr(torch, str(note["dtype"]).removeprefix("torch."))
-    if note["lora"] is None:
-        wanted = _merged_foreign(source, adapter, dtype)
+    parts = read_parts(merged, base)
+    source = HfFolder(parts.base)
+    if parts.lora is None:
+        wanted = _merged_foreign(source, parts.adapter, parts.dtype)
     else:
-        wanted = _merged(source, adapter, read_section(LoraConfig, note["lora"]), dtype)
+        wanted = _merged(source, parts.adapter, parts.lora, parts.dtype)
     check_equal(merged, wanted)
-    give_back(adapter, out)
-    return base
+    give_back(parts.adapter, out)
+    return parts.base
 
 
 def _save(source: HfFolder, weights: dict[str, Tensor], out: Path) -> None:
