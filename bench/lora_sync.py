@@ -3,7 +3,8 @@
     python bench/lora_sync.py [--json]
 
 Bytes are those of the plan of a recipe's layouts, into all ranks of one engine, in bf16, with
-adapters of all projections.  "each" gives experts the rank of the others, "by k" rank / top-k.
+adapters of all projections.  "each" gives experts the rank of the others, "by k" rank / top-k,
+"shared" one A of gate and of up and one B of down to all experts of a layer.
 Percent are of a publish of whole weights into the same engine.  "plan" is the longest time that a
 trainer rank and an engine rank take for it.  The merge (W0 + s B A of an engine rank, at VERIFY and
 in the pause of COMMIT) is measured here on a few experts, one thread, and scaled to the rank.
@@ -29,12 +30,14 @@ from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 
 RECIPES = ("qwen3-30b-a3b-lora", "qwen3-235b-a22b", "deepseek-v3-lora", "kimi-k2")
 RANKS = (8, 16, 32, 64)
+KINDS = ("each", "by k", "shared")
 EXPERTS = 2  # that are merged to measure
 
 
-def adapters(spec: ModelSpec, rank: int, *, by_k: bool) -> LoraConfig:
-    experts = max(1, rank // spec.experts_per_token) if by_k else rank
-    return LoraConfig(rank=rank, ranks={"*.experts.*": experts})
+def adapters(spec: ModelSpec, rank: int, kind: str) -> LoraConfig:
+    experts = max(1, rank // spec.experts_per_token) if kind == "by k" else rank
+    form = "shared" if kind == "shared" else "per_expert"
+    return LoraConfig(rank=rank, ranks={"*.experts.*": experts}, experts=form)
 
 
 def transfer(recipe: str) -> TransferPlan:
@@ -80,13 +83,13 @@ def row(recipe: str) -> dict[str, object]:
     found["engine"] = f"tp {engine.tp} ep {engine.ep}, {whole / 1e9:.1f} GB"
     merged = 0
     for rank in RANKS:
-        for label, by_k in (("each", False), ("by k", True)):
-            lora = adapters(spec, rank, by_k=by_k)
+        for label in KINDS:
+            lora = adapters(spec, rank, label)
             sent = factor_forecast(spec, engine, lora, weights.policy.dtype)
             share = sent.engine_bytes / whole
             found[f"{rank} {label}"] = f"{sent.engine_bytes / 1e9:.3g} GB {share:.2%}"
             merged = sent.merged
-    of_weights, of_factors = plan_seconds(weights, adapters(spec, 32, by_k=True))
+    of_weights, of_factors = plan_seconds(weights, adapters(spec, 32, "by k"))
     found["plan of weights"] = f"{of_weights:.2f} s"
     found["plan of factors"] = f"{of_factors:.2f} s"
     for rank in (4, 32):

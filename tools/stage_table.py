@@ -64,12 +64,15 @@ _LAYOUTS = (
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
     "tests/multi/test_critic.py",
+    "tests/multi/test_dithered_layouts.py",
     "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
     "tests/multi/test_lora_parity.py",
     "tests/multi/test_lora_files.py",
+    "tests/multi/test_lora_bf16.py",
     "tests/multi/test_lora_reference.py",
+    "tests/multi/test_lora_routers.py",
     "tests/multi/test_lora_sync.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
@@ -188,7 +191,7 @@ AREAS = (
     Area("models", 120, ("tests/*/test_model_*.py",)),
     Area("gpu", 120, ("tests/*/test_gpu_*.py",)),
     Area("agents", 90, ("tests/*/test_agent*.py",)),
-    Area("lora", 90, ("tests/*/test_lora*.py",)),
+    Area("lora", 90, ("tests/*/test_lora*.py", "tests/*/test_dither*.py")),
 )
 
 

@@ -25,12 +25,25 @@ class LoraConfig:
     targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
     ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
     start: str = ""  # folder of peft whose factors are the first ones; "" = A random, B 0
+    experts: Literal["per_expert", "shared"] = "per_expert"
+    """`shared`: one A of gate, of up, and one B of down for all experts of a layer."""
     send: Literal["factors", "weights"] = "factors"
     """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
+
+    rounding: Literal["nearest", "dither"] = "nearest"
+    """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`)."""
 
     @property
     def sends_factors(self) -> bool:
         return self.rank > 0 and self.send == "factors"
+
+    @property
+    def shares(self) -> bool:
+        return self.experts == "shared"
+
+    @property
+    def dithers(self) -> bool:
+        return self.rounding == "dither"
 
     @property
     def scale(self) -> float:

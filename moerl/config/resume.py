@@ -48,9 +48,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; how they travel, and what they began with, may change."""
+    """What the factors are; how they began, travel and are rounded may change."""
+    left_out = ("send", "start", "rounding")
     return (
-        {name: value for name, value in asdict(lora).items() if name not in ("send", "start")}
+        {name: value for name, value in asdict(lora).items() if name not in left_out}
         if lora.rank
         else None
     )

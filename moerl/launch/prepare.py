@@ -56,7 +56,7 @@ def prepare(
             True,
             "not supported on a cluster yet; needs cluster.launcher=local",
         )
-    config = _with_start(_with_model(config, run), run)
+    config = with_start(_with_model(config, run), run)
     hf_config = check_model(config)
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_planned_layout(
@@ -160,7 +160,7 @@ def _with_model(config: Config, run: RunDir) -> Config:
     return replace(config, model=replace(config.model, path=str(folder)))
 
 
-def _with_start(config: Config, run: RunDir) -> Config:
+def with_start(config: Config, run: RunDir) -> Config:
     """Make a model folder of the weights of `checkpoint.start`, or of its adapters, once.
 
     Engines, trainer and reference then begin with it as with any other model: their first version

@@ -28,16 +28,16 @@ def factor_forecast(
     spec: ModelSpec, engine: EngineLayout, lora: LoraConfig, dtype: str
 ) -> FactorForecast:
     """The trainer's layout does not matter: an engine rank gets each element once."""
-    tables = FactorTables(spec, ParallelConfig(), engine, lora.rank_of)
+    tables = FactorTables(spec, ParallelConfig(), engine, lora)
     received, merged = [], []
     for rank in range(engine.tp):
-        elements = weights = 0
-        for target in tables.of_engine(rank):
-            rows, cols = (len(part) for part in target.parts.wanted[rank][1:])
-            elements += target.rank * (rows + cols)
-            weights += rows * cols
+        elements = 0
+        for factor in tables.of_engine(rank):
+            want = factor.target.parts.wanted[rank]
+            elements += factor.target.rank * len(want.cols if factor.is_a else want.rows)
         received.append(ITEMSIZE.get(dtype, 2) * elements)
-        merged.append(weights)
+        every = (target.parts.wanted[rank] for target in tables.targets(rank))
+        merged.append(sum(len(want.rows) * len(want.cols) for want in every))
     return FactorForecast(Spread.of(received), sum(received), max(merged))
 
 

@@ -200,9 +200,10 @@ def ref_model_memory(
 ) -> tuple[TrainerMemory, ...]:
     """The same for a model that only scores: weights, activations inside one layer, logits.
 
-    Without gradients no activations are kept between layers; routers are live.
+    Without gradients no activations are kept between layers; routers are live, nothing is adapted.
     """
-    alone = trainer_memory(spec, layout, replace(training, recompute="full"))
+    whole = replace(training, recompute="full", lora=LoraConfig())
+    alone = trainer_memory(spec, layout, whole)
     one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
     return tuple(
         replace(
@@ -277,13 +278,18 @@ def _factors(
     spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
 ) -> tuple[tuple[int, int], int]:
     """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
-    shapes, counts, adapted = hf_shapes(spec), [0, 0], 0
+    inside: dict[str, int] = {}
+    outside: dict[str, int] = {}
+    shapes, adapted = hf_shapes(spec), 0
     for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
-        parts = projections(local, lora.rank_of, shapes)
+        parts = projections(local, lora.rank_of, shapes, shared=lora.shares)
         for part in parts:
-            counts[".experts." in part.module] += part.rank * (len(part.rows) + len(part.cols))
+            for name, factor in part.factors.items():
+                # what experts share has the data-parallel ranks of other weights
+                own = ".experts." in part.module and name.startswith(part.module)
+                (inside if own else outside)[name] = math.prod(factor.shape)
         adapted += math.prod(local.shape) if parts else 0  # a fused tensor's other rows, too
-    return (counts[0], counts[1]), adapted
+    return (sum(outside.values()), sum(inside.values())), adapted
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

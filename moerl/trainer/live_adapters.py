@@ -36,7 +36,7 @@ def save_live_adapters(
     note_base(folder, base)
     if served is None:
         return
-    if refusal := sglang_refusal(spec):
+    if refusal := sglang_refusal(spec, lora):
         log.warning("%s is not written: %s", served, refusal)
     else:
         save_sglang_adapter(served, factors, spec, lora, str(base))

@@ -19,9 +19,10 @@ from torch import Tensor
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, hf_shapes, sglang_tiles
-from moerl.layout.adapters import engine_factors, module_of
+from moerl.layout.adapters import engine_factors, factor_names, module_of
 from moerl.layout.tiles import Box, Named, Tile
 from moerl.weight_sync.buckets import Piece, seeds
+from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.low_rank import merge_into
 from moerl.weight_sync.transfer_plan import ReceiverPlan
@@ -34,6 +35,7 @@ class _Merge:
     place: tuple[slice | int, ...]  # in the live tensor; two dims are left
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
+    dither: HfPart | None
 
 
 class EngineAdapters:
@@ -53,7 +55,7 @@ class EngineAdapters:
         self.lora = lora
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         shapes = hf_shapes(spec)
-        self._held = engine_factors(named, lora.rank_of, shapes)
+        self._held = engine_factors(named, lora.rank_of, shapes, shared=lora.shares)
         merges = {name: self._targets(local.tiles) for name, local in named.items()}
         adapted = [name for name, tiles in merges.items() if tiles]
         if missing := [name for name in adapted if name not in live]:
@@ -94,15 +96,19 @@ class EngineAdapters:
     def _write(self, name: str, target: Tensor) -> None:
         base = self.base[name]
         for one in self._merges[name]:
-            merge_into(target[one.place], base[one.place], one.a, one.b, self.lora.scale)
+            weight, old = target[one.place], base[one.place]
+            merge_into(weight, old, one.a, one.b, self.lora.scale, one.dither)
 
     def _targets(self, tiles: tuple[Tile, ...]) -> list[Tile]:
-        return [tile for tile in tiles if f"{module_of(tile.hf)}.lora_A" in self._held]
+        return [tile for tile in tiles if self._names(tile)[0] in self._held]
+
+    def _names(self, tile: Tile) -> tuple[str, str]:
+        return factor_names(module_of(tile.hf), shared=self.lora.shares)
 
     def _merge(self, tile: Tile) -> _Merge:
         module = module_of(tile.hf)
         rows, cols = tile.hf_box
-        a, b = f"{module}.lora_A", f"{module}.lora_B"
+        a, b = self._names(tile)
         lead = len(tile.box) - 2
         slot: tuple[slice | int, ...] = tuple(part.start for part in tile.box[:lead])
         first_row, first_col = _start(self._held, b, 0), _start(self._held, a, 1)
@@ -110,6 +116,7 @@ class EngineAdapters:
             slot + at(tile.box[lead:]),
             self.factors[a][:, _moved(cols, first_col)],
             self.factors[b][_moved(rows, first_row)],
+            HfPart(module, rows, cols) if self.lora.dithers else None,
         )
 
 

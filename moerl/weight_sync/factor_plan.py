@@ -30,7 +30,7 @@ from moerl.layout.shards import hf_shapes, sglang_tiles
 from moerl.layout.tiles import Box, Named, meet, num_elements
 from moerl.weight_sync.buckets import ITEMSIZE, Piece, cut
 from moerl.weight_sync.deliveries import Keyed
-from moerl.weight_sync.factor_tables import FactorTables, Target, Wanted
+from moerl.weight_sync.factor_tables import Factor, FactorTables, Wanted
 from moerl.weight_sync.transfer_plan import (
     ReceiverPlan,
     SenderPlan,
@@ -60,14 +60,15 @@ class FactorPlan:
         """16 hex digits, equal in every process for equal inputs."""
         lora = self.lora  # a whole number may be an integer on one side
         inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
+        inputs += [lora.rounding, lora.experts]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
         """What trainer rank `rank` sends."""
         tables, own = self._tables(), defaultdict[int, list[Keyed]](list)
-        for target in tables.of_trainer(rank):
-            for dst, want in tables.receivers(target):
-                for src, keyed in self._pieces(tables, target, dst, want):
+        for factor in tables.of_trainer(rank):
+            for dst, want in tables.receivers(factor):
+                for src, keyed in self._pieces(tables, factor, dst, want):
                     if src == rank:
                         own[dst].append(keyed)
         dsts = own.keys() | {region.dst for region in self.weights.sender(rank).regions}
@@ -77,8 +78,9 @@ class FactorPlan:
     def receiver(self, rank: int) -> ReceiverPlan:
         """What engine rank `rank` receives; its pieces fill `factors(rank)`."""
         tables, pieces = self._tables(), defaultdict[int, list[Keyed]](list)
-        for target in tables.of_engine(rank):
-            for src, keyed in self._pieces(tables, target, rank, target.parts.wanted[rank]):
+        for factor in tables.of_engine(rank):
+            want = factor.target.parts.wanted[rank]
+            for src, keyed in self._pieces(tables, factor, rank, want):
                 pieces[src].append(keyed)
         whole = self.weights.receiver(rank)
         srcs = pieces.keys() | {region.src for region in whole.regions}
@@ -89,30 +91,26 @@ class FactorPlan:
         """The factors that engine rank `rank` merges."""
         spec, engine = self.weights.spec, self.weights.engine
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
-        return engine_factors(named, self.lora.rank_of, hf_shapes(spec))
+        shapes = hf_shapes(spec)
+        return engine_factors(named, self.lora.rank_of, shapes, shared=self.lora.shares)
 
     def _tables(self) -> FactorTables:
         weights = self.weights
-        return FactorTables(weights.spec, weights.trainer, weights.engine, self.lora.rank_of)
+        return FactorTables(weights.spec, weights.trainer, weights.engine, self.lora)
 
     def _pieces(
-        self, tables: FactorTables, target: Target, dst: int, want: Wanted
+        self, tables: FactorTables, factor: Factor, dst: int, want: Wanted
     ) -> Iterator[tuple[int, Keyed]]:
-        """(trainer rank, piece) of what engine rank `dst` gets of a weight's factors."""
-        dtype, ranks = self.weights.policy.dtype, range(target.rank)
-        every = [
-            (f"{target.module}.lora_A", (ranks, cols), (ranks, want.cols), same)
-            for cols, same in target.parts.cols.items()
-        ]
-        every += [
-            (f"{target.module}.lora_B", (rows, ranks), (want.rows, ranks), same)
-            for rows, same in target.parts.rows.items()
-        ]
-        for name, held, wanted, places in every:
+        """(trainer rank, piece) of what engine rank `dst` gets of a factor."""
+        dtype, ranks = self.weights.policy.dtype, range(factor.target.rank)
+        parts, name = factor.target.parts, factor.name
+        wanted = (ranks, want.cols) if factor.is_a else (want.rows, ranks)
+        for part, places in (parts.cols if factor.is_a else parts.rows).items():
+            held = (ranks, part) if factor.is_a else (part, ranks)
             whole = meet(held, wanted)
             for box in self._cut(whole) if whole else ():
                 turn = zlib.crc32(f"{name} {box} {dst}".encode())
-                senders = tables.holders(target, places)
+                senders = tables.holders(factor, places)
                 dst_box = _inside(wanted, box)
                 piece = Piece(
                     hf=name,

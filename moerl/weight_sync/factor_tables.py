@@ -9,12 +9,13 @@ holds, an engine rank through those of the engine, each for itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.layout.adapters import RankOf, hull, module_of, projections
+from moerl.layout.adapters import factor_names, hull, module_of, projections
 from moerl.layout.rules import Rule, Shard
 from moerl.layout.shards import coords_of, hf_shapes
 from moerl.layout.spec import ModelSpec
@@ -46,8 +47,8 @@ class Parts:
     wanted: dict[int, Wanted]  # by engine rank
 
 
-class Target(NamedTuple):
-    """One weight of one layer, or one expert's."""
+class AdaptedWeight(NamedTuple):
+    """One weight that has factors, of one layer, or one expert's."""
 
     module: str  # Hugging Face name
     rank: int  # of its factors
@@ -56,49 +57,77 @@ class Target(NamedTuple):
     parts: Parts
 
 
+class Factor(NamedTuple):
+    """A or B of a target, or of all experts of its layer."""
+
+    name: str  # Hugging Face name
+    target: AdaptedWeight
+    is_a: bool
+    is_shared: bool
+
+
 class FactorTables:
     """Of one trainer, one engine and one choice of targets."""
 
     def __init__(
-        self, spec: ModelSpec, trainer: ParallelConfig, engine: EngineLayout, rank_of: RankOf
+        self, spec: ModelSpec, trainer: ParallelConfig, engine: EngineLayout, lora: LoraConfig
     ) -> None:
-        self.spec, self.trainer, self.engine = spec, trainer, engine
-        self._rank_of, self._shapes, self._engines = rank_of, hf_shapes(spec), Engines(spec, engine)
+        self.spec, self.trainer, self.engine, self._lora = spec, trainer, engine, lora
+        self._shapes, self._engines = hf_shapes(spec), Engines(spec, engine)
         self._parts: dict[object, Parts] = {}
 
-    def of_trainer(self, rank: int) -> Iterator[Target]:
-        """Targets of a trainer rank that engines have, too."""
+    def of_trainer(self, rank: int) -> Iterator[Factor]:
+        """What a trainer rank holds of factors that engines have, too."""
         where = coords_of(self.trainer, rank)
-        return self._targets(where.pp, self._experts(where.ep, self.trainer.ep))
+        return self._factors(self._targets(where.pp, self._experts(where.ep, self.trainer.ep)))
 
-    def of_engine(self, rank: int) -> Iterator[Target]:
-        """Targets of an engine rank."""
+    def of_engine(self, rank: int) -> Iterator[Factor]:
+        return self._factors(self.targets(rank))
+
+    def targets(self, rank: int) -> Iterator[AdaptedWeight]:
+        """The weights that an engine rank merges."""
         engine = self.engine
         own = self._experts(rank // (engine.tp // engine.ep), engine.ep)
         for stage in range(self.trainer.pp):
             yield from (t for t in self._targets(stage, own) if rank in t.parts.wanted)
 
-    def holders(self, target: Target, places: Sequence[int]) -> list[int]:
+    def holders(self, factor: Factor, places: Sequence[int]) -> list[int]:
         """Trainer ranks at these places of the tp (etp) axis, ascending."""
-        layout, first, inner = self.trainer, 0, self.trainer.tp
-        if target.expert is not None:
+        layout, first, expert = self.trainer, 0, factor.target.expert
+        if expert is None:
+            inner = layout.tp
+        elif factor.is_shared:
+            inner = layout.etp
+        else:
             inner = layout.etp * layout.ep
-            first = target.expert // (self.spec.experts // layout.ep) * layout.etp
-        stage = target.stage * layout.stage_size
+            first = expert // (self.spec.experts // layout.ep) * layout.etp
+        stage = factor.target.stage * layout.stage_size
         every = range(stage + first, stage + layout.stage_size, inner)
         return [base + place for base in every for place in places]
 
-    def receivers(self, target: Target) -> Iterator[tuple[int, Wanted]]:
+    def receivers(self, factor: Factor) -> Iterator[tuple[int, Wanted]]:
         """(engine rank, its part)."""
-        holder = 0
-        if target.expert is not None:
-            holder = target.expert // (self.spec.experts // self.engine.ep)
-        return ((r, want) for r, want in target.parts.wanted.items() if want.holder == holder)
+        holder, expert = 0, factor.target.expert
+        if expert is not None:
+            holder = expert // (self.spec.experts // self.engine.ep)
+        wanted = factor.target.parts.wanted.items()
+        return ((r, want) for r, want in wanted if factor.is_shared or want.holder == holder)
+
+    def _factors(self, targets: Iterable[AdaptedWeight]) -> Iterator[Factor]:
+        seen: set[str] = set()
+        for target in targets:
+            names = factor_names(target.module, shared=self._lora.shares)
+            for name in names:
+                is_shared = not name.startswith(f"{target.module}.")
+                if not is_shared or name not in seen:
+                    yield Factor(name, target, name == names[0], is_shared)
+                if is_shared:
+                    seen.add(name)
 
     def _experts(self, number: int, ranks: int) -> range:
         return Shard(number, ranks).part(self.spec.experts, "experts")
 
-    def _targets(self, stage: int, experts: range) -> Iterator[Target]:
+    def _targets(self, stage: int, experts: range) -> Iterator[AdaptedWeight]:
         first = stage * self.trainer.stage_size
         for _, place, layer in sent_layers(self.spec, self.trainer, first, "local"):
             known = self._engines.rules(layer.number)
@@ -111,11 +140,11 @@ class FactorTables:
                 key = (layer.rules, known, layer.number == ROOT, name)
                 for expert in experts if is_expert(rule) else (None,):
                     module = prefix + module_of(name.format(e=expert))
-                    if rank := self._rank_of(module):
+                    if rank := self._lora.rank_of(module):
                         if key not in self._parts:
                             local = _Weight(rule, weight, layer.number, size, place.vocab_rows)
                             self._parts[key] = self._of(local)
-                        yield Target(module, rank, stage, expert, self._parts[key])
+                        yield AdaptedWeight(module, rank, stage, expert, self._parts[key])
 
     def _of(self, weight: _Weight) -> Parts:
         cols: dict[range, list[int]] = defaultdict(list)

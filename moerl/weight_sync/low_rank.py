@@ -11,23 +11,39 @@ Rejected: fused multiply-add (`addcmul`), which some devices and the ends of vec
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from moerl.weight_sync.dither import HfPart, round_with_dither
 
 _BLOCK = 1 << 16  # elements of a run of rows
 
 
 @torch.no_grad()
-def merge_into(weight: Tensor, base: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """weight = base + scale * b @ a.
+def merge_into(
+    weight: Tensor,
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    dither: HfPart | None = None,
+) -> None:
+    """weight = base + scale * b @ a, rounded to the nearest, or with the dither of its place.
 
-    weight, base: [out, in] of one dtype; a: [rank, in], b: [out, rank], of any floating dtype.
+    weight, base: [out, in] of one dtype, bf16 with a dither; a: [rank, in], b: [out, rank], of any
+    floating dtype.
     """
+    assert dither is None or weight.dtype == torch.bfloat16, f"no dither rounds to {weight.dtype}"
     a, b = a.float(), b.float()
     rows = max(1, _BLOCK // max(1, a.shape[1]))
     for first in range(0, b.shape[0], rows):
         part = slice(first, first + rows)
-        weight[part] = _merged(base[part].float(), a, b[part], scale)
+        total = _merged(base[part].float(), a, b[part], scale)
+        if dither is not None:
+            total = round_with_dither(total, replace(dither, rows=dither.rows[part]))
+        weight[part] = total
 
 
 def _merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -39,7 +39,7 @@ class MergedTotals:
                     version,
                     {to: self._sum(to, count, version) for to, count in counts.items()},
                 )
-            return self._known[1].get(dst, 0)  # 0: a replica of it sends the weights
+            return self._known[1].get(dst, 0)  # a rank that sends it no weight has none to digest
 
     def _sum(self, dst: int, num_buckets: int, version: PolicyVersion) -> int:
         total, late = 0, time.monotonic() + _LATE_S

@@ -199,7 +199,8 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
     OPS.reset_peak(RANK)
     snapshot, peak = WeightSnapshot(), memory(device=RANK).live
-    snapshot.store(made.model.tensors, PolicyVersion(0, 1))
+    sent = made.model.tensors | made.model.factors()
+    snapshot.store(sent, PolicyVersion(0, 1))
     snapshot.wait()
     return {
         # the distributed optimizer moves weights into buffers like those of the gradients
@@ -208,7 +209,7 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
         "optimizer": held["optimizer"],
         "others": held["others"],
         "all": held[""],
-        "snapshot": sum(snapshot[name].nbytes for name in made.model.tensors),
+        "snapshot": sum(snapshot[name].nbytes for name in sent),
         "snapshot on the device": memory(device=RANK).peak - peak,
     }
 

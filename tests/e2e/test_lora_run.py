@@ -27,6 +27,7 @@ from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.weight_sync.buckets import WirePolicy, seeds, version_digest
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
+from tests.helpers import dither_oracle
 from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
@@ -34,6 +35,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 STEPS = 21  # of which 20 are published
 GATE = 5e-5  # nats, fp32 engine against fp32 trainer
 STAGES = [f"trainer.parallel.{sizes}" for sizes in ("pp=2", "dp=2", "ep=2", "tp=1")]
+FORMS = {
+    "shared, routers, head": [
+        "lora.experts=shared",
+        "lora.targets=['*_proj', '*.mlp.gate', lm_head]",
+        "trainer.parallel.vocab_divisible_by=1",
+    ],
+    "bf16, dither": ["trainer.dtype=bf16", "engine.dtype=bfloat16", "lora.rounding=dither"],
+}
 EXACT = ["rollout.max_lag=0", "rollout.buffer_depth=0", "observe.engine_alone_s=0"]
 
 
@@ -55,16 +64,24 @@ def trained(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def merged(base: dict[str, Tensor], factors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """In fp32, one rank after the other, as docs/algorithms.md says."""
+def merged(
+    base: dict[str, Tensor], factors: dict[str, Tensor], lora: LoraConfig
+) -> dict[str, Tensor]:
+    """In fp32, one rank after the other, as docs/algorithms.md says; rounded once."""
     found = dict(base)
-    for module in {name.rpartition(".")[0] for name in factors}:
-        a, b = (factors[f"{module}.lora_{x}"].numpy() for x in "AB")
-        total = np.zeros((len(b), a.shape[1]), np.float32)
-        for row, column in zip(a, b.T, strict=True):
+    for name, weight in base.items():
+        own = name.removesuffix(".weight")
+        layer = re.sub(r"\.experts\.\d+", ".experts", own)  # of factors that experts share
+        a, b = (factors.get(f"{own}.lora_{x}", factors.get(f"{layer}.lora_{x}")) for x in "AB")
+        if a is None or b is None:
+            continue
+        total = np.zeros(weight.shape, np.float32)
+        for row, column in zip(a.float().numpy(), b.float().numpy().T, strict=True):
             total += np.outer(column, row)
-        whole = total * np.float32(scale) + base[f"{module}.weight"].numpy()
-        found[f"{module}.weight"] = torch.from_numpy(whole)
+        whole = total * np.float32(lora.scale) + weight.float().numpy()
+        found[name] = torch.from_numpy(whole).to(weight.dtype)
+        if lora.dithers:
+            found[name] = dither_oracle.rounded(whole, own)
     return found
 
 
@@ -76,14 +93,15 @@ def digest_of(weights: dict[str, Tensor], spec: ModelSpec, run: Run) -> str:
     plan = TransferPlan(spec, parallel, EngineLayout(), PLAN_ID, policy).receiver(0)
     live = {}
     for name, local in sglang_tiles(spec, 1, 0).items():
-        live[name] = torch.zeros(local.shape)
+        kind = local.dtype or config.engine.dtype
+        live[name] = torch.zeros(local.shape, dtype=getattr(torch, kind))
         for tile in local.tiles:
             live[name][at(tile.box)] = weights[tile.hf][at(tile.hf_box)]
     total = 0
     for region in plan.regions:
         for piece, seed in zip(region.pieces, seeds(region), strict=True):
-            data = live[piece.dst_name][at(piece.dst_box)].contiguous().numpy().tobytes()
-            total += xxhash.xxh3_64_intdigest(data, seed=seed)
+            data = live[piece.dst_name][at(piece.dst_box)].contiguous().view(-1).view(torch.uint8)
+            total += xxhash.xxh3_64_intdigest(data.numpy().tobytes(), seed=seed)
     return version_digest([total])
 
 
@@ -110,7 +128,7 @@ def test_every_publish_is_the_merged_model_and_sends_factors_alone(trained: Run)
     for version, found in digests.items():
         folder = trained.dir.adapter.with_name(version)
         factors = load_adapter(folder, source.spec, lora)
-        want = merged(base, factors, lora.scale)
+        want = merged(base, factors, lora)
         assert found == digest_of(want, source.spec, trained), version
         saved = load_file(trained.dir.versions / version / "model.safetensors")
         assert all(torch.equal(saved[name], want[name]) for name in saved)
@@ -148,6 +166,29 @@ def test_a_checkpoint_holds_adapters_alone(trained: Run) -> None:
     assert all(name.startswith("lora.model.layers.") for name in weights), weights
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_engines_serve_other_forms_of_adapters_as_they_are_trained(
+    tmp_path: Path, form: str
+) -> None:
+    settings = ["run.steps=4", "checkpoint.keep_versions=true", "rollout.groups_per_step=8"]
+    sizes = [f"trainer.parallel.{size}" for size in ("tp=2", "etp=1", "ep=2", "dp=1")]
+    run = start(tmp_path, "quickstart-lora", *settings, *sizes, *FORMS[form], *EXACT, name="x")
+    assert run.finish(480) == 0, run.text()
+    lora, source = lora_of(run), base_of(run)
+    dtype = getattr(torch, load_saved(run.dir.config).engine.dtype)
+    base = {name: source.read(name).to(dtype) for name in source.names}
+    digests = served(run)
+    assert len(digests) == len(set(digests.values())) == 3
+    for version, found in digests.items():
+        factors = load_adapter(run.dir.adapter.with_name(version), source.spec, lora)
+        assert found == digest_of(merged(base, factors, lora), source.spec, run), version
+    rows = run.rows()
+    worst = max(row["mismatch/abs_dlogp_max/lag_0"] for row in rows)
+    changed = [row["lora/changed_frac"] for row in rows]
+    print(f"{form}: |d log p| at lag 0 {worst:.1e}, changed {changed}")
+    assert dtype != torch.float32 or worst <= GATE
+
+
 def test_a_killed_run_and_a_killed_engine_continue_with_whole_adapters(
     warm: Path, tmp_path: Path
 ) -> None:
@@ -171,6 +212,59 @@ def test_a_killed_run_and_a_killed_engine_continue_with_whole_adapters(
     assert max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows) <= GATE
     source, lora = base_of(again), lora_of(again)
     base = {name: source.read(name) for name in source.names}
-    want = merged(base, load_adapter(again.dir.adapter, source.spec, lora), lora.scale)
+    want = merged(base, load_adapter(again.dir.adapter, source.spec, lora), lora)
     saved = load_file(again.dir.hf / "model.safetensors")
     assert all(torch.equal(saved[name], want[name]) for name in saved)
+
+
+# --- other forms of a publish, and the start of another run ---------------------------------------
+SMALL = ["run.steps=3", "rollout.groups_per_step=8", "checkpoint.every=2", *EXACT]
+BF16 = ["engine.dtype=bfloat16", "trainer.dtype=bf16"]
+
+
+def _proves(run: Run, base: dict[str, Tensor], dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """Every version that the engine served is the sum of its kept factors; returns the sums."""
+    spec, lora, found = base_of(run).spec, lora_of(run), dict[str, dict[str, Tensor]]()
+    rounded = {name: weight.to(dtype) for name, weight in base.items()}
+    for version, digest in served(run).items():
+        factors = load_adapter(run.dir.adapter.with_name(version), spec, lora)
+        found[version] = merged(rounded, factors, lora)
+        assert digest == digest_of(found[version], spec, run), version
+    assert found
+    return found
+
+
+def test_whole_weights_are_sent_and_another_run_starts_from_the_adapters(tmp_path: Path) -> None:
+    """The second run serves the first one's adapters before its first step, as version 1.0."""
+    keep = ["checkpoint.keep_versions=true", *SMALL]
+    first = start(tmp_path, "quickstart-lora", *keep, "lora.send=weights", name="first")
+    assert first.finish(400) == 0, first.text()
+    source = base_of(first)
+    base = {name: source.read(name) for name in source.names}
+    _proves(first, base, torch.float32)
+    sent = {row["async/sync_bytes"] for row in first.rows() if row.get("async/sync_bytes")}
+    assert sent == {float(sum(tensor.nbytes for tensor in base.values()))}
+    begin = [f"model.path={source.path}", f"lora.start={first.dir.adapter}"]
+    second = start(tmp_path, "quickstart-lora", *keep, *begin, name="second")
+    assert second.finish(400) == 0, second.text()
+    sums = _proves(second, base, torch.float32)
+    last = load_file(first.dir.hf / "model.safetensors")
+    assert all(torch.equal(sums["1.0"][name], last[name]) for name in last)
+    rows = second.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["mismatch/abs_dlogp_max/lag_0"] for row in rows) <= GATE
+
+
+def test_bf16_engines_serve_what_the_trainer_has(tmp_path: Path) -> None:
+    settings = ["checkpoint.keep_versions=true", *SMALL, *BF16]
+    run = start(tmp_path, "quickstart-lora", *settings, name="x")
+    assert run.finish(400) == 0, run.text()
+    source = base_of(run)
+    base = {name: source.read(name) for name in source.names}
+    sums = _proves(run, base, torch.bfloat16)
+    saved = load_file(run.dir.versions / "0.2" / "model.safetensors")
+    assert all(torch.equal(saved[name], sums["0.2"][name]) for name in saved)
+    rows = run.rows()
+    print("k3 at lag 0:", [f"{row['mismatch/k3/lag_0']:.1e}" for row in rows])
+    print("changed:", [f"{row['lora/changed_frac']:.3f}" for row in rows])
+    assert max(row["mismatch/k3/lag_0"] for row in rows) < 1e-2

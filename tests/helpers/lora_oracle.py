@@ -6,6 +6,7 @@ A factor has its Hugging Face name, `MODULE.lora_A` [rank, in] and `MODULE.lora_
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -22,13 +23,18 @@ from tests.helpers.trainer_support import ROOT
 LORA = LoraConfig(rank=4, alpha=8, ranks={"*.experts.*": 3, "*.down_proj": 2})
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 BATCH, EOS = 8, 2
+_LAYER = re.compile(r"\.experts\.\D")  # not one expert's
 
 
-def write_model(folder: Path, family: str, seed: int = 0) -> Path:
-    """A random model of the family whose layers are dense and with experts."""
+def write_model(folder: Path, family: str, vocab: int = 0, seed: int = 0) -> Path:
+    """A random model of the family whose layers are dense and with experts.
+
+    vocab: entries of the vocabulary; 0 = as the family's.
+    """
     from safetensors.torch import save_file
 
     config = json.loads((ROOT / "tests/data/layout_families.json").read_text())[family]
+    config["vocab_size"] = vocab or config["vocab_size"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     chance = torch.Generator().manual_seed(seed)
@@ -54,7 +60,7 @@ def random_factors(folder: Path, lora: LoraConfig = LORA) -> dict[str, Tensor]:
     shapes = hf_shapes(read_spec(folder))
     return {
         name: 0.2 * torch.randn(shape, generator=chance)
-        for name, shape in adapter_shapes(shapes, lora.rank_of).items()
+        for name, shape in adapter_shapes(shapes, lora.rank_of, shared=lora.shares).items()
     }
 
 
@@ -123,12 +129,19 @@ def by_autograd(
     }
 
 
+def _of(leaves: dict[str, Tensor], module: str, which: str) -> Tensor:
+    """A factor of a module, or the one that it shares with the other experts of its layer."""
+    own = f"{module}.lora_{which}"
+    return leaves[own if own in leaves else re.sub(r"\.experts\.\d+\.", ".experts.", own)]
+
+
 def _changed(
     model: torch.nn.Module, folder: Path, leaves: dict[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
     """Parameters of transformers' model with their products added; stacked experts too."""
     modules = {name.rpartition(".")[0] for name in leaves}
-    product = {m: scale * (leaves[f"{m}.lora_B"] @ leaves[f"{m}.lora_A"]) for m in modules}
+    modules = {module for module in modules if not _LAYER.search(module)}
+    product = {m: scale * (_of(leaves, m, "B") @ _of(leaves, m, "A")) for m in modules}
     changed = {}
     forms = stacked_forms(read_spec(folder))
     for name, param in model.named_parameters():

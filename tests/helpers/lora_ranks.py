@@ -3,14 +3,15 @@
     lora_ranks.py --model DIR --factors FILE --out FILE --settings JSON
 
 settings: `parallel`, `lora`, `distributed` (optimizer), `megatron`, `broken` (a control); `load`
-and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of peft, to
-write).  With `lora.start` the factors of FILE are not taken.
+and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of
+peft, to write), `dtype`, `scores`.  With `lora.start` the factors of FILE are not taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ PLACE = platform.prepare("cpu")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -32,6 +34,7 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.data.packing import by_row  # noqa: E402
 from moerl.layout import at, hf_shapes  # noqa: E402
 from moerl.layout.adapters import adapter_shapes  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
@@ -45,6 +48,8 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
@@ -63,6 +68,7 @@ def main() -> None:
         set_factors(learner, load_file(options.factors))
     break_on_purpose(learner, settings.get("broken", ""))
     base = frozen_sums(learner)
+    scores = scored(learner) if settings.get("scores") else {}
     step = settings.get("first", 0)
     if settings.get("load"):
         path = Path(settings["load"]) / "checkpoints" / "step-000001"
@@ -75,6 +81,7 @@ def main() -> None:
         save_peft(learner, Path(settings["adapter"]), options.model)
     params = [p for chunk in learner.model.chunks for p in chunk.gpt.parameters()]
     found: dict[str, object] = {
+        **scores,
         "loss": metrics["loss/pg"],
         "norm": metrics["loss/grad_norm"],
         "values": gather(learner, lambda param: param.detach()),
@@ -90,6 +97,14 @@ def main() -> None:
     if ranks.is_first:
         torch.save(found, options.out)
     dist.barrier()
+
+
+def scored(learner: Learner) -> dict[str, Tensor]:
+    """Log-probabilities of all answers, in the order of the plan's rows."""
+    ranks, plan = learner.parallel, demonstrations(learner.parallel.dp_size)
+    batches = Batches(plan, learner.config, ranks, learner.store)
+    found = by_row(plan, ranks.dp_rank, score(learner.model, batches, Mode.OFF))
+    return {"scores": torch.cat([torch.from_numpy(found[row]) for row in sorted(found)])}
 
 
 def save(learner: Learner, folder: Path) -> None:
@@ -120,7 +135,10 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
         distributed=bool(settings.get("distributed")),
     )
     trainer = TrainerConfig(
-        parallel=ranks.sizes, optimizer=optimizer, megatron=settings.get("megatron", {})
+        parallel=ranks.sizes,
+        dtype=settings.get("dtype", "fp32"),
+        optimizer=optimizer,
+        megatron=settings.get("megatron", {}),
     )
     lora = LoraConfig(**settings["lora"])
     source = HfFolder(folder)
@@ -129,7 +147,7 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
     model.keep_base()
     if lora.start:
         model.set_factors(start_factors(lora, source))
-    config = supervised(Config(ModelConfig(path=str(folder)), trainer=trainer, lora=lora))
+    config = supervised(Config(model=ModelConfig(path=str(folder)), trainer=trainer, lora=lora))
     return Learner(model, ranks, config, BlobStore(Path("/nonexistent"), "none"))
 
 
@@ -163,8 +181,17 @@ def break_on_purpose(learner: Learner, how: str) -> None:
         if how == "no_tp_sum":
             for param in params.values():
                 setattr(param, "sequence_parallel", False)  # noqa: B010
+        if how == "no_ep_sum":
+            drop_other_experts(params)
     if how:
         learner.optimizer.reload_model_params()
+
+
+def drop_other_experts(params: dict[str, torch.nn.Parameter]) -> None:
+    """Gradients of shared factors from the experts of the first rank alone."""
+    for name, param in params.items():
+        if re.search(r"/experts/\D", name) and parallel_state.get_expert_model_parallel_rank():
+            param.register_hook(torch.zeros_like)
 
 
 def gather(learner: Learner, view: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
@@ -179,7 +206,7 @@ def gather(learner: Learner, view: Callable[[torch.nn.Parameter], Tensor]) -> di
     spec, lora = learner.model.spec, learner.config.lora
     whole = {
         name: torch.full(shape, float("nan"))
-        for name, shape in adapter_shapes(hf_shapes(spec), lora.rank_of).items()
+        for name, shape in adapter_shapes(hf_shapes(spec), lora.rank_of, shared=lora.shares).items()
     }
     for hf, box, value in (part for parts in every for part in parts):
         place = whole[hf][at(box)]

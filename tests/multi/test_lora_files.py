@@ -6,14 +6,21 @@ gives the loss that the trainer has next; tests/references opens such folders wi
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_lora_parity import LIMIT, Trained
+from test_lora_parity import LIMIT, SHARED, WIDE, Trained
 
-from moerl.errors import ModelError
+from moerl.config.lora_checks import check_lora
+from moerl.config.lora_settings import LoraConfig
+from moerl.config.schema import CheckpointConfig, Config, ModelConfig
+from moerl.errors import ConfigError, ModelError
+from moerl.launch.prepare import with_start
+from moerl.run_dir import RunDir
 from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
 from moerl.trainer.hf_io.adapter_base import check_base
@@ -58,6 +65,15 @@ def test_every_layout_continues(case: Trained, saved: dict[str, Any], layout: st
     assert _continued(case, saved, layout) <= LIMIT
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("form", [SHARED, WIDE], ids=["shared", "routers and head"])
+@pytest.mark.parametrize(("layout", "other"), [("dp2", "tp2-etp2"), ("ep2", "tp2-ep2")])
+def test_other_forms_continue(tmp_path: Path, form: LoraConfig, layout: str, other: str) -> None:
+    case, folder = Trained(tmp_path, "qwen3_moe", form), str(tmp_path / "run")
+    saved = case.run(layout, distributed=True, until=2, save=folder)
+    assert _continued(case, saved, other) <= LIMIT
+
+
 def test_a_checkpoint_holds_factors_alone(case: Trained, saved: dict[str, Any]) -> None:
     assert saved["base_unchanged"]
     names = TorchDistFiles(case.folder / "run" / "checkpoints" / "step-000001").names
@@ -95,6 +111,23 @@ def test_adapters_of_a_checkpoint_are_a_folder(case: Trained, saved: dict[str, A
     ):
         with pytest.raises(ModelError, match="fingerprint"):
             refused()
+
+
+def test_checkpoint_start_makes_them_the_start_of_a_run(
+    case: Trained, saved: dict[str, Any], tmp_path: Path
+) -> None:
+    """Control: other adapters are refused, and a run without any is told what would do."""
+    run = RunDir(tmp_path / "next")
+    run.root.mkdir()
+    start = CheckpointConfig(start=str(case.folder / "run"))
+    config = Config(model=ModelConfig(path=str(case.model)), checkpoint=start, lora=LORA)
+    for lora, says in ((replace(LORA, rank=5), "holds adapters of"), (LoraConfig(), "merged")):
+        with pytest.raises(ConfigError, match=says):
+            with_start(replace(config, lora=lora), run)
+    found = with_start(config, run)
+    assert found.lora == replace(LORA, start=str(run.root / "start"))
+    assert found.model == config.model
+    check_lora(replace(found, run=replace(found.run, root=str(tmp_path), name="next")))
 
 
 @pytest.mark.full

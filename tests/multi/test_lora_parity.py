@@ -8,7 +8,9 @@ peft.  Controls, with one mistake each, must be off.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.planning.memory import Training, trainer_memory
 from tests.helpers.lora_oracle import (
@@ -45,6 +48,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2-ep4-tp2": {"dp": 2, "ep": 4, "tp": 2},
 }
 DEFAULT = ("tp2-ep2",)
+SHARED = replace(LORA, experts="shared")
+WIDE = replace(LORA, targets=[*LORA.targets, "*.mlp.gate", "lm_head"])
 FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -56,22 +61,25 @@ Found = dict[str, Any]
 class Trained:
     """A tiny model, its factors, the oracle's answer, and runs of the trainer."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        self.folder, self.model = folder, write_model(folder / "model", family)
-        self.factors = random_factors(self.model)
+    def __init__(self, folder: Path, family: str, lora: LoraConfig = LORA) -> None:
+        vocab = 68 if lora is WIDE else 0
+        self.folder, self.lora = folder, lora
+        self.model = write_model(folder / "model", family, vocab)
+        self.factors = random_factors(self.model, lora)
         save_file(self.factors, folder / "factors.safetensors")
-        self.loss, self.grads = by_autograd(self.model, self.factors, LORA.scale)
+        self.loss, self.grads = by_autograd(self.model, self.factors, lora.scale)
 
     def run(self, layout: str, **settings: Any) -> Found:
         sizes = LAYOUTS[layout]
         out = self.folder / "found.pt"
         script = str(ROOT / "tests/helpers/lora_ranks.py")
-        lora = asdict(LORA) | {"start": settings.pop("start", "")}
+        if self.lora is WIDE:  # a head that tp cuts has no padding
+            sizes = sizes | {"vocab_divisible_by": 1}
+        lora = asdict(self.lora) | {"start": settings.pop("start", "")}
         model = settings.pop("model", self.model)
+        factors = self.folder / settings.pop("factors", "factors.safetensors")
         settings |= {"parallel": sizes, "lora": lora}
-        arguments = ["--model", str(model), "--out", str(out)]
-        factors = settings.pop("factors", "factors.safetensors")
-        arguments += ["--factors", str(self.folder / factors)]
+        arguments = ["--model", str(model), "--out", str(out), "--factors", str(factors)]
         arguments += ["--settings", json.dumps(settings)]
         world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
         run_ranks(world, [script, *arguments])
@@ -97,8 +105,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     return {name: Trained(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
+    """Of a family, with `shared` factors of experts, or `wide`: routers and head as targets."""
+    return cache(
+        lambda family, name: Trained(
+            tmp_path_factory.mktemp(f"{family}-{name}"),
+            family,
+            {"shared": SHARED, "wide": WIDE}[name],
+        )
+    )
+
+
 def _check(gaps: dict[str, float]) -> None:
     worst = max(gaps, key=gaps.__getitem__)
+    print(f"loss {gaps['loss']:.1e}, norm {gaps['norm']:.1e}, worst {worst}: {gaps[worst]:.1e}")
     assert gaps[worst] <= LIMIT, f"{worst}: {gaps[worst]:.1e}"
 
 
@@ -125,6 +146,80 @@ def test_every_layout_has_them(trained: dict[str, Trained], family: str, layout:
     _check(trained[family].gaps(trained[family].run(layout)))
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(
+            family,
+            layout,
+            marks=() if (family, layout) == ("qwen3_moe", "ep2") else pytest.mark.full,
+        )
+        for family in FAMILIES
+        for layout in ("ep2", "tp2-etp2", "tp2-ep2", "pp2", "pp2-tp2-ep2", "dp2-ep4-tp2")
+    ],
+)
+def test_factors_that_experts_share_have_them(
+    other: Callable[[str, str], Trained], family: str, layout: str
+) -> None:
+    case = other(family, "shared")
+    found = case.run(layout)
+    _check(case.gaps(found))
+    counted = Training(dtype="fp32", distributed_optimizer=False, gpu=False, lora=SHARED)
+    spec = read_spec(case.model)
+    stages = trainer_memory(spec, ParallelConfig(**LAYOUTS[layout]), counted)
+    assert stages[0].gradients == 4 * found["buffered"], "the dry run counts them once"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(
+            family,
+            layout,
+            marks=() if (family, layout) == ("deepseek_v3", "tp2") else pytest.mark.full,
+        )
+        for family in FAMILIES
+        for layout in ("tp2", "pp2", "ep2", "cp2", "pp2-tp2-ep2", "tp2-etp2")
+    ],
+)
+def test_routers_and_the_head_have_them(
+    other: Callable[[str, str], Trained], family: str, layout: str
+) -> None:
+    case = other(family, "wide")
+    _check(case.gaps(case.run(layout)))
+    own = [
+        grad
+        for name, grad in case.grads.items()
+        if ".mlp.gate." in name or name.startswith("lm_head")
+    ]
+    assert len(own) >= 6
+    assert all(grad.any() for grad in own)
+
+
+@pytest.mark.full
+def test_a_gradient_of_a_router_or_the_head_that_is_not_summed_is_noticed(
+    other: Callable[[str, str], Trained],
+) -> None:
+    """The loss does not see it."""
+    case = other("qwen3_moe", "wide")
+    gaps = case.gaps(case.run("tp2", broken="no_tp_sum"))
+    assert gaps["loss"] <= LIMIT
+    for where in ("mlp.gate.lora_A", "mlp.gate.lora_B", "lm_head.lora_A"):
+        assert max(gap for name, gap in gaps.items() if where in name) > 1e-4, where
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2"])
+def test_a_shared_factor_without_the_experts_of_other_ranks_is_noticed(
+    other: Callable[[str, str], Trained], layout: str
+) -> None:
+    """The loss does not see it."""
+    case = other("qwen3_moe", "shared")
+    gaps = case.gaps(case.run(layout, broken="no_ep_sum"))
+    assert gaps["loss"] <= LIMIT
+    assert max(gaps.values()) > 1e-2
+
+
 @pytest.mark.full
 def test_recompute_has_them(trained: dict[str, Trained]) -> None:
     case = trained["qwen3_moe"]
@@ -132,11 +227,13 @@ def test_recompute_has_them(trained: dict[str, Trained]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+@pytest.mark.parametrize(
+    ("layout", "form"), [("dp2", ""), ("ep2", ""), ("ep2", "shared"), ("dp2", "wide")]
+)
 def test_the_distributed_optimizer_takes_the_same_step(
-    trained: dict[str, Trained], layout: str
+    trained: dict[str, Trained], other: Callable[[str, str], Trained], layout: str, form: str
 ) -> None:
-    case = trained["qwen3_moe"]
+    case = other("qwen3_moe", form) if form else trained["qwen3_moe"]
     plain, cut = case.run(layout), case.run(layout, distributed=True)
     assert cut["adam"] < plain["adam"]
     for name, want in plain["values"].items():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from test_transfer import draw
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.layout.adapters import adapter_tiles
@@ -17,13 +18,13 @@ from moerl.weight_sync.buckets import ITEMSIZE, Piece, Region, cut
 from moerl.weight_sync.deliveries import Keyed
 from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.transfer_plan import region_of
-from tests.property.test_transfer import draw
 
 NUM_LAYOUTS = 4
 LORAS = (
     LoraConfig(rank=3),
     LoraConfig(rank=3, ranks={"*.experts.*": 2, "*.layers.1.*.experts.2.*": 5, "*.layers.0.*": 1}),
     LoraConfig(rank=2, targets=["*.experts.[13].up_proj", "*.o_proj", "*.kv_b_proj"]),
+    LoraConfig(rank=2, targets=["*_proj", "*.mlp.gate", "lm_head"], experts="shared"),
 )
 Regions = list[tuple[Region, ...]]
 
@@ -33,7 +34,9 @@ def enumerated(plan: FactorPlan) -> Iterator[tuple[int, int, Keyed]]:
     weights, policy = plan.weights, plan.weights.policy
     held: dict[str, dict[Box, tuple[Tile, list[int]]]] = defaultdict(dict)
     for rank in range(weights.trainer.world_size):
-        tiles = adapter_tiles(weights.spec, weights.trainer, rank, plan.lora.rank_of)
+        tiles = adapter_tiles(
+            weights.spec, weights.trainer, rank, plan.lora.rank_of, shared=plan.lora.shares
+        )
         for name, local in tiles.items():
             (tile,) = local.tiles
             held[name].setdefault(tile.hf_box, (tile, []))[1].append(rank)
@@ -76,7 +79,7 @@ def in_closed_form(plan: FactorPlan) -> tuple[Regions, Regions]:
     return senders, [plan.receiver(rank).regions for rank in range(engine.tp)]
 
 
-@pytest.mark.parametrize("lora", LORAS, ids=["all", "ranks", "some"])
+@pytest.mark.parametrize("lora", LORAS, ids=["all", "ranks", "some", "shared"])
 def test_ranges_are_the_enumeration(lora: LoraConfig) -> None:
     """Control: the plan of other ranks differs."""
     for seed in range(NUM_LAYOUTS):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +31,13 @@ from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
+from tests.helpers import dither_oracle
 from tests.helpers.trainer_support import ROOT
 
 V1 = PolicyVersion(0, 1)
 LORA = LoraConfig(rank=3, alpha=4.5, ranks={"*.experts.*": 2})
+# Mixtral's experts are w1, w2, w3
+EVERY = replace(LORA, targets=[*LORA.targets, "*.experts.*", "*.gate", "lm_head"])
 DEFAULT = (("qwen3_moe", "pp2-ep2-to-tp2"), ("deepseek_v3", "tp2-etp2-to-tp2-ep2"))
 FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe")
 MESHES = {
@@ -73,12 +78,17 @@ def _part(named: Named, whole: Mapping[str, Tensor], dtype: torch.dtype) -> Tens
     return held
 
 
-def _sum(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """base + scale * b @ a by numpy, in fp32, one rank after the other; rounded once."""
+def _sum(base: Tensor, a: Tensor, b: Tensor, name: str, seed: int | None) -> Tensor:
+    """base + scale * b @ a by numpy, in fp32, one rank after the other; rounded once.
+
+    seed: of the dither; None = to the nearest.
+    """
     total = np.zeros(base.shape, np.float32)
     for row, column in zip(a.float().numpy(), b.float().numpy().T, strict=True):
         total += np.outer(column, row)
     merged = total * np.float32(LORA.scale) + base.float().numpy()
+    if seed is not None:
+        return dither_oracle.rounded(merged, name, seed)
     return torch.from_numpy(merged).to(base.dtype)
 
 
@@ -93,21 +103,35 @@ class Case:
     merged: Tensors
 
     @classmethod
-    def make(cls, family: str, mesh: str, dtype: torch.dtype = torch.float32) -> Case:
+    def make(
+        cls,
+        family: str,
+        mesh: str,
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+        wanted: LoraConfig = LORA,
+    ) -> Case:
+        """seed: of the trainer's dither."""
         spec, (trainer, engine) = _spec(family), MESHES[mesh]
         policy = WirePolicy(str(dtype).removeprefix("torch."), bucket_bytes=4096)
-        plan = FactorPlan(TransferPlan(spec, trainer, engine, PLAN_ID, policy), LORA)
+        lora = wanted if seed is None else replace(wanted, rounding="dither")
+        plan = FactorPlan(TransferPlan(spec, trainer, engine, PLAN_ID, policy), lora)
         shapes = hf_shapes(spec)
         base = {name: _random(name, shape, dtype) for name, shape in shapes.items()}
         factors = {
             name: _random(name, shape, dtype)
-            for name, shape in adapter_shapes(shapes, LORA.rank_of).items()
+            for name, shape in adapter_shapes(shapes, lora.rank_of, shared=lora.shares).items()
         }
         merged = dict(base)
-        for name in (n for n in factors if n.endswith(".lora_A")):
+        for name in (n for n in adapter_shapes(shapes, lora.rank_of) if n.endswith(".lora_A")):
             module = name.removesuffix(".lora_A")
-            b = factors[f"{module}.lora_B"]
-            merged[f"{module}.weight"] = _sum(base[f"{module}.weight"], factors[name], b)
+            weight, outer = f"{module}.weight", re.sub(r"\.experts\.\d+", ".experts", module)
+            a, b = (
+                factors.get(f"{module}.lora_{x}", factors.get(f"{outer}.lora_{x}")) for x in "AB"
+            )
+            assert a is not None, module
+            assert b is not None, module
+            merged[weight] = _sum(base[weight], a, b, module, seed)
         return cls(plan, dtype, base, factors, merged)
 
     @property
@@ -119,7 +143,8 @@ class Case:
         trainer = self.plan.weights.trainer
         for rank in range(trainer.world_size):
             live = _part(megatron_tiles(self.spec, trainer, rank), self.merged, self.dtype)
-            tiles = adapter_tiles(self.spec, trainer, rank, LORA.rank_of)
+            lora = self.plan.lora
+            tiles = adapter_tiles(self.spec, trainer, rank, lora.rank_of, shared=lora.shares)
             live |= _part(tiles, self.factors, self.dtype)
             snapshot = WeightSnapshot()
             snapshot.store(live, V1)
@@ -147,7 +172,7 @@ class Case:
                 sent += packer.merged(dst, V1)
         named = sglang_tiles(self.spec, engine.tp, dst, engine.ep)
         live = _part(named, self.base, self.dtype)
-        adapters = EngineAdapters(self.spec, engine, dst, LORA, live)
+        adapters = EngineAdapters(self.spec, engine, dst, self.plan.lora, live)
         check_targets(plan, adapters.factors)
         CommitCopies(plan, plan.starts, staging, adapters.factors).run()
         if flip:
@@ -184,6 +209,35 @@ def test_bf16_weights_are_rounded_once() -> None:
     assert found == sent
 
 
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_factors_that_experts_share_travel_once(family: str, mesh: str) -> None:
+    case, whole = (
+        Case.make(family, mesh, wanted=replace(EVERY, experts=name))
+        for name in ("shared", "per_expert")
+    )
+    for dst in range(case.plan.weights.engine.tp):
+        live, want, sent, found, moved = case.publish(dst)
+        assert all(torch.equal(_bits(live[name]), _bits(want[name])) for name in live)
+        assert found == sent
+        held = case.plan.factors(dst)
+        assert moved == 4 * sum(torch.Size(local.shape).numel() for local in held.values())
+        assert len(held) < len(whole.plan.factors(dst))
+    name = next(name for name in held if re.search(r"experts\.\D.*lora_A", name))
+    *_, sent, found, _ = case.publish(0, flip=name)
+    assert found != sent, "one other bit of a shared factor"
+
+
+@pytest.mark.parametrize(("family", "mesh"), DEFAULT)
+def test_a_dither_has_the_same_bits_on_both_sides(family: str, mesh: str) -> None:
+    case = Case.make(family, mesh, torch.bfloat16, seed=0)
+    for dst in range(2):
+        live, want, sent, found, _ = case.publish(dst)
+        assert all(torch.equal(_bits(live[name]), _bits(want[name])) for name in live)
+        assert found == sent
+    *_, sent, found, _ = Case.make(family, mesh, torch.bfloat16, seed=1).publish(0)
+    assert found != sent, "a trainer with another seed"
+
+
 @pytest.mark.parametrize(
     "factor",
     ["self_attn.q_proj.lora_B", "mlp.experts.3.down_proj.lora_A", "mlp.experts.2.up_proj.lora_B"],
@@ -217,7 +271,9 @@ def test_a_part_of_a_weight_has_the_bits_of_the_whole() -> None:
 def test_both_ends_name_the_same_plan_and_other_adapters_have_another() -> None:
     plan = Case.make("qwen3_moe", "pp2-ep2-to-tp2").plan
     assert plan.sender(0).plan_id == plan.receiver(1).plan_id == plan.id != plan.weights.id
-    assert replace(plan, lora=replace(LORA, alpha=1)).id != plan.id
+    changes: list[dict[str, Any]] = [{"alpha": 1}, {"rounding": "dither"}, {"experts": "shared"}]
+    for other in (replace(LORA, **change) for change in changes):
+        assert replace(plan, lora=other).id != plan.id
 
 
 def test_what_cannot_be_merged_is_refused() -> None:

@@ -24,7 +24,7 @@ from moerl.config.schema import (
 )
 from moerl.errors import ConfigError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
-from moerl.layout.adapters import adapter_tiles, projections, whole_factors
+from moerl.layout.adapters import adapter_shapes, adapter_tiles, projections, whole_factors
 from moerl.planning.dry_run import describe
 from tests.helpers.trainer_support import ROOT
 
@@ -81,6 +81,7 @@ def test_the_dry_run_counts_no_second_model() -> None:
         (replace(ON, dropout=0.1), "lora.dropout", "use 0"),
         (replace(ON, targets=[]), "lora.targets", "at least one pattern"),
         (replace(ON, ranks={"*.up_proj": 0}), "lora.ranks", "at least 1"),
+        (replace(ON, rounding="dither"), "lora.rounding", "weights in fp32 keep small updates"),
     ],
 )
 def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
@@ -137,6 +138,7 @@ def test_a_checkpoint_continues_with_its_own_adapters() -> None:
     config = replace(Config(), lora=ON)
     saved = resume_facts(config)
     check_resume(config, saved, reset_optimizer=False)
+    check_resume(replace(config, lora=replace(ON, rounding="dither")), saved, reset_optimizer=False)
     for other in (Config(), replace(config, lora=replace(ON, alpha=4))):
         with pytest.raises(ConfigError, match="the checkpoint holds adapters of"):
             check_resume(other, saved, reset_optimizer=True)
@@ -176,3 +178,18 @@ def test_a_fused_tensor_has_factors_of_its_own_for_each_part() -> None:
     assert k.places == ((range(32, 48), range(32, 48)), (range(48, 64), range(96, 112)))
     assert v.places == ((range(32, 48), range(48, 64)), (range(48, 64), range(112, 128)))
     assert [local.shape for local in q.factors.values()] == [(4, 32), (64, 4)]
+
+
+def test_shared_factors_have_one_rank_and_one_name_per_layer() -> None:
+    spec = _spec("qwen3_moe")
+    shapes = hf_shapes(spec)
+    shared = replace(ON, experts="shared")
+    names = adapter_shapes(shapes, shared.rank_of, shared=True)
+    outer = [name for name in names if re.search(r"layers\.2\.mlp\.experts\.\D", name)]
+    layer = "model.layers.2.mlp.experts"
+    wanted = ("gate_proj.lora_A", "up_proj.lora_A", "down_proj.lora_B")
+    assert sorted(outer) == sorted(f"{layer}.{name}" for name in wanted)
+    several = replace(shared, ranks={"*.experts.3.*": 2})
+    with pytest.raises(LayoutError, match="is shared by experts of several ranks"):
+        adapter_shapes(shapes, several.rank_of, shared=True)
+    adapter_shapes(shapes, several.rank_of)

@@ -86,6 +86,14 @@ def test_sglang_reads_every_product(family: str, lora: LoraConfig, tmp_path: Pat
         torch.testing.assert_close(product, want, rtol=1e-6, atol=1e-7, msg=module)
 
 
+def test_the_head_has_no_parent(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    head = LoraConfig(rank=2, targets=["lm_head"])
+    tensors, config = sglang_form(random_factors(model, head), read_spec(model), head)
+    assert sorted(tensors) == [f"base_model.model.lm_head.lora_{x}.weight" for x in "AB"]
+    assert config["target_modules"] == ["lm_head"]
+
+
 def test_a_folder_of_peft_is_not_what_sglang_reads(tmp_path: Path) -> None:
     """The control: stacked experts have names that its memory pool does not know."""
     model = write_model(tmp_path / "model", "qwen3_moe")

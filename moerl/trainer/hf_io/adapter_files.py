@@ -26,12 +26,19 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError, ModelError
 from moerl.layout import ModelSpec, Op, at, hf_shapes, join, num_elements
-from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of, whole_factors
+from moerl.layout.adapters import (
+    adapter_shapes,
+    adapter_tiles,
+    factor_names,
+    module_of,
+    whole_factors,
+)
 from moerl.layout.shards import stacked_forms
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
 
 _ROOT = "base_model.model."
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
+_ROUTER = (".mlp.gate", ".block_sparse_moe.gate")
 _BLOCK = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 
 
@@ -57,8 +64,9 @@ def gather_factors(
     """
     rank = 0 if group is None else dist.get_rank(group)
     every = range(layout.world_size)
-    sources = {r: adapter_tiles(spec, layout, r, lora.rank_of) for r in every}
-    sinks = {0: whole_factors(spec, lora.rank_of)}
+    shared = lora.shares
+    sources = {r: adapter_tiles(spec, layout, r, lora.rank_of, shared=shared) for r in every}
+    sinks = {0: whole_factors(spec, lora.rank_of, shared=shared)}
     plan: dict[int, list[Op]] = defaultdict(list)
     for op in join(sources, sinks, same_ranks=True):
         plan[op.src].append(op)
@@ -87,6 +95,7 @@ def save_adapter(
 
     Raises ConfigError for ranks that peft cannot express.
     """
+    factors = _by_expert(factors, spec, lora)
     stacks, forms = dict(_stacks(spec, lora)), stacked_forms(spec)
     stacked = {block.module for blocks in stacks.values() for block in blocks}
     linear = dict.fromkeys(name.rpartition(".")[0] for name in factors)
@@ -99,9 +108,9 @@ def save_adapter(
         packed = _pack(blocks, forms[name][0][1], factors, spec)
         tensors |= {f"{_ROOT}{_wrapper(name, stacks)}.lora_{x}.weight": packed[x] for x in "AB"}
         ranks[name] = sum(lora.rank_of(block.module) for block in blocks if block.expert == 0)
-    parameters = [f"{m}.weight" for m in linear if m not in stacked and _is_block(m, spec)]
+    parameters = [f"{m}.weight" for m in linear if m not in stacked and _is_named(m, spec)]
     ranks |= {name: ranks[module_of(name)] for name in parameters}
-    modules = [m for m in linear if m not in stacked and not _is_block(m, spec)]
+    modules = [m for m in linear if m not in stacked and not _is_named(m, spec)]
     config = _peft_config(modules, [*parameters, *stacks], ranks, lora, base)
     write_adapter(folder, tensors, config)
 
@@ -141,7 +150,34 @@ def load_adapter(folder: Path, spec: ModelSpec, lora: LoraConfig) -> dict[str, T
             )
     if found:
         raise ModelError(f"{folder}: {min(found)} is no target of lora.targets")
-    return {name: factors[name] for name in wanted}
+    return _as_kept(folder, {name: factors[name] for name in wanted}, lora)
+
+
+# --- factors that experts share -------------------------------------------------------------------
+def _by_expert(
+    factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig
+) -> dict[str, Tensor]:
+    """peft has no shared ones: each expert has a copy."""
+    return {
+        own: factors[name]
+        for module in {n.rpartition(".")[0] for n in adapter_shapes(hf_shapes(spec), lora.rank_of)}
+        for own, name in zip(
+            factor_names(module, shared=False),
+            factor_names(module, shared=lora.shares),
+            strict=True,
+        )
+    }
+
+
+def _as_kept(folder: Path, factors: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
+    """Raises ModelError where copies of a shared factor differ."""
+    kept: dict[str, Tensor] = {}
+    for own, factor in factors.items():
+        module, _, which = own.rpartition(".lora_")
+        name = factor_names(module, shared=lora.shares)["AB".index(which)]
+        if not torch.equal(kept.setdefault(name, factor), factor):
+            raise ModelError(f"{folder}: {own} differs between experts, lora.experts is shared")
+    return kept
 
 
 # --- packed experts -------------------------------------------------------------------------------
@@ -222,13 +258,13 @@ def _unpack(
 
 
 # --- peft's config --------------------------------------------------------------------------------
-def _is_block(module: str, spec: ModelSpec) -> bool:
-    """Whether peft would take a name in `target_modules` for one of the experts' projections.
+def _is_named(module: str, spec: ModelSpec) -> bool:
+    """Whether a module is named in `target_parameters`, with the same tensors.
 
-    peft 0.21.2 does so in every model with experts (`_convert_peft_config_moe`): dense and shared
-    blocks are named in `target_parameters` for it, with the same tensors.
+    In `target_modules` peft 0.21.2 would take dense and shared blocks of every model with experts
+    for projections of those (`_convert_peft_config_moe`); routers are no linear layers.
     """
-    return bool(spec.experts) and module.endswith(_BLOCK)
+    return bool(spec.experts) and module.endswith((*_BLOCK, *_ROUTER))
 
 
 def _peft_config(

@@ -17,7 +17,7 @@ from torch import Tensor
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes
-from moerl.layout.adapters import adapter_shapes
+from moerl.layout.adapters import adapter_shapes, factor_names
 from moerl.trainer.hf_io.adapter_files import write_adapter
 
 _LEAVES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # as SGLang calls them
@@ -29,8 +29,11 @@ _TOGETHER = (
 )
 
 
-def sglang_refusal(spec: ModelSpec) -> str:
+def sglang_refusal(spec: ModelSpec, lora: LoraConfig) -> str:
     """Why SGLang cannot load an adapter of this model; empty = it can."""
+    for factor in adapter_shapes(hf_shapes(spec), lora.rank_of):
+        if factor.split(".")[-2] in ("gate", "router"):
+            return f"SGLang has no adapters of routers, such as {factor}"
     if spec.kv_lora and not spec.q_lora:
         return "SGLang looks for q_a_proj next to kv_a_proj_with_mqa, which this model has not"
     return ""
@@ -40,9 +43,14 @@ def sglang_form(
     factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and adapter_config.json.  factors: by Hugging Face name.  Raises ModelError."""
-    if refusal := sglang_refusal(spec):
+    if refusal := sglang_refusal(spec, lora):
         raise ModelError(f"adapter/sglang: {refusal}")
     shapes = hf_shapes(spec)
+    factors = {  # one A and B for each expert, also where all of them share one
+        f"{module}.lora_{x}": factors[name]
+        for module in {name.rpartition(".")[0] for name in adapter_shapes(shapes, lora.rank_of)}
+        for x, name in zip("AB", factor_names(module, shared=lora.shares), strict=True)
+    }
     rank = max(len(value) for name, value in factors.items() if name.endswith("lora_A"))
     modules = {part for name in factors for part in _together(name.rpartition(".")[0])}
     whole = adapter_shapes(shapes, lambda module: rank if module in modules else 0)
@@ -68,14 +76,15 @@ def save_sglang_adapter(
 
 def _together(module: str) -> list[str]:
     """The modules that SGLang loads together with this one, some of which a model may lack."""
-    parent, _, leaf = module.rpartition(".")
+    parent, dot, leaf = module.rpartition(".")  # the head has no parent
     group = next((group for group in _TOGETHER if leaf in group), (leaf,))
-    return [f"{parent}.{name}" for name in group]
+    return [f"{parent}{dot}{name}" for name in group]
 
 
 def _served_name(factor: str) -> str:
-    parent, leaf, kind = factor.rsplit(".", 2)
-    return f"base_model.model.{parent}.{_LEAVES.get(leaf, leaf)}.{kind}.weight"
+    module, _, kind = factor.rpartition(".")
+    parent, dot, leaf = module.rpartition(".")
+    return f"base_model.model.{parent}{dot}{_LEAVES.get(leaf, leaf)}.{kind}.weight"
 
 
 def _padded(factors: Mapping[str, Tensor], name: str, shape: tuple[int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Merged folders of others' adapters, and the way back: what a merged folder was made of.
+"""The way back from a merged folder: what it was made of.
 
 Rounding loses bits, so no subtraction gives W0 back.  A merge therefore keeps a copy of the adapter
 in OUT/adapter, with the fingerprint of W0 and the dtype.  The way back is to find W0 by that
@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from moerl.config.json_files import read_json
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import fingerprint
+from moerl.config.validate import read_section
 from moerl.errors import ModelError
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import write_json
@@ -23,18 +27,30 @@ from moerl.trainer.hf_io.hf_save import write_json
 _COPY, _NOTE = "adapter", "merged.json"
 
 
-def keep_parts(out: Path, base: Path, adapter: Path, settings: Mapping[str, object]) -> None:
-    """Copy the adapter into a merged folder.  settings: what else the merge depended on."""
+def keep_parts(out: Path, parts: MergedFrom) -> None:
+    """Copy the adapter into a merged folder, with what else the merge depended on."""
+    base, adapter, dtype, lora = parts
     shutil.copytree(adapter, out / _COPY, dirs_exist_ok=True)
-    note = {"model": str(base), "fingerprint": fingerprint(base), **settings}
+    note = {
+        "model": str(base),
+        "fingerprint": fingerprint(base),
+        "dtype": str(dtype).removeprefix("torch."),
+        "lora": None if lora is None else asdict(lora),
+    }
     write_json(out / _COPY / _NOTE, note)
 
 
-def read_parts(merged: Path, base: Path | None) -> tuple[Path, Path, dict[str, object]]:
-    """(folder of W0, folder of the adapter, settings).  Raises ModelError.
+class MergedFrom(NamedTuple):
+    """What a folder was merged from."""
 
-    base: where W0 is now; None: where it was.
-    """
+    base: Path  # folder of W0
+    adapter: Path
+    dtype: torch.dtype
+    lora: LoraConfig | None  # None: of an adapter from elsewhere
+
+
+def read_parts(merged: Path, base: Path | None) -> MergedFrom:
+    """base: where W0 is now; None: where it was.  Raises ModelError."""
     copy = merged / _COPY
     if not (copy / _NOTE).is_file():
         raise ModelError(f"{merged}: it keeps no adapter, so its base and factors are not known")
@@ -45,7 +61,15 @@ def read_parts(merged: Path, base: Path | None) -> tuple[Path, Path, dict[str, o
             f"{merged}: it was merged from weights with the fingerprint {note['fingerprint']} "
             f"({note['model']}), {base} has {found}; name their folder with --base"
         )
-    return base, copy, note
+    lora = None if note["lora"] is None else read_section(LoraConfig, note["lora"])
+    return MergedFrom(base, copy, getattr(torch, note["dtype"]), lora)
+
+
+def give_back(adapter: Path, out: Path) -> None:
+    """Copy the kept adapter to `out`, as the folder that was merged."""
+    if out.exists():
+        raise ModelError(f"{out}: it exists; choose another folder")
+    shutil.copytree(adapter, out, ignore=shutil.ignore_patterns(_NOTE))
 
 
 def check_equal(merged: Path, wanted: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,8 @@ The forward pass runs on the merged weight itself, in its own dtype: what an eng
 same merge is bit for bit what was trained on, and a forward pass costs what it costs without
 LoRA.  `Adapters.merge` computes it after each update from W0, which is kept in host memory; the
 previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
-layer sends the gradient of its output straight through the rounding to the factors:
+layer sends the gradient of its output straight through the rounding (to the nearest, or with a
+dither) to the factors:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
@@ -14,8 +15,11 @@ from the tiles of its weights; only tensors of width `rank` are communicated:
     layer               A on a rank   B on a rank   h                        summed over TP
     column parallel     whole         its rows      gathered                 A
     row parallel        its columns   whole         reduce-scattered         B
+    head                whole         its rows      gathered                 A
+    router              whole         whole         -                        A and B
     whole on each rank  whole         whole         -                        A and B
     expert              as cut by ETP               -                        the whole one, if cut
+    shared by experts   whole         whole         -                        it, over TP and DP
 
 Ideas: Megatron-Bridge (where to communicate), straight-through estimation, Bengio 2013.
 Legend: T tokens (and batch), R rank.
@@ -24,7 +28,7 @@ Legend: T tokens (and batch), R rank.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,20 +42,30 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd import Function
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout import ModelSpec, Named, hf_shapes, megatron_tiles, transposed_stacks
+from moerl.layout import (
+    ModelSpec,
+    Named,
+    hf_shapes,
+    megatron_tiles,
+    padded_vocab,
+    transposed_stacks,
+)
 from moerl.layout.adapters import Projection, adapter_shapes, projections
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 
-Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear | TopKRouter
 PREFIX = "lora."  # of the factors' names in a GPTModel
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +101,9 @@ class Adapters(torch.nn.Module):
     A factor's parameter name is its Hugging Face name with `/` for dots, which torch forbids.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, lora: LoraConfig) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self._dithers = lora.scale, lora.dithers
         self.tiles: Named = {}  # by parameter name
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
         self._base: list[Tensor] = []
@@ -100,7 +114,11 @@ class Adapters(torch.nn.Module):
         weight = linear.weight
         assert isinstance(weight, torch.nn.Parameter)
         self._merged.append((weight, factors))
-        linear.register_forward_hook(_Hook(linear, factors, self.scale))
+        hook = _Hook(linear, factors, self.scale)
+        if isinstance(linear, TopKRouter):  # its output is a choice; the gradient is the logits'
+            linear.gating = _Gating(linear.gating, hook)
+        else:
+            linear.register_forward_hook(hook)
 
     @property
     def adapted(self) -> tuple[torch.nn.Parameter, ...]:
@@ -130,11 +148,13 @@ class Adapters(torch.nn.Module):
         for (weight, every), base in zip(self._merged, self._base, strict=True):
             base, before = base.to(weight.device), weight.detach().clone()
             for part in every:
+                held = part.projection
+                dither = HfPart(held.module, held.rows, held.cols) if self._dithers else None
                 if part.index is None:
-                    merge_into(weight, base, part.a, part.b, self.scale)
+                    merge_into(weight, base, part.a, part.b, self.scale, dither)
                     continue
                 rows = base.new_empty(len(part.index), base.shape[1])
-                merge_into(rows, base[part.index], part.a, part.b, self.scale)
+                merge_into(rows, base[part.index], part.a, part.b, self.scale, dither)
                 weight[part.index] = rows
             changes.weights += weight.numel()
             changes.changed += int((weight != before).sum())
@@ -175,19 +195,19 @@ class Adapters(torch.nn.Module):
         )
 
     def _factors(self, linear: Linear, part: Projection) -> Factors:
-        parameters = []
         for hf, local in part.factors.items():
+            name = hf.replace(".", "/")
+            if name in self.tiles:
+                continue  # experts share it
             param = torch.nn.Parameter(
                 _first_value(hf, part).to(linear.weight.device, linear.weight.dtype)
             )
-            name = hf.replace(".", "/")
             self.register_parameter(name, param)
             self.tiles[name] = local
-            _mark(param, linear, part, "B" if hf.endswith("lora_B") else "A")
-            parameters.append(param)
+            _mark(param, linear, part, hf)
+        a, b = (self.get_parameter(hf.replace(".", "/")) for hf in part.names)
         index = _index(part)
         same = torch.equal(index, torch.arange(linear.weight.shape[0]))
-        a, b = parameters
         return Factors(part, a, b, None if same else index.to(linear.weight.device))
 
 
@@ -211,12 +231,15 @@ def attach_adapters(
             "adapters of shared experts communicate as these do without it; not with lora",
         )
     gpt.requires_grad_(False)
-    adapters, prefix = Adapters(lora.scale), f"chunk{chunk}." if sizes.vpp > 1 else ""
+    adapters, prefix = Adapters(lora), f"chunk{chunk}." if sizes.vpp > 1 else ""
     for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
-        if name.startswith(prefix) and (parts := projections(local, lora.rank_of, shapes)):
+        if name.startswith(prefix) and (
+            parts := projections(local, lora.rank_of, shapes, shared=lora.shares)
+        ):
             path = name.removeprefix(prefix).rpartition(".")[0]
             linear = gpt.get_submodule(path)
-            if not isinstance(linear, Linear) or not path.startswith("decoder.layers."):
+            is_known = path.startswith("decoder.layers.") or parts[0].module == HEAD
+            if not isinstance(linear, Linear) or not is_known:
                 raise _no_adapter(parts[0].module, lora)
             adapters.adopt(linear, parts)
     if not adapters.tiles:
@@ -234,12 +257,15 @@ def _no_adapter(module: str, lora: LoraConfig) -> ConfigError:
         "lora.targets",
         lora.targets,
         f"{module} is not a layer that can have an adapter; choose projections of attention, of "
-        "dense and shared blocks, and of experts",
+        "dense and shared blocks, and of experts, routers, and a head that is not the embedding",
     )
 
 
 def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -> None:
-    """Refuse what has no adapters, or was not compared with peft.  Raises ConfigError."""
+    """Refuse what has no adapters, or was not compared with peft.
+
+    Raises ConfigError, LayoutError.
+    """
     odd = (
         ("linear attention", spec.linear_layers),
         ("sparse attention", spec.index_topk),
@@ -251,9 +277,19 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
             raise ConfigError(
                 "lora.rank", lora.rank, f"{spec.family} has {what}: not compared with peft; use 0"
             )
+    if lora.rank_of(HEAD) and sizes.tp > 1:
+        rows = padded_vocab(spec, sizes.tp, sizes.vocab_divisible_by)
+        if rows != spec.vocab_size:
+            raise ConfigError(
+                "trainer.parallel.vocab_divisible_by",
+                sizes.vocab_divisible_by,
+                f"with an adapter of the head tp must cut {spec.vocab_size} entries without "
+                f"padding, they become {rows}; use a divisor, or tp 1",
+            )
     if sizes.etp not in (1, sizes.tp):
         raise ConfigError("trainer.parallel.etp", sizes.etp, f"with lora it is 1 or tp, {sizes.tp}")
     shapes = hf_shapes(spec)
+    adapter_shapes(shapes, lora.rank_of, shared=lora.shares)  # raises for several ranks
     for pattern in (*lora.targets, *lora.ranks):
         one = LoraConfig(rank=1, targets=[pattern])
         if not adapter_shapes(shapes, one.rank_of) and pattern not in LoraConfig().targets:
@@ -287,15 +323,32 @@ class _Hook:
         if not torch.is_grad_enabled():
             return None
         y, bias = output
-        a_all = torch.cat([one.a for one in self._factors])
-        h_TR = torch.nn.functional.linear(args[0].detach(), a_all)
+        return self.through(args[0], y), bias
+
+    def through(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, with a way for its gradient to the factors; x: of the layer.  Routers widen theirs."""
+        a_all = torch.cat([one.a for one in self._factors]).to(y.dtype)
+        h_TR = torch.nn.functional.linear(x.detach().to(y.dtype), a_all)
         if self._gathers:
             h_TR = gather_from_sequence_parallel_region(h_TR, group=self._group)
         if self._scatters:
             h_TR = reduce_scatter_to_sequence_parallel_region(h_TR, group=self._group)
         bs = [one.b for one in self._factors]
-        y = _StraightThrough.apply(y, h_TR, self._scale, [one.index for one in self._factors], *bs)  # type: ignore[no-untyped-call]
-        return y, bias
+        indices = [one.index for one in self._factors]
+        made: Tensor = _StraightThrough.apply(y, h_TR, self._scale, indices, *bs)  # type: ignore[no-untyped-call]
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gating:
+    """A router's `gating`: logits, with a way for their gradient to its factors."""
+
+    plain: Callable[[Tensor], Tensor]
+    hook: _Hook
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.plain(x)
+        return self.hook.through(x, logits) if torch.is_grad_enabled() else logits
 
 
 class _StraightThrough(Function):
@@ -319,8 +372,8 @@ class _StraightThrough(Function):
             ctx.indices, bs, h.flatten(0, -2).split([b.shape[1] for b in bs], -1), strict=True
         ):
             own = flat if index is None else flat.index_select(-1, index)
-            dhs.append(ctx.scale * (own @ b))
-            dbs.append(ctx.scale * (own.T @ part))
+            dhs.append(ctx.scale * (own @ b.to(own.dtype)))
+            dbs.append((ctx.scale * (own.T @ part)).to(b.dtype))
         dh = torch.cat(dhs, -1).view_as(h)
         return dy, dh, None, None, *dbs
 
@@ -331,18 +384,23 @@ def _needs_grad(module: torch.nn.Module, args: Any, output: Tensor) -> None:
 
 
 # --- one factor's parameter -----------------------------------------------------------------------
-def _mark(param: torch.nn.Parameter, linear: Linear, part: Projection, factor: str) -> None:
-    """What Megatron's reductions, gradient norm and checkpoints read of a parameter."""
+def _mark(param: torch.nn.Parameter, linear: Linear, part: Projection, name: str) -> None:
+    """What Megatron's reductions, gradient norm and checkpoints read of a parameter.
+
+    A factor that experts share has a part of its gradient on every rank of the stage, as a dense
+    one under sequence parallelism has: those with other experts are data-parallel ranks of it.
+    """
+    factor = name[-1]
     held = part.rows if factor == "B" else part.cols
     whole = part.shape[0] if factor == "B" else part.shape[1]
     is_cut = len(held) < whole
-    is_expert = bool(getattr(linear, "is_expert", False))
-    group = getattr(linear, "tp_group", None)
+    is_expert = bool(getattr(linear, "is_expert", False)) and name.startswith(part.module)
+    group = getattr(linear, "tp_group", None) if name.startswith(part.module) else None
     size = parallel_state.get_tensor_model_parallel_world_size() if group is None else group.size()
     # a whole factor of a cut layer, or of one that sees a part of the positions, has a part of
     # its gradient on each rank
     marks = {
-        "allreduce": getattr(linear.weight, "allreduce", True),
+        "allreduce": getattr(linear.weight, "allreduce", True) if is_expert else True,
         "sequence_parallel": not is_cut and size > 1,
         # else only the first rank of the group counts it in the norm
         "tensor_model_parallel": is_cut or (is_expert and size == 1),
