@@ -8,9 +8,8 @@ TASKSET is the name of an installed set of tasks.  A second argument is the envi
 configuration as JSON, where it has other roles than `agent`, another harness or another place to
 run than processes on this machine.
 
-moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  Episodes
-of a group play the same task, which the number of the prompt chooses.  The prompts of the recipe
-are not read.  Every tenth task of the set is played in evaluations only.
+moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  The number
+of the prompt chooses the task; every tenth one of the set is played in evaluations only.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ LOCAL = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
 def config_of(taskset: str, given: str = "") -> vf.EnvConfig:
-    return vf.resolve_env_config(
-        {"taskset": {"id": taskset}} | (json.loads(given) if given else LOCAL)
-    )
+    roles = json.loads(given) if given else LOCAL
+    return vf.resolve_env_config({"taskset": {"id": taskset}} | roles)
 
 
 async def play(config: vf.EnvConfig, task: vf.Task, asked: dict[str, Any]) -> dict[str, Any]:
@@ -54,10 +52,8 @@ async def play(config: vf.EnvConfig, task: vf.Task, asked: dict[str, Any]) -> di
 
 
 def chosen(tasks: list[vf.Task], asked: dict[str, Any]) -> vf.Task:
-    """The task of an episode."""
-    held_out = tasks[::10]
     trained = [task for place, task in enumerate(tasks) if place % 10] or tasks
-    own = held_out if asked.get("held_out") else trained
+    own = tasks[::10] if asked.get("held_out") else trained
     return own[asked.get("index", 0) % len(own)]
 
 
