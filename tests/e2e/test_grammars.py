@@ -64,7 +64,7 @@ ADD: Any = {
         },
     },
 }
-PATTERN = "[a-f]{60}-(yes|no)"
+PATTERN = "[a-f]{100}-(yes|no)"
 RULES = 'root ::= "so" (" " number){50} "."\nnumber ::= [1-9] [0-9]?'
 WRITTEN = re.compile(r"so( [1-9][0-9]?){50}\.")
 
@@ -165,7 +165,7 @@ async def play(world: World, parser: SglangAnswers) -> Played:
 
 
 async def abort_resume(world: World, _publisher: Publisher) -> None:
-    await update(world, 0.7)
+    await update(world, 0.3)
 
 
 async def retract(world: World, publisher: Publisher) -> None:
