@@ -1,13 +1,12 @@
 """Worker of test_lora_reference: the reference of a run with adapters, and a second model.
 
-lora_reference_ranks.py --model DIR --work DIR --sizes JSON
+lora_reference_ranks.py --model DIR --work DIR --sizes JSON [--lora JSON] [--dtype bf16]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from moerl.trainer.model import platform
@@ -18,6 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from moerl.config.lora_settings import LoraConfig  # noqa: E402
 from moerl.config.schema import (  # noqa: E402
     AlgorithmConfig,
     Config,
@@ -35,7 +35,7 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
-from tests.helpers.lora_oracle import LORA, random_factors  # noqa: E402
+from tests.helpers.lora_oracle import random_factors  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 
@@ -43,13 +43,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--model", "--work", "--sizes"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--lora", default="{}")
+    parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     sizes = ParallelConfig(**json.loads(options.sizes))
     ranks = parallel.start(sizes, PLACE, timeout_s=60)
     store = BlobStore(Path(options.work) / f"blobs{dist.get_rank()}", "n0")
     plan = make_plan(store, groups=4, dp_size=sizes.dp)
-    own = make_learner(options.model, "", ranks, store)
-    second = make_learner(options.model, options.model, ranks, store)
+    lora = LoraConfig(**json.loads(options.lora))
+    own = make_learner(options.model, "", ranks, store, lora, options.dtype)
+    second = make_learner(options.model, options.model, ranks, store, lora, options.dtype)
     before = {name: tensor.clone() for name, tensor in own.model.tensors.items()}
     waited: list[bool] = []
     own.before_update = lambda: waited.append(True)
@@ -70,17 +73,25 @@ def main() -> None:
 
 
 def make_learner(
-    folder: str, reference: str, ranks: parallel.Parallel, store: BlobStore
+    folder: str,
+    reference: str,
+    ranks: parallel.Parallel,
+    store: BlobStore,
+    lora: LoraConfig,
+    dtype: str,
 ) -> Learner:
     config = Config(
         model=ModelConfig(path=folder),
         trainer=TrainerConfig(
-            parallel=ranks.sizes, minibatches=2, optimizer=OptimizerConfig(lr=0.01, min_lr=0.01)
+            parallel=ranks.sizes,
+            minibatches=2,
+            optimizer=OptimizerConfig(lr=0.01, min_lr=0.01),
+            dtype=dtype,
         ),
         algorithm=AlgorithmConfig(
             advantage="none", kl="unbiased", kl_coef=0.5, reference=reference
         ),
-        lora=replace(LORA, alpha=2),
+        lora=lora,
     )
     source = HfFolder(folder)
     model = build(source.spec, config.trainer, ranks, with_replay=True, lora=config.lora)

@@ -1,7 +1,8 @@
 """Log-probabilities of the trainer with adapters, and of transformers with what it writes.
 
-In fp32 the merged folder and the unmerged adapter (W0 x + s B (A x)) both give them.  In bf16 the
-merged folder does, up to the noise of other kernels; the unmerged sum is another model.
+In fp32 the merged folder and the unmerged adapter (W0 x + s B (A x)) both give them.  In bf16 both
+do up to the noise of other kernels, which hides that the unmerged sum is another one: only with
+equal kernels (transformers twice) is that seen.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.full
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXACT = 1e-5  # nats, in fp32
+NOISE = 2e-3  # k3 of two implementations in bf16, on random weights; 2.6e-4 to 6.6e-4 measured
 Parts = dict[int, list[tuple[int, Tensor, Tensor]]]
 """Address of a weight -> (first row, A, B) of its factors."""
 
@@ -115,5 +117,5 @@ def test_what_is_written_scores_as_the_trainer_does(family: str, tmp_path: Path)
                 print(f"largest |d log p| {float((scores - trainer).abs().max()):.1e}")
                 assert (scores - trainer).abs().max() <= EXACT
     half = found["bf16"]
-    assert half["merged"] < half["unmerged"]
-    assert half["without"] > 10 * half["unmerged"]
+    assert max(half["merged"], half["unmerged"]) < NOISE < half["without"] / 10
+    assert half["merged to unmerged"] > 1e-5, "0 if both were merged"

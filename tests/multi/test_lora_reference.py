@@ -6,11 +6,14 @@ The oracle is a second model that is loaded from the same folder and scores the 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moerl.config.lora_settings import LoraConfig
+from tests.helpers.lora_oracle import LORA
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model
 
@@ -23,12 +26,21 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2-etp2": {"tp": 2, "pp": 2, "etp": 2},
 }
 DEFAULT = ("tp2-ep2",)
+ON = replace(LORA, alpha=2)
+FORMS = {
+    "shared, routers, head": (
+        replace(ON, experts="shared", targets=[*ON.targets, "*.mlp.gate", "lm_head"]),
+        "fp32",
+    ),
+    "dither": (replace(ON, rounding="dither"), "bf16"),
+}
 
 
-def _found(folder: Path, layout: str) -> dict[str, Any]:
+def _found(folder: Path, layout: str, lora: LoraConfig = ON, dtype: str = "fp32") -> dict[str, Any]:
     sizes = LAYOUTS[layout]
     script = str(ROOT / "tests/helpers/lora_reference_ranks.py")
     arguments = ["--model", str(make_model(folder / "model")), "--work", str(folder / "work")]
+    arguments += ["--lora", json.dumps(asdict(lora)), "--dtype", dtype]
     world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
     output = run_ranks(world, [script, *arguments, "--sizes", json.dumps(sizes)])
     found: dict[str, Any] = json.loads(output.split("FOUND ")[1].splitlines()[0])
@@ -59,3 +71,10 @@ def test_adapters_off_are_the_reference(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in DEFAULT])
 def test_every_layout_has_it(tmp_path: Path, layout: str) -> None:
     _check(_found(tmp_path, layout))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2-ep2", "pp2-vpp2"])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_adapters_have_it(tmp_path: Path, form: str, layout: str) -> None:
+    _check(_found(tmp_path, layout, *FORMS[form]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config, ModelConfig
 from moerl.errors import ModelError
 from moerl.layout import hf_shapes
+from moerl.layout.adapters import factor_names
 from moerl.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import save_adapter
 from moerl.trainer.hf_io.merge_adapter import main
@@ -84,6 +86,27 @@ def test_sglang_reads_every_product(family: str, lora: LoraConfig, tmp_path: Pat
         if module in modules:
             want = lora.scale * factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"]
         torch.testing.assert_close(product, want, rtol=1e-6, atol=1e-7, msg=module)
+
+
+def test_each_expert_gets_what_they_share(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    spec, shared = read_spec(model), replace(LORA, experts="shared")
+    factors = random_factors(model, shared)
+    save_sglang_adapter(tmp_path / "adapter", factors, spec, shared, str(model))
+    found = products(*opened(tmp_path / "adapter", model), model)
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        experts = [found[f"model.layers.2.mlp.experts.{e}.{leaf}"] for e in range(spec.experts)]
+        pair = factor_names(f"model.layers.2.mlp.experts.3.{leaf}", shared=True)
+        a, b = (factors[name] for name in pair)
+        torch.testing.assert_close(experts[3], shared.scale * b @ a, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(experts[3], experts[2])
+
+
+def test_adapters_of_routers_are_refused_by_name(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    lora = replace(LORA, targets=[*LORA.targets, "*.mlp.gate"])
+    with pytest.raises(ModelError, match=r"routers, such as model\.layers\.0\.mlp\.gate\.lora_A"):
+        sglang_form(random_factors(model, lora), read_spec(model), lora)
 
 
 def test_the_head_has_no_parent(tmp_path: Path) -> None:
