@@ -113,13 +113,14 @@ def test_adapters_of_a_checkpoint_are_a_folder(case: Trained, saved: dict[str, A
             refused()
 
 
+@pytest.mark.full
 def test_checkpoint_start_makes_them_the_start_of_a_run(
     case: Trained, saved: dict[str, Any], tmp_path: Path
 ) -> None:
     """Control: other adapters are refused, and a run without any is told what would do."""
     run = RunDir(tmp_path / "next")
     run.root.mkdir()
-    start = CheckpointConfig(start=str(case.folder / "run"))
+    start = CheckpointConfig(start=str(case.folder / CHECKPOINT))
     config = Config(model=ModelConfig(path=str(case.model)), checkpoint=start, lora=LORA)
     for lora, says in ((replace(LORA, rank=5), "holds adapters of"), (LoraConfig(), "merged")):
         with pytest.raises(ConfigError, match=says):
