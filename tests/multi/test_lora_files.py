@@ -113,6 +113,7 @@ def test_adapters_of_a_checkpoint_are_a_folder(case: Trained, saved: dict[str, A
             refused()
 
 
+@pytest.mark.full
 def test_checkpoint_start_makes_them_the_start_of_a_run(
     case: Trained, saved: dict[str, Any], tmp_path: Path
 ) -> None:
