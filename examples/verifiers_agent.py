@@ -8,8 +8,8 @@ TASKSET is the name of an installed set of tasks.  A second argument is the envi
 configuration as JSON, where it has other roles than `agent`, another harness or another place to
 run than processes on this machine.
 
-moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  The number
-of the prompt chooses the task; every tenth one of the set is played in evaluations only.
+moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  The
+number of the prompt chooses the task; every tenth of the set is played in evaluations only.
 """
 
 from __future__ import annotations
