@@ -17,7 +17,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import numpy as np
@@ -169,7 +169,11 @@ async def prefilled(world: World, seen: int) -> None:
 
 
 def prefills(world: World) -> int:
-    return world.log.read_text().count("Prefill batch")
+    return batches(world, "Prefill")
+
+
+def batches(world: World, kind: Literal["Prefill", "Decode"]) -> int:
+    return world.log.read_text().count(f"{kind} batch")
 
 
 def test_progress_shows_in_the_load_report(world: World) -> None:
@@ -257,10 +261,11 @@ def test_no_record_file_is_left(world: World) -> None:
         removed.append(sweep())
 
     async def scenario() -> None:
-        seen = prefills(world)
-        # the rows of the prompt alone need a file
+        seen = batches(world, "Decode")
+        # the rows of the prompt alone need a file; while it is prefilled in parts there are none
         call = asyncio.create_task(world.host.generate([request("61.0", 1000, long)]))
-        await prefilled(world, seen)
+        while batches(world, "Decode") <= seen:
+            await asyncio.sleep(0.05)
         call.cancel()  # the server ends the request when it notices, and writes what it has
         await asyncio.gather(call, return_exceptions=True)
         while not any(removed):
