@@ -94,13 +94,23 @@ def train(out: Path, arm: str, seed: int, settings: Sequence[str], warm_s: float
     return HeldOut(arm, seed, *first, *last, seconds, warm_s, refused)
 
 
-def moerl(out: Path, arguments: Sequence[str]) -> float:
+def first_model(out: Path, seed: int, command: Sequence[str]) -> tuple[Path, float]:
+    """(the model that the runs of a seed begin with, made once by a command; seconds it took)."""
+    run, done = RunDir(out / f"start-{seed}"), out / f"start-{seed}.json"
+    if not done.exists():
+        shutil.rmtree(run.root, ignore_errors=True)
+        names = [f"run.root={out}", f"run.seed={seed}", "--run", run.root.name]
+        done.write_text(json.dumps({"seconds": moerl(out, [*command, *names])}))
+    return run.hf, json.loads(done.read_text())["seconds"]
+
+
+def moerl(out: Path, arguments: Sequence[str], limit_s: float = RUN_S) -> float:
     """Run a command of moerl; its output is in OUT/log.txt.  Returns its seconds."""
     begin = time.monotonic()
     with (out / "log.txt").open("a") as log:
         command = [sys.executable, "-m", "moerl", *arguments]
         done = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=RUN_S, check=False
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=limit_s, check=False
         )
     if done.returncode:
         sys.exit(f"moerl {' '.join(arguments)} ended with {done.returncode}; see {out}/log.txt")

@@ -19,20 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from learning_arms import first_model, machine, moerl
+
 from moerl.observe.metrics import Row, read_rows
 from moerl.run_dir import RunDir
 
-ROOT = Path(__file__).resolve().parents[1]
 ROUNDINGS = ("nearest", "dither")
 BF16 = ["trainer.dtype=bf16", "engine.dtype=bfloat16", "checkpoint.every=0"]
 RUN_S = 1800.0  # longest run on a machine that others share
@@ -65,20 +62,9 @@ def result_path(out: Path, seed: int, rate: float, rounding: str) -> Path:
     return out / f"{rounding}-{rate:g}-{seed}.json"
 
 
-def first_model(out: Path, seed: int, options: argparse.Namespace) -> Path:
-    """The model that the runs of a seed begin with, made once."""
-    run, done = RunDir(out / f"start-{seed}"), out / f"start-{seed}.json"
-    if not done.exists():
-        shutil.rmtree(run.root, ignore_errors=True)
-        names = [f"run.root={out}", f"run.seed={seed}", "--run", run.root.name]
-        steps = f"run.steps={options.start_steps}"
-        seconds = moerl(out, ["train", "quickstart", *BF16, steps, *names])
-        done.write_text(json.dumps({"seconds": seconds}))
-    return run.hf
-
-
 def train(out: Path, seed: int, rate: float, rounding: str, options: argparse.Namespace) -> Learned:
-    model, field = first_model(out, seed, options), "lora.rounding"
+    start = ["train", "quickstart", *BF16, f"run.steps={options.start_steps}"]
+    (model, _), field = first_model(out, seed, start), "lora.rounding"
     if options.full:
         field = "trainer.optimizer.rounding"
     run = RunDir(out / f"run-{rounding}-{rate:g}-{seed}")
@@ -87,7 +73,7 @@ def train(out: Path, seed: int, rate: float, rounding: str, options: argparse.Na
     settings = [*BF16, f"run.steps={options.steps}", rates, f"{field}={rounding}"]
     names = [f"run.root={out}", f"run.seed={seed}", f"model.path={model}", "--run", run.root.name]
     recipe = "quickstart" if options.full else "quickstart-lora"
-    seconds = moerl(out, ["train", recipe, *settings, *options.settings, *names])
+    seconds = moerl(out, ["train", recipe, *settings, *options.settings, *names], RUN_S)
     rows = [row for row in read_rows(run.metrics) if "loss/total" in row]
     late = rows[-max(1, len(rows) // 4) :]
     return Learned(
@@ -104,19 +90,6 @@ def train(out: Path, seed: int, rate: float, rounding: str, options: argparse.Na
 
 def mean(rows: Sequence[Row], name: str) -> float:
     return statistics.fmean([float(row[name]) for row in rows if name in row] or [0.0])
-
-
-def moerl(out: Path, arguments: Sequence[str]) -> float:
-    """Run a command of moerl; its output is in OUT/log.txt.  Returns its seconds."""
-    begin = time.monotonic()
-    with (out / "log.txt").open("a") as log:
-        command = [sys.executable, "-m", "moerl", *arguments]
-        done = subprocess.run(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=RUN_S, check=False
-        )
-    if done.returncode:
-        sys.exit(f"moerl {' '.join(arguments)} ended with {done.returncode}; see {out}/log.txt")
-    return time.monotonic() - begin
 
 
 def gain(runs: Sequence[Learned]) -> tuple[float, float, int]:
@@ -143,10 +116,8 @@ def report(out: Path, options: argparse.Namespace) -> None:
         print(f"{rate:<7g}  dither - nearest: {more:+.4f} +- {error:.4f}, {seeds} seeds")
         every += runs
         gains[f"{rate:g}"] = {"mean": more, "se": error, "seeds": seeds}
-    load, _, _ = os.getloadavg()
-    machine = f"{os.cpu_count()} cores, load {load:.1f}"
-    print(machine)
-    found = {"machine": machine, "full": options.full, "gains": gains}
+    print(machine())
+    found = {"machine": machine(), "full": options.full, "gains": gains}
     found["runs"] = [asdict(run) for run in every]
     (out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -13,8 +13,6 @@ less than 2.
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,14 +25,12 @@ from learning_arms import (
     HeldOut,
     Verdicts,
     arguments,
+    first_model,
     learns,
-    moerl,
     rise,
     run_arms,
     train,
 )
-
-from moerl.run_dir import RunDir
 
 ARMS = {
     "tool": [],
@@ -43,19 +39,8 @@ ARMS = {
 }
 
 
-def warm_start(out: Path, seed: int, settings: Sequence[str]) -> tuple[Path, float]:
-    """The first model of a seed, made once, and the seconds that it took."""
-    run, done = RunDir(out / f"start-{seed}"), out / f"start-{seed}.json"
-    if not done.exists():
-        shutil.rmtree(run.root, ignore_errors=True)
-        names = [f"run.root={out}", f"run.seed={seed}", "--run", run.root.name]
-        seconds = moerl(out, ["sft", "tool-use-start", *settings, *names])
-        done.write_text(json.dumps({"seconds": seconds}))
-    return run.hf, json.loads(done.read_text())["seconds"]
-
-
 def play(start: Sequence[str], settings: Sequence[str], out: Path, arm: str, seed: int) -> HeldOut:
-    model, warm_s = warm_start(out, seed, start)
+    model, warm_s = first_model(out, seed, ["sft", "tool-use-start", *start])
     made = ["tool-use", *ARMS[arm], *settings, f"model.path={model}"]
     return train(out, arm, seed, made, warm_s)
 

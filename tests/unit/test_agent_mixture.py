@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,19 @@ from moerl.config.schema import Config, EvaluationConfig
 from moerl.config.task_mixture import by_label
 from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.rollout_builder import sampling_params
-from moerl.errors import EngineError
 from moerl.planning.dry_run import _processes
-from moerl.types import EpisodeGroup, GenerateRequest, Prompt
+from moerl.types import EpisodeGroup, Prompt
 from tests.helpers.chat_tokenizer import chat_tokenizer
 from tests.unit.test_agent_run import SHAPE
-from tests.unit.test_controller import CONFIG, Prompts, StubEngine, make, running, train
+from tests.unit.test_controller import (
+    CONFIG,
+    DyingEngine,
+    Prompts,
+    StubEngine,
+    make,
+    running,
+    train,
+)
 from tests.unit.test_evaluation_agents import HeldOut
 
 TASKS: list[dict[str, Any]] = [
@@ -132,14 +138,7 @@ def test_each_task_of_the_mixture_is_evaluated_by_what_plays_it(tmp_path: Path) 
 
 
 def test_an_engine_that_dies_costs_no_group_of_any_task(tmp_path: Path) -> None:
-    class Dies(StubEngine):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> Any:
-            if self.calls == 5:
-                self.calls += 1
-                raise EngineError("engine 0 is not usable: it was killed")
-            return await super().generate(requests)
-
-    groups, rows, _ = trained(tmp_path, Dies())
+    groups, rows, _ = trained(tmp_path, DyingEngine())
     assert [group.group_id for group in groups] == list(range(12))
     assert not sum(row["scorer/failed"] for row in rows)
 

@@ -28,7 +28,7 @@ from moerl.controller.controller import Controller
 from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
 from moerl.controller.shown_turns import shown_turns
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import ConfigError, EngineError
+from moerl.errors import ConfigError
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from moerl.types import (
@@ -44,7 +44,7 @@ from moerl.types import (
 )
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+from tests.unit.test_controller import CONFIG, DyingEngine, StubEngine, make, running, train
 
 SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -314,14 +314,7 @@ def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
-    class Dies(StubEngine):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> Any:
-            if self.calls == 5:
-                self.calls += 1
-                raise EngineError("engine 0 is not usable: it was killed")
-            return await super().generate(requests)
-
-    plans, reports = run_agents(tmp_path, python(AGENT), Dies())
+    plans, reports = run_agents(tmp_path, python(AGENT), DyingEngine())
     assert sorted(g.group_id for p in plans for g in p.groups) == list(range(4))
     assert not sum(report.metrics["scorer/failed"] for report in reports)
 

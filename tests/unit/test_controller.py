@@ -142,6 +142,16 @@ class StubEngine(StubMailbox):
         return EngineStatus(0, self.version, 1, 0, self.tokens, 0.1)
 
 
+class DyingEngine(StubEngine):
+    """Its sixth call dies with it; the calls after that one are answered."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        if self.calls == 5:
+            self.calls += 1
+            raise EngineError("engine 0 is not usable: it was killed")
+        return await super().generate(requests)
+
+
 class StubScorer:
     def __init__(self, error: ScoreError | None = None) -> None:
         self.error = error
