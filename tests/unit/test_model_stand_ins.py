@@ -125,10 +125,15 @@ def test_a_convolution_in_pieces() -> None:
     found: list[list[torch.Tensor]] = [[], []]
     for first, last, known in ((0, 2, False), (2, 7, True)):
         parts = [x[:, first:last] for x in inputs]
-        starts = torch.tensor([0, last - first, 2 * (last - first)])
         sizes, seen = [last - first] * 2, torch.tensor([known] * 2)
         output = delta_net_kernels.convolve(
-            torch.cat(parts, 1), weight, None, states, starts, sizes, slots, seen
+            torch.cat(parts, 1),
+            weight,
+            None,
+            conv_states=states,
+            seq_lens_cpu=sizes,
+            cache_indices=slots,
+            has_initial_state=seen,
         )
         for pieces, part in zip(found, output.chunk(2, 1), strict=True):
             pieces.append(part)

@@ -47,20 +47,18 @@ def forward(
     v: Tensor,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
     sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """AROUND TorchNativeAttnBackend.forward_extend and forward_decode: with `sinks`."""
     if sinks is None:
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
+        return original(backend, q, k, v, layer, forward_batch, **options)
 
     def attend_with_sinks(_rows: slice, q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor) -> Tensor:
         sinks_H, window = sinks.to(q.dtype), layer.sliding_window_size
         return attend(q_THD, k_LGD, v_LGD, sinks_H, layer.scaling, window)
 
-    return attend_by_request(
-        attend_with_sinks, backend, q, k, v, layer, forward_batch, save_kv_cache
-    )
+    return attend_by_request(attend_with_sinks, backend, q, k, v, layer, forward_batch, **options)
 
 
 def attend(

@@ -36,8 +36,8 @@ def convolve(
     x_CT: Tensor,
     weight_CW: Tensor,
     bias: Tensor | None,
+    *,
     conv_states: Tensor,
-    query_start_loc: Tensor,
     seq_lens_cpu: list[int],
     cache_indices: Tensor,
     has_initial_state: Tensor,
@@ -105,31 +105,29 @@ def gated_norm(
 
 
 def decode(
-    _kernel: Any,
+    self: Any,
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
     *,
     A_log: Tensor,
     dt_bias: Tensor,
-    scale: float,
     ssm_states: Tensor,
     cache_indices: Tensor,
-    num_v_heads: int,
-    head_v_dim: int,
     **_options: Any,
 ) -> Tensor:
     """In place of TritonGDNKernel.packed_decode: one token of each request, [1, B, H, V]."""
-    values, size_K = num_v_heads * head_v_dim, ssm_states.shape[-1]
+    heads_H, size_V, size_K = ssm_states.shape[1:]
+    values, scale = heads_H * size_V, size_K**-0.5
     keys = (mixed_qkv.shape[1] - values) // 2
     q, k, v = mixed_qkv.float().split([keys, keys, values], 1)
-    q_BHK, k_BHK = (_unit(x.unflatten(1, (-1, size_K)), num_v_heads) for x in (q, k))
+    q_BHK, k_BHK = (_unit(x.unflatten(1, (-1, size_K)), heads_H) for x in (q, k))
     decay, step = gates(A_log, a, b, dt_bias)
     state, output_BHV = advance(
         ssm_states[cache_indices].float(),
         q_BHK * scale,
         k_BHK,
-        v.unflatten(1, (num_v_heads, head_v_dim)),
+        v.unflatten(1, (heads_H, size_V)),
         decay[0],
         step[0],
     )
@@ -138,7 +136,7 @@ def decode(
 
 
 def prefill(
-    _kernel: Any,
+    self: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -98,18 +98,17 @@ def forward(
     v: Tensor,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
     topk_indices: Tensor | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Tensor:
     """AROUND TorchNativeAttnBackend.forward_extend and forward_decode: with `topk_indices`."""
     if topk_indices is None:
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
+        return original(backend, q, k, v, layer, forward_batch, **options)
 
     def attend_chosen(rows: slice, q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor) -> Tensor:
         return attend(q_THD, k_LGD[:, 0], v_LGD[:, 0], topk_indices[rows], layer.scaling)
 
-    return attend_by_request(attend_chosen, backend, q, k, v, layer, forward_batch, save_kv_cache)
+    return attend_by_request(attend_chosen, backend, q, k, v, layer, forward_batch, **options)
 
 
 def attend(q_THD: Tensor, k_LD: Tensor, v_LD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:

@@ -22,7 +22,7 @@ def attend_by_request(
     v: Tensor,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool,
+    save_kv_cache: bool = True,
 ) -> Tensor:
     """What TorchNativeAttnBackend.forward_extend and forward_decode do, with another `attend`."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
