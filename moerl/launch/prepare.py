@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -46,25 +47,7 @@ def prepare(
     reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
     process is started.
     """
-    config = resolve(config)
-    check(config)
-    refuse_hidden(config)
-    check_args(config.engine.args, replay=config.replay.routing == "R3")
-    if reset_optimizer and not is_local(config.cluster):
-        raise ConfigError(
-            "--reset-optimizer",
-            True,
-            "not supported on a cluster yet; needs cluster.launcher=local",
-        )
-    config = with_start(_with_model(config, run), run)
-    hf_config = check_model(config)
-    for tp in {config.engine.tp, *config.engine.tp_each}:
-        check_planned_layout(
-            replace(config.engine, tp=tp),
-            hf_config,
-            cuda=starts_on_cuda(config, placement(config)),
-            routing=config.replay.routing == "R3",
-        )
+    config, hf_config = _checked(config, run, reset_optimizer=reset_optimizer)
     if resume:
         refuse_foreign(run)
     checkpoint = newest_checkpoint(run) if resume else None
@@ -93,7 +76,39 @@ def prepare(
         records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
-    spec = plan.spec()  # raises for an unknown family before anything starts
+    _check_parts(plan)
+    return plan
+
+
+def _checked(
+    config: Config, run: RunDir, *, reset_optimizer: bool
+) -> tuple[Config, dict[str, Any]]:
+    """Settings as they will be used, and the model's config.json."""
+    config = resolve(config)
+    check(config)
+    refuse_hidden(config)
+    check_args(config.engine.args, replay=config.replay.routing == "R3")
+    if reset_optimizer and not is_local(config.cluster):
+        raise ConfigError(
+            "--reset-optimizer",
+            True,
+            "not supported on a cluster yet; needs cluster.launcher=local",
+        )
+    config = with_start(_with_model(config, run), run)
+    hf_config = check_model(config)
+    for tp in {config.engine.tp, *config.engine.tp_each}:
+        check_planned_layout(
+            replace(config.engine, tp=tp),
+            hf_config,
+            cuda=starts_on_cuda(config, placement(config)),
+            routing=config.replay.routing == "R3",
+        )
+    return config, hf_config
+
+
+def _check_parts(plan: RunContext) -> None:
+    """Raise for a part that cannot be made, before anything starts."""
+    spec = plan.spec()  # raises for an unknown family
     for role, path in ref_models_of(plan.config).items():
         _check_ref_models(f"algorithm.{role}", path, spec)
     for task in entries_of(plan.config):
@@ -103,7 +118,6 @@ def prepare(
     task_agents(plan)  # raises for a chat template or a program that cannot be used
     if plan.config.evaluation.every:
         plan.held_out().draw_first()
-    return plan
 
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:

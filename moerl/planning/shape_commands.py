@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -20,7 +20,9 @@ from moerl.errors import ConfigError
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
-    from moerl.config.schema import ParallelConfig
+    from moerl.config.schema import Config, ParallelConfig
+    from moerl.planning.sync_cost import Links
+    from moerl.planning.sync_forecast import Layouts
 
 
 def plan(
@@ -58,8 +60,8 @@ def plan(
       moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import factor_forecast, pace_forecast, sync_forecast, transport_choice
-    from moerl.planning.sync_cost import Links, forecast
+    from moerl.planning import pace_forecast, sync_forecast, transport_choice
+    from moerl.planning.sync_cost import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
@@ -68,23 +70,16 @@ def plan(
     choice = transport_choice.auto_transport(config, shapes)
     config = resolve(transport_choice.with_auto_transport(config, choice))
     links = Links(nic_gb_s, ranks_per_node)
-    reports, texts, slowest_s, received = [], [], 0.0, 0.0
-    for layouts in sync_forecast.planned_layouts(config):
-        found = forecast(*layouts, links, direct=direct)
-        slowest_s = max(slowest_s, found.planned_s)
-        reports.append(sync_forecast.as_json(found, links, efficiency))
-        texts.append(sync_forecast.describe(found, links, layouts, efficiency))
-        if config.lora.sends_factors:
-            spec, _, engines, policy = layouts
-            sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
-            reports[-1]["factors"] = factor_forecast.as_json(sent, found)
-            texts[-1] += factor_forecast.describe_factors(sent, found, links)
-            received = max(received, sent.received.high)
-        else:
-            received = max(received, found.received.high)
-    text, report = "\n\n".join(texts), reports[0]
-    if len(reports) > 1:
-        report = {"sizes": reports}
+    forecasts = [
+        _forecast(config, layouts, links, direct, efficiency)
+        for layouts in sync_forecast.planned_layouts(config)
+    ]
+    slowest_s = max(one.seconds for one in forecasts)
+    received = max(one.received for one in forecasts)
+    text = "\n\n".join(one.text for one in forecasts)
+    report = forecasts[0].report
+    if len(forecasts) > 1:
+        report = {"sizes": [one.report for one in forecasts]}
     rows = transport_choice.compare(config, shapes, received, links)
     report["transports"] = [asdict(row) for row in rows]
     text += "\n\n" + transport_choice.describe_transports(config, rows, choice)
@@ -94,6 +89,33 @@ def plan(
         report["pace"] = pace_forecast.as_json(advice)
         text += "\n" + pace_forecast.describe(advice, config)
     typer.echo(json.dumps(report) if as_json else text)
+
+
+class _EngineForecast(NamedTuple):
+    """One publish to the engines of one size."""
+
+    report: dict[str, object]
+    text: str
+    seconds: float  # at line rate
+    received: float  # bytes that the busiest engine rank receives
+
+
+def _forecast(
+    config: Config, layouts: Layouts, links: Links, direct: int, efficiency: float | None
+) -> _EngineForecast:
+    from moerl.planning import factor_forecast, sync_forecast
+    from moerl.planning.sync_cost import forecast
+
+    found = forecast(*layouts, links, direct=direct)
+    report = sync_forecast.as_json(found, links, efficiency)
+    text = sync_forecast.describe(found, links, layouts, efficiency)
+    if not config.lora.sends_factors:
+        return _EngineForecast(report, text, found.planned_s, found.received.high)
+    spec, _, engines, policy = layouts
+    sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
+    report["factors"] = factor_forecast.as_json(sent, found)
+    text += factor_forecast.describe_factors(sent, found, links)
+    return _EngineForecast(report, text, found.planned_s, sent.received.high)
 
 
 def check_layout(

@@ -117,21 +117,7 @@ def describe(
         _row("  without relay", *_three(found.sent_without_relay)),
         _row("boxes to one engine", *(f"{n:,.0f}" for n in _ends(found.parts))),
         "",
-        _row("traffic, GB", "plan", "broadcast", "ratio"),
-        _row("into one engine", _gb(found.engine_bytes), _gb(_per_engine(found)), ""),
-        _row(
-            "into all engine ranks",
-            _gb(found.planned_bytes),
-            _gb(found.broadcast_bytes),
-            f"{found.rank_ratio:.2f}",
-        ),
-        _row(
-            "through network cards",
-            _gb(found.planned_bytes),
-            _gb(found.broadcast_nic_bytes),
-            f"{found.nic_ratio:.2f}",
-        ),
-        _row("gather on the trainer", "0", _gb(found.gather_bytes), ""),
+        *_traffic(found),
         "",
         _row(f"seconds, {links.nic_gb_s:g} GB/s a card", "plan", "broadcast", "hierarchical"),
         _row("line rate (bound)", *_seconds(found, dict.fromkeys(PUBLISHED_EFFICIENCY, 1.0))),
@@ -150,6 +136,26 @@ def describe(
             "the plan saves the gather and the copies inside a node"
         )
     return "\n".join(lines)
+
+
+def _traffic(found: Forecast) -> list[str]:
+    return [
+        _row("traffic, GB", "plan", "broadcast", "ratio"),
+        _row("into one engine", _gb(found.engine_bytes), _gb(_per_engine(found)), ""),
+        _row(
+            "into all engine ranks",
+            _gb(found.planned_bytes),
+            _gb(found.broadcast_bytes),
+            f"{found.rank_ratio:.2f}",
+        ),
+        _row(
+            "through network cards",
+            _gb(found.planned_bytes),
+            _gb(found.broadcast_nic_bytes),
+            f"{found.nic_ratio:.2f}",
+        ),
+        _row("gather on the trainer", "0", _gb(found.gather_bytes), ""),
+    ]
 
 
 def _shares(efficiency: float | None) -> dict[str, float]:
