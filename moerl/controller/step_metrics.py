@@ -16,7 +16,7 @@ import numpy as np
 
 from moerl.config import Config
 from moerl.config.task_mixture import by_label
-from moerl.controller.shown_turns import shown_turns
+from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.messages import EngineStatus, UpdateClosed
 from moerl.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
 
@@ -267,6 +267,7 @@ def samples_of(
             "prompt": group.prompt.text,
             "response": decode(rollout.token_ids[begin:].tolist()),
             "turns": shown_turns(episode, decode),
+            "graph": shown_graph(episode),
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])
