@@ -28,7 +28,7 @@ from moerl.controller.turn_rows import TurnRows
 from moerl.errors import ConfigError, EngineError, RecordError
 from moerl.scoring.isolation import Isolation
 from moerl.scoring.process import WorkerBox
-from moerl.serialization import decode_value, encode_value
+from moerl.serialization import encode_value
 from moerl.types import (
     Episode,
     EpisodeGroup,
@@ -44,6 +44,7 @@ from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model
 from tests.unit.test_agent_run import PROMPT, python, run_agents
 from tests.unit.test_controller import StubEngine
+from tests.unit.test_journal import World
 
 KEY = "s3cr3t-key"
 JUDGE: dict[str, Any] = {"model": "judge", "messages": HELLO, "temperature": 0.25, "seed": 3}
@@ -190,11 +191,12 @@ def test_rows_that_are_not_the_graphs_are_refused(graph: Any) -> None:
     assert error.value.reason == "graph"
 
 
-def test_the_journal_keeps_the_graph() -> None:
-    episode = played()
-    nodes = episode.nodes("join")
-    group = EpisodeGroup(7, PROMPT, (Episode("7.0", nodes, graph=episode.graph),))
-    (found,) = decode_value(encode_value(group), EpisodeGroup).episodes
+def test_the_journal_keeps_the_graph(tmp_path: Path) -> None:
+    episode, world = played(), World(tmp_path)
+    rows = Episode("7.0", episode.nodes("join"), graph=episode.graph)
+    world.journal.began((PolicyVersion(0, 0),), 1, ())
+    world.journal.admitted(EpisodeGroup(7, PROMPT, (rows,)))
+    ((found,),) = (group.episodes for group in world.open().ready)
     assert list(found.graph) == JUDGED
     assert [turn.trained for turn in found.graph] == [True, False, True, False]
 
