@@ -401,7 +401,9 @@ def test_a_client_that_leaves_ends_the_call(how: str) -> None:
 # --- runs ----------------------------------------------------------------------------------------
 AGENT = """
 import json, os, sys, urllib.request
-history = json.load(sys.stdin)["messages"]
+task = json.load(sys.stdin)
+print(task, dict(os.environ), file=sys.stderr)
+history = task["messages"]
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 def ask(model, messages):
@@ -432,7 +434,9 @@ def test_a_run_records_the_graph_and_trains_the_policys_turns_only(tmp_path: Pat
         for how in ("policy/trained", "judge/other_model")
     ]
     assert totals[0] == totals[1] >= 16
-    assert KEY not in (tmp_path / "agents.log").read_text()
+    printed = (tmp_path / "agents.log").read_text()
+    assert "OPENAI_API_KEY" in printed
+    assert KEY not in printed, "the program is not given it"
 
 
 # --- settings ------------------------------------------------------------------------------------
