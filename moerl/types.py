@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -378,6 +378,42 @@ class Turn:
     origins: tuple[str, ...] = ()  # of its trained turns: what an agent's requests were
 
 
+# Why a turn is not trained; empty: it is.
+LeftOut = Literal[
+    "",
+    "other_model",  # its answer is another model's
+    "held_out",  # it belongs to an evaluation
+    "no_answer",  # the engine, or the other model, failed
+    "refused",  # the engine's record, or the grammar of the request, was refused
+    "cancelled",  # its client left, or its episode ended, before it did
+    "failed",  # its episode failed
+    "ended",  # its episode was ended because a sibling failed
+    "stale",  # its episode was ended because its group was too old
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTurn:
+    """A turn that was asked for in an episode, whichever model was to answer.
+
+    Two turns: `("7.0.t2", "7.0.t1", "policy", "", (PolicyVersion(0, 4),), 31)`, and the call of
+    a judge behind it: `("7.0.t3", "", "judge", "other_model")`.
+    """
+
+    name: str  # unique in a run
+    # The turn with whose tokens its prompt begins; empty: none.  Tokens of another model are not
+    # known, so its turns have none and are none.
+    parent: str
+    role: str  # policy, or the name of another model
+    left_out: LeftOut = ""
+    versions: tuple[PolicyVersion, ...] = ()  # that sampled its tokens, in order
+    num_sampled: int = 0  # tokens of the policy
+
+    @property
+    def trained(self) -> bool:
+        return not self.left_out
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """A directed graph of rows; a single-turn rollout is an episode of one."""
@@ -385,6 +421,9 @@ class Episode:
     episode_id: str  # "{group_id}.{sibling}"
     turns: tuple[Turn, ...]
     score: Score | None = None
+    # Every turn that was asked for, in that order; its trained ones are in the rows.  Empty:
+    # the rows were not sampled for training (demonstrations, audits).
+    graph: tuple[GraphTurn, ...] = ()
 
     def turn_lengths(self) -> list[tuple[int, Finish]]:
         """Sampled tokens of each turn of the policy and how it ended, over all rows."""

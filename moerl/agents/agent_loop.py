@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from moerl.agents.open_episode import NO_MASKS, EpisodeLimits, FinishedEpisode, Policy
@@ -23,10 +23,19 @@ from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn, TurnEngine
+from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
 from moerl.controller.pooled_turns import episode_of
 from moerl.errors import RecordError
-from moerl.types import Array, GenerateRequest, Prompt, Rollout, SamplingParams, Score, Segment
+from moerl.types import (
+    Array,
+    GenerateRequest,
+    LeftOut,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Segment,
+)
 
 T = TypeVar("T")
 
@@ -230,6 +239,7 @@ def played_episode(
         for turn in done.turns
     )
     recorded = {name: float(count) for name, count in done.counts.items()}
+    left_out: LeftOut = "ended" if failure[0] == ENDED else "failed" if failure[0] else ""
     return PlayedEpisode(
         episode_id=done.name,
         prompt=prompt,
@@ -239,4 +249,5 @@ def played_episode(
         detail=failure[1],
         own_score=None if failure[0] or reward is None else Score(reward),
         counts={"turns": float(len(turns)), **counts, **recorded},
+        graph=tuple(replace(one, left_out=one.left_out or left_out) for one in done.graph),
     )

@@ -24,6 +24,7 @@ from moerl.agents.agent_process import ProgramEnd, run_program
 from moerl.agents.agent_workers import AgentWorkers
 from moerl.agents.gateway import Endpoint, Gateway
 from moerl.agents.open_episode import FinishedEpisode
+from moerl.agents.other_models import OtherModels
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
 from moerl.types import Prompt, SamplingParams
@@ -48,7 +49,7 @@ class _ProgramTable(EpisodeTable):
     ) -> None:
         super().__init__(engine)
         self._task, self._log = task, _program_log(log_file)
-        self._gateway = Gateway(settings.policy(engine), Endpoint())
+        self._gateway = Gateway(settings.policy(engine), Endpoint(), OtherModels(task.agent.models))
         self._limits = settings.limits(task.agent)
         self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
 

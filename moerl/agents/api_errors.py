@@ -18,6 +18,8 @@ Code = Literal[
     "token_limit_exceeded",
     "episode_ended",
     "engine_unavailable",
+    "model_not_found",
+    "other_model_failed",
     "record_refused",
     "internal_error",
     "not_found",

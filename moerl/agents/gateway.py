@@ -50,6 +50,8 @@ from moerl.agents.openai_requests import (
     read_request,
 )
 from moerl.agents.openai_responses import ResponsesReply, ResponsesRequest
+from moerl.agents.other_models import OtherModels
+from moerl.config.task_programs import POLICY
 from moerl.errors import ConfigError
 from moerl.types import SamplingParams
 
@@ -70,7 +72,7 @@ class Endpoint:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0 = any free one
-    model: str = "policy"  # name that clients see
+    model: str = POLICY  # name that clients see
     body_bytes: int = 64 << 20
     body_s: float = 60.0
 
@@ -78,8 +80,12 @@ class Endpoint:
 class Gateway:
     """Used from one event loop."""
 
-    def __init__(self, policy: Policy, endpoint: Endpoint) -> None:
+    def __init__(
+        self, policy: Policy, endpoint: Endpoint, others: OtherModels | None = None
+    ) -> None:
+        """others: models that clients may call besides the policy."""
         self._policy, self._endpoint = policy, endpoint
+        self._others = others or OtherModels({})
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys by name
         self._nobody = secrets.token_urlsafe(24)  # key of episodes that do not exist
@@ -96,6 +102,7 @@ class Gateway:
         app.router.add_post(f"{base}{_MESSAGES}", self._messages)
         app.router.add_post(f"{base}/generate", self._tokens)
         app.router.add_get(f"{base}/models", self._models)
+        await self._others.start()
         # A client that hangs up cancels its handler, which ends the engine's request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
@@ -104,6 +111,7 @@ class Gateway:
     async def stop(self) -> None:
         """End all episodes and close the port."""
         await asyncio.gather(*map(self.end_episode, list(self._episodes)))
+        await self._others.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -138,6 +146,8 @@ class Gateway:
     # --- routes -----------------------------------------------------------------------------------
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
+        if other := await self._other_model(request):
+            return await self._ask_other(request, episode, other)
         asked = await self._read(request, ChatRequest, episode)
         self._check_logprobs(asked.logprobs)
         reply = self._reply(_turns(episode, asked), logprobs=bool(asked.logprobs))
@@ -168,6 +178,8 @@ class Gateway:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
+        if other := await self._other_model(request):
+            return await self._ask_other(request, episode, other)
         asked = await self._read(request, CompletionRequest, episode)
         self._check_logprobs(asked.logprobs is not None)
         turns = episode.complete(asked.prompt, asked.ends, asked.n or 1)
@@ -190,7 +202,18 @@ class Gateway:
         episode = self._episode(request)
         model = {"id": self._endpoint.model, "object": "model", "created": 0, "owned_by": "moerl"}
         most = {"max_model_len": episode.limits.context_tokens}
-        return _json({"object": "list", "data": [model | most]})
+        others = [model | {"id": name, "owned_by": "other"} for name in self._others.names]
+        return _json({"object": "list", "data": [model | most, *others]})
+
+    async def _other_model(self, request: web.Request) -> str:
+        """The one that a request names; empty: the policy is asked."""
+        return self._others.asked(await self._body(request), self._endpoint.model)
+
+    async def _ask_other(
+        self, request: web.Request, episode: OpenEpisode, name: str
+    ) -> web.StreamResponse:
+        route, data = request.path.partition("/v1/")[2], await self._body(request)
+        return await episode.ask_other(name, lambda: self._others.ask(name, route, data))
 
     # --- requests ---------------------------------------------------------------------------------
     def _episode(self, request: web.Request) -> OpenEpisode:
@@ -208,18 +231,25 @@ class Gateway:
         return found
 
     async def _read(self, request: web.Request, form: type[Known], episode: OpenEpisode) -> Known:
+        if other := await self._other_model(request):
+            message = f"the model {other} is served by chat/completions and completions only"
+            raise ApiError(404, "model_not_found", message, retry=False)
+        data = await self._body(request)
+        return read_request(data, form, episode.sampling, episode.counts)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """It is read once, and kept by the request.  Raises ApiError."""
         most, seconds = self._endpoint.body_bytes, self._endpoint.body_s
         if (request.content_length or 0) > most:
             raise _too_large(most)
         try:
             async with asyncio.timeout(seconds):
-                data = await request.read()
+                return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise _too_large(most) from error
         except TimeoutError as error:
             message = f"the body did not arrive within {seconds:g} s"
             raise ApiError(408, "request_too_slow", message, retry=False) from error
-        return read_request(data, form, episode.sampling, episode.counts)
 
     def _check_logprobs(self, wanted: bool | None) -> None:
         if wanted and self._policy.logprobs is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,13 +22,15 @@ from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.agents.tool_calls import AnswerParser
 from moerl.agents.turn_forest import RecordedTurn, TurnForest, TurnRequest
 from moerl.agents.turn_sampler import TurnSampler
+from moerl.config.task_programs import POLICY
 from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
 from moerl.grammar import Grammar
-from moerl.types import Array, Prompt, Rollout, SamplingParams
+from moerl.types import Array, GraphTurn, LeftOut, Prompt, Rollout, SamplingParams
 
+T = TypeVar("T")
 NO_MASKS = (
     "not supported, because this run records no sampling masks, and without them what a grammar "
     "allowed could not be replayed: set replay.sampling_mask=true, and sampling.top_p below 1 or "
@@ -58,10 +61,13 @@ class Policy:
     audit: bool = False  # see GenerateRequest
     logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
     no_grammar: str = ""  # why grammars are refused; empty: they are taken
+    held_out: bool = False  # turns belong to an evaluation, and are not trained
 
     def of(self, held_out: SamplingParams | None) -> Policy:
         """The policy of an episode.  held_out: the distribution of an evaluation, if it is one."""
-        return self if held_out is None else replace(self, sampling=held_out, audit=False)
+        if held_out is None:
+            return self
+        return replace(self, sampling=held_out, audit=False, held_out=True)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -101,10 +107,14 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedEpisode:
-    """wasted: blobs to which no turn refers, for deletion."""
+    """turns: in the order in which they ended; graph: all that were asked for, in that order.
+
+    wasted: blobs to which no turn refers, for deletion.
+    """
 
     name: str
     turns: tuple[RecordedTurn, ...]
+    graph: tuple[GraphTurn, ...]
     counts: dict[str, int]
     wasted: frozenset[str]
 
@@ -131,9 +141,9 @@ class OpenEpisode:
         self.counts: Counter[str] = Counter()
         self.wasted: set[str] = set()  # blobs of turns that were not recorded
         self._sampler = TurnSampler(policy.engine, policy.finder, self.wasted.update)
-        self._started, self._reserved = 0, 0  # turns; tokens that running turns may sample
-        self._num_sampled = 0
-        self._running: set[asyncio.Task[SampledTurn]] = set()
+        self._graph: dict[str, GraphTurn] = {}  # turns that were asked for, by name
+        self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
+        self._running: set[asyncio.Task[Any]] = set()
         self._ended = False
         self._deadline = asyncio.get_running_loop().time() + limits.wall_s
 
@@ -178,6 +188,19 @@ class OpenEpisode:
         plan = _Plan(found, sampling, stops, (), is_chat=False)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
+    async def ask_other(self, role: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A turn of another model, which is not trained.  role: its name.  Raises ApiError."""
+        self._check_open(1)
+        name = self._begin("", role)
+        try:
+            answer = await self._until_end(call())
+        except ApiError as error:
+            if error.code != "episode_ended":
+                self._leave_out(name, "no_answer")
+            raise
+        self._leave_out(name, "other_model")
+        return answer
+
     async def end(self) -> None:
         """Refuse further turns, and drop the running ones."""
         self._ended = True
@@ -193,8 +216,8 @@ class OpenEpisode:
     async def finish(self) -> FinishedEpisode:
         """End it, and what was recorded."""
         await self.end()
-        turns, wasted = tuple(self.forest.turns), frozenset(self.wasted)
-        return FinishedEpisode(self.name, turns, dict(self.counts), wasted)
+        turns, graph = tuple(self.forest.turns), tuple(self._graph.values())
+        return FinishedEpisode(self.name, turns, graph, dict(self.counts), frozenset(self.wasted))
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
@@ -232,7 +255,7 @@ class OpenEpisode:
             raise _gone("the episode has ended")
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _gone(f"the episode has used its {self.limits.wall_s:g} s")
-        left = self.limits.turns - self._started
+        left = self.limits.turns - len(self._graph)
         if n > left:
             raise ApiError(
                 400,
@@ -330,8 +353,7 @@ class OpenEpisode:
 
     # --- sampling ---------------------------------------------------------------------------------
     async def _siblings(self, requests: Sequence[TurnRequest], plan: _Plan) -> list[TurnAnswer]:
-        names = [f"{self.name}.t{self._started + place}" for place in range(len(requests))]
-        self._started += len(requests)
+        names = [self._begin(request.parent.name if request.parent else "") for request in requests]
         tokens = plan.sampling.max_new_tokens * len(requests)
         self._reserved += tokens
         try:
@@ -348,8 +370,13 @@ class OpenEpisode:
 
     async def _turn(self, name: str, request: TurnRequest, plan: _Plan) -> TurnAnswer:
         try:
-            sampled = await self._run(self._partial(name, request, plan), plan.stops)
+            partial = self._partial(name, request, plan)
+            sampled = await self._until_end(self._sampler.sample(partial, plan.stops))
+        except EngineError as error:
+            self._leave_out(name, "no_answer")
+            raise ApiError(503, "engine_unavailable", "the engine failed: ask again") from error
         except RecordError as error:
+            self._leave_out(name, "refused")
             if plan.sampling.grammar is not None and error.reason == "request":
                 message = f"the engine refuses the grammar: {error.detail}"
                 raise ApiError(400, "invalid_grammar", message, retry=False) from error
@@ -369,17 +396,15 @@ class OpenEpisode:
             prompt_ids=plan.prompt.ids,
         )
 
-    async def _run(self, partial: PartialRollout, stops: Stops) -> SampledTurn:
-        """Raises RecordError; ApiError when the episode ends before the turn does."""
-        work = asyncio.create_task(self._sampler.sample(partial, stops))
+    async def _until_end(self, turn: Coroutine[Any, Any, T]) -> T:
+        """Its result.  Raises ApiError when the episode ends before the turn does."""
+        work = asyncio.create_task(turn)
         self._running.add(work)
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await work
         except TimeoutError as error:
             raise _gone(f"the episode has used its {self.limits.wall_s:g} s") from error
-        except EngineError as error:
-            raise ApiError(503, "engine_unavailable", "the engine failed: ask again") from error
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             if self._ended and not _is_cancelled():
@@ -389,6 +414,15 @@ class OpenEpisode:
             self._running.discard(work)
 
     # --- records ----------------------------------------------------------------------------------
+    def _begin(self, parent: str, role: str = POLICY) -> str:
+        """The name of a turn that begins.  It is left out unless it is recorded."""
+        name = f"{self.name}.t{len(self._graph)}"
+        self._graph[name] = GraphTurn(name, parent, role, "cancelled")
+        return name
+
+    def _leave_out(self, name: str, why: LeftOut) -> None:
+        self._graph[name] = replace(self._graph[name], left_out=why)
+
     def _recorded(
         self, name: str, request: TurnRequest, plan: _Plan, sampled: SampledTurn
     ) -> TurnAnswer:
@@ -409,6 +443,8 @@ class OpenEpisode:
             calls = tuple(_named(name, arguments) for name, arguments in found)
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
+        left_out: LeftOut = "held_out" if self._policy.held_out else ""
+        self._graph[name] = sampled.in_graph(name, self._graph[name].parent, left_out)
         self._num_sampled += len(ids)
         self.counts[f"origin/{turn.origin}"] += 1
         self.counts["tool_calls"] += len(calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from shutil import which
@@ -10,13 +11,17 @@ from moerl.config.algorithms import PROCESS_REWARDS
 from moerl.config.clusters import is_local
 from moerl.config.functions import check_is_there
 from moerl.config.schema import Config
+from moerl.config.secret_values import HIDDEN
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.config.task_programs import AgentConfig
+from moerl.config.task_programs import POLICY, AgentConfig, OtherModelConfig
 from moerl.errors import ConfigError
 
 Problem = tuple[str, object, str]
 SANDBOX_TOOLS = "sandbox_tools"
-_SCHEMES = ("http://", "https://", "ws://", "wss://")
+_HTTP = ("http://", "https://")
+_SCHEMES = (*_HTTP, "ws://", "wss://")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_KEY = re.compile(r"[!-~]*")
 
 
 def check_agent(config: Config) -> None:
@@ -82,6 +87,12 @@ def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
             agent.environment,
             "task.agent.command plays the episodes; use one of both",
         )
+    if agent.models:
+        yield (
+            "task.agent.models",
+            list(agent.models),
+            "only the program of task.agent.command calls",
+        )
     if agent.environment == SANDBOX_TOOLS:
         if not agent.tools:
             yield "task.agent.tools", [], "sandbox_tools offers these: name at least one"
@@ -108,6 +119,21 @@ def _of_program(config: Config, agent: AgentConfig) -> Iterator[Problem]:
     for field in ("options", "environment_workers", "environment_s", "tools", "tool_s"):
         if (value := getattr(agent, field)) != getattr(default, field):
             yield f"task.agent.{field}", value, "it needs task.agent.environment"
+    for model, endpoint in agent.models.items():
+        yield from _of_model(model, endpoint)
+
+
+def _of_model(name: str, endpoint: OtherModelConfig) -> Iterator[Problem]:
+    field, url = f"task.agent.models.{name}", endpoint.base_url
+    if name == POLICY or not _MODEL.fullmatch(name):
+        allowed = f"a name has letters, digits, _ and -, and is not {POLICY}, which is trained"
+        yield "task.agent.models", name, allowed
+    if not url.startswith(_HTTP):
+        yield f"{field}.base_url", url, "it begins with http:// or https://"
+    if "@" in url:
+        yield f"{field}.base_url", HIDDEN, "it has no login; use api_key"
+    if not _KEY.fullmatch(endpoint.api_key):
+        yield f"{field}.api_key", HIDDEN, "it is a word of printable ASCII characters"
 
 
 def _of_run(config: Config) -> Iterator[Problem]:

@@ -26,6 +26,21 @@ class TaskLimits:
     user: Literal["other", "same"] = "other"
 
 
+POLICY = "policy"  # the name by which agents call the model that is trained
+
+
+@dataclass(frozen=True)
+class OtherModelConfig:
+    """A model behind an OpenAI-compatible endpoint that an agent may call; it is not trained."""
+
+    base_url: str = ""  # up to and including /v1
+    model: str = ""  # its name there; empty = the name that the agent uses
+    # Bearer token; ${oc.env:JUDGE_KEY} keeps it out of the recipe
+    api_key: str = field(default="", repr=False)
+    timeout_s: Positive = 120.0  # of each call
+    reply_kb: Count = 1024  # KiB of an answer
+
+
 ToolName = Literal["python", "shell", "read_file", "write_file"]
 
 
@@ -55,6 +70,8 @@ class AgentConfig:
     reasoning_format: str = ""
     # Clients may ask for answers of a grammar, if sampling masks are replayed; false: never
     grammars: bool = True
+    # Other models that a program may call through its gateway, by the name that it uses
+    models: dict[str, OtherModelConfig] = field(default_factory=dict)
     max_turns: Count = 64
     max_sampled_tokens: Count = 65536  # of all turns of an episode
     context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes

@@ -21,6 +21,7 @@ from moerl.types import (
     Array,
     Finish,
     GenerateRequest,
+    GraphTurn,
     Prompt,
     Rollout,
     SamplingParams,
@@ -72,6 +73,7 @@ class PlayedTurn:
 class PlayedEpisode:
     """An episode that has ended.
 
+    turns: those that are trained if it is; graph: all, with what is left out.
     wasted: blobs to which no turn refers.  failure: why it cannot be trained, in one word; detail
     continues "the agent of EPISODE ...".  own_score: by the program.
     """
@@ -84,6 +86,7 @@ class PlayedEpisode:
     detail: str = ""
     own_score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
+    graph: tuple[GraphTurn, ...] = ()
 
     @property
     def lacks_context(self) -> bool:

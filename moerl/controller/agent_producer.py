@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
 from moerl.controller.context import Context
@@ -22,7 +23,7 @@ from moerl.controller.producer import Partials, Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import ScoreError
-from moerl.types import Prompt, name_rollout
+from moerl.types import GraphTurn, Prompt, name_rollout
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class AgentProducer(Producer):
         names = [name_rollout(group_id, i, self.life, tries) for i in range(self._siblings)]
         self._playing[group_id] = names
         try:
-            played = await asyncio.gather(*(self._play(name, prompt, names) for name in names))
+            playing = (self._play(group_id, name, prompt, names) for name in names)
+            played = await asyncio.gather(*playing)
         finally:
             del self._playing[group_id]
             self._ended.difference_update(names)
@@ -135,10 +137,14 @@ class AgentProducer(Producer):
             self._tasks.notify()
         self._close_group(group_id, played)
 
-    async def _play(self, name: str, prompt: Prompt, names: Sequence[str]) -> PlayedEpisode:
+    async def _play(
+        self, group_id: int, name: str, prompt: Prompt, names: Sequence[str]
+    ) -> PlayedEpisode:
         played = await self._runner.play(name, prompt)
         self._ended.add(name)
-        self._step_metrics.episode_played(played.counts, played.failure)
+        is_stale = group_id in self._stale and played.failure == ENDED
+        graph = [_stale(turn) if is_stale else turn for turn in played.graph]
+        self._step_metrics.episode_played(played.counts, played.failure, graph)
         if played.failure not in ("", ENDED):
             self._end(names)
         return played
@@ -164,3 +170,7 @@ class AgentProducer(Producer):
                 self._scoring_stage.drop_unscored(group_id, played, error)
         else:
             self._scoring_stage.finish(group_id, played)
+
+
+def _stale(turn: GraphTurn) -> GraphTurn:
+    return replace(turn, left_out="stale") if turn.left_out == "ended" else turn

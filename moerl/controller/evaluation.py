@@ -204,7 +204,9 @@ class Evaluator:
         """answers: to one prompt.  Raises RecordError, ScoreError."""
         scores = [answer.own_score for answer in answers if answer.own_score is not None]
         if len(scores) < len(answers):
-            episodes = [Episode(answer.episode_id, answer.nodes("join")) for answer in answers]
+            episodes = [
+                Episode(one.episode_id, one.nodes("join"), graph=one.graph) for one in answers
+            ]
             responses = [answer.texts(self._decode) for answer in answers]
             scores = await self._scorer.score(answers[0].prompt, episodes, responses)
         return [(one, score.reward) for one, score in zip(answers, scores, strict=True)]

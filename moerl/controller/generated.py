@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from moerl.controller.turn_rows import TurnRows
-from moerl.types import Array, Finish, Prompt, Score, Turn
+from moerl.errors import RecordError
+from moerl.types import Array, Finish, GraphTurn, PolicyVersion, Prompt, Score, Turn
 
 
 class Sealed(Protocol):
@@ -49,6 +50,11 @@ class Generated(Sealed, Protocol):
         """True if each turn continues the one before."""
         ...
 
+    @property
+    def graph(self) -> tuple[GraphTurn, ...]:
+        """Every turn that was asked for, trained or not."""
+        ...
+
     def nodes(self, turn_rows: TurnRows) -> tuple[Turn, ...]:
         """The rows that train it.  Raises RecordError."""
         ...
@@ -68,3 +74,23 @@ class GeneratedTurn(Sealed, Protocol):
     def finish(self) -> Finish:
         """How it ended."""
         ...
+
+
+def checked_graph(generated: Generated, nodes: Sequence[Turn]) -> tuple[GraphTurn, ...]:
+    """The graph of an episode, of which the rows train the trained turns and nothing else.
+
+    What reads rows (age, admission, advantages, sums of the loss) so counts no other turn.
+    Raises RecordError `graph`.
+    """
+    trained = [turn for turn in generated.graph if turn.trained]
+    rows = [node.rollout for node in nodes]
+    said = sum(turn.num_sampled for turn in trained), {v for one in trained for v in one.versions}
+    found = sum(row.num_sampled for row in rows), {s.version for row in rows for s in row.versions}
+    if said != found:
+        detail = f"{said[0]} tokens of {_shown(said[1])}, its rows {found[0]} of {_shown(found[1])}"
+        raise RecordError("graph", f"{generated.episode_id}: the graph trains {detail}")
+    return generated.graph
+
+
+def _shown(versions: Collection[PolicyVersion]) -> str:
+    return ", ".join(map(str, sorted(versions))) or "no version"

@@ -47,7 +47,8 @@ class EpisodeTurns:
     """What is known of an episode that runs."""
 
     newest: PolicyVersion = _NONE  # of its tokens
-    oldest: PolicyVersion | None = None
+    oldest: dict[str, PolicyVersion] = field(default_factory=dict)  # by turn that may be trained
+    withdrawn: set[str] = field(default_factory=set)  # turns that nobody waits for
     engine: int = -1  # of the last request
     uris: set[str] = field(default_factory=set)
     asked: dict[str, int] = field(default_factory=dict)  # requests, with the engine's step then
@@ -58,7 +59,7 @@ class EpisodeTurns:
 
     def oldest_step(self, *, runs_through_updates: bool) -> int | None:
         """As `GroupFlight.oldest_step`."""
-        steps = [] if self.oldest is None else [self.oldest.step]
+        steps = [version.step for version in self.oldest.values()]
         if runs_through_updates:
             steps += self.asked.values()
         return min(steps, default=None)
@@ -67,8 +68,14 @@ class EpisodeTurns:
         self.uris |= blob_uris(reply)
         versions = [piece.version for piece in reply.pieces if len(piece.output_ids)]
         if versions:
-            self.oldest = min([*versions, self.oldest or versions[0]])
             self.newest = max([*versions, self.newest])
+            if reply.rollout_id not in self.withdrawn:
+                self.oldest.setdefault(reply.rollout_id, versions[0])
+
+    def withdraw(self, turn: str) -> None:
+        """A turn that will not be trained has no age."""
+        self.withdrawn.add(turn)
+        self.oldest.pop(turn, None)
 
 
 class PooledTurns:
@@ -101,6 +108,9 @@ class PooledTurns:
         self._withdrawn |= self._waiting.intersection(names)
         self._tasks.notify()
         for name in names:
+            turn = name.rpartition("-s")[0]
+            if turns := self.episodes.get(episode_of(turn)):
+                turns.withdraw(turn)
             if member := self._asked.get(name):
                 await member.engine.abort([name])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from moerl.types import (
     EpisodeGroup,
     Finish,
     GenerateRequest,
+    GraphTurn,
     IndexerBlob,
     LogprobBlob,
     MaskBlob,
@@ -297,6 +299,15 @@ class PartialEpisode:
         """The rows, each of which continues the one before.  Raises RecordError."""
         rows = self.rows(turn_rows)
         return tuple(Turn(row, (i - 1,) if i else ()) for i, row in enumerate(rows))
+
+    @property
+    def graph(self) -> tuple[GraphTurn, ...]:
+        names = ["", *(turn.rollout_id for turn in self.turns)]
+        turns = (turn.turn() for turn in self.turns)
+        return tuple(
+            turn.in_graph(name, parent)
+            for turn, (parent, name) in zip(turns, pairwise(names), strict=True)
+        )
 
     def texts(self, decode: Callable[[Sequence[int]], str]) -> list[str]:
         """Text of the policy in each turn."""

@@ -18,7 +18,7 @@ from moerl.algorithms.selection import resample_correct
 from moerl.config.task_mixture import by_label, naming
 from moerl.controller import write_retry
 from moerl.controller.context import Context
-from moerl.controller.generated import Generated
+from moerl.controller.generated import Generated, checked_graph
 from moerl.controller.rollout_builder import (
     blob_uris,
     group_uris,
@@ -27,7 +27,7 @@ from moerl.controller.rollout_builder import (
 from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.records.header_check import check
-from moerl.types import Episode, EpisodeGroup, Rollout, Score, Turn
+from moerl.types import Episode, EpisodeGroup, Rollout, Score
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,7 @@ class ScoringStage:
     async def _check_and_score(self, group_id: int, partials: Sequence[Generated]) -> None:
         try:
             episodes = [
-                Episode(f"{group_id}.{i}", self._checked(partial))
-                for i, partial in enumerate(partials)
+                self._checked(f"{group_id}.{i}", partial) for i, partial in enumerate(partials)
             ]
         except RecordError as error:
             self.refuse(group_id, partials, error)
@@ -236,12 +235,12 @@ class ScoringStage:
             return False
         return True
 
-    def _checked(self, partial: Generated) -> tuple[Turn, ...]:
-        """The rows of an episode.  Raises RecordError."""
+    def _checked(self, episode_id: str, partial: Generated) -> Episode:
+        """Rows and graph of an episode.  Raises RecordError."""
         nodes = partial.nodes(self._config.rollout.turn_rows)
         for node in nodes:
             self._check(node.rollout)
-        return nodes
+        return Episode(episode_id, nodes, graph=checked_graph(partial, nodes))
 
     def _check(self, rollout: Rollout) -> None:
         check(rollout, self._model, routing=self._config.replay.routing == "R3")

@@ -22,6 +22,21 @@ def shown_turns(episode: Episode, decode: Decode) -> list[dict[str, object]]:
     ]
 
 
+def shown_graph(episode: Episode) -> list[dict[str, object]]:
+    """Every turn that was asked for, trained or not; read by `moerl.observe.episode_section`."""
+    return [
+        {
+            "name": turn.name,
+            "parent": turn.parent,
+            "role": turn.role,
+            "left_out": turn.left_out,
+            "versions": [str(version) for version in turn.versions],
+            "tokens": turn.num_sampled,
+        }
+        for turn in episode.graph
+    ]
+
+
 def _turns_of(episode: Episode, place: int, decode: Decode) -> Iterator[dict[str, object]]:
     node = episode.turns[place]
     row, sampled = node.rollout, np.flatnonzero(node.rollout.loss_mask)

@@ -16,9 +16,9 @@ import numpy as np
 
 from moerl.config import Config
 from moerl.config.task_mixture import by_label
-from moerl.controller.shown_turns import shown_turns
+from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.messages import EngineStatus, UpdateClosed
-from moerl.types import EpisodeGroup, Finish, PolicyVersion, Rollout
+from moerl.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -80,8 +80,12 @@ class StepMetrics:
         self.context_ends = 0
         self.agents = defaultdict[str, float](float)  # of episodes that programs played
 
-    def episode_played(self, counts: Mapping[str, float], failure: str) -> None:
+    def episode_played(
+        self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
+    ) -> None:
         """failure: as PlayedEpisode."""
+        for turn in graph:
+            self.agents[f"graph/{turn.role}/{turn.left_out or 'trained'}"] += 1
         for name, count in counts.items():
             self.agents[name] += count
         self.agents["episodes"] += 1
@@ -263,6 +267,7 @@ def samples_of(
             "prompt": group.prompt.text,
             "response": decode(rollout.token_ids[begin:].tolist()),
             "turns": shown_turns(episode, decode),
+            "graph": shown_graph(episode),
             "reward": episode.score.reward if episode.score else None,
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])

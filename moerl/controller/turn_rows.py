@@ -24,10 +24,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from moerl.config.task_programs import POLICY
 from moerl.errors import RecordError
 from moerl.records.segment_split import split_segments
 from moerl.types import (
     Array,
+    GraphTurn,
+    LeftOut,
     LogprobBlob,
     MaskBlob,
     Rollout,
@@ -79,6 +82,18 @@ class SampledTurn:
     def end(self) -> int:
         """Tokens of the conversation at its end."""
         return len(self.prompt_ids) + sum(len(segment.output_ids) for segment in self.segments)
+
+    def in_graph(self, name: str, parent: str, left_out: LeftOut = "") -> GraphTurn:
+        """The turn in the graph of its episode."""
+        versions = tuple(dict.fromkeys(span.version for span in _versions(self.segments)))
+        return GraphTurn(
+            name,
+            parent,
+            POLICY,
+            left_out=left_out,
+            versions=versions,
+            num_sampled=self.end - len(self.prompt_ids),
+        )
 
 
 def rows_of(episode_id: str, turns: Sequence[SampledTurn], turn_rows: TurnRows) -> list[Rollout]:

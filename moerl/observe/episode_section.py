@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from moerl.observe.charts import COLORS
 from moerl.observe.page import PageSection, Passage, Transcript, visible
 
+T = TypeVar("T")
 MAX_EPISODES = 12  # spread over the run
 
 # Requests of an agent that do more than begin or continue a conversation (docs/agents.md).
@@ -43,10 +44,29 @@ class _Turn(msgspec.Struct):
     finish: str = "-"
 
 
+class _GraphTurn(msgspec.Struct):
+    """As `moerl.controller.shown_turns` writes it."""
+
+    name: str = "-"
+    parent: str = ""
+    role: str = "-"
+    left_out: str = ""
+    versions: list[str] = []
+    tokens: int = 0
+
+    def line(self) -> str:
+        """One line of text."""
+        parent = f"continues {self.parent}" if self.parent else ""
+        of = f"version {', '.join(self.versions)}" if self.versions else ""
+        tokens = f"{self.tokens} tokens" if self.tokens else ""
+        why = f"not trained: {self.left_out.replace('_', ' ')}" if self.left_out else "trained"
+        return "; ".join(filter(None, [f"{self.name} {self.role}", parent, of, tokens, why]))
+
+
 def episode_section(samples: Sequence[Any]) -> list[PageSection]:
     """A section with sampled episodes of several turns; [] when there are none."""
     found = [(sample, turns) for sample in samples if (turns := _turns(sample))]
-    if not any(len(turns) > 1 for _, turns in found):
+    if not any(len(turns) > 1 or len(_graph(sample)) > 1 for sample, turns in found):
         return []
     if len(found) > MAX_EPISODES:
         last = len(found) - 1
@@ -63,9 +83,17 @@ def episode_section(samples: Sequence[Any]) -> list[PageSection]:
 
 
 def _turns(sample: Any) -> list[_Turn]:
-    """The turns of a sample; [] where the line has another form."""
+    return _read(sample, "turns", _Turn)
+
+
+def _graph(sample: Any) -> list[_GraphTurn]:
+    return _read(sample, "graph", _GraphTurn)
+
+
+def _read(sample: Any, field: str, kind: type[T]) -> list[T]:
+    """A list in a sample; [] where the line has another form."""
     try:
-        return msgspec.convert(sample["turns"], list[_Turn])
+        return msgspec.convert(sample[field], list[kind])  # type: ignore[valid-type]
     except (msgspec.ValidationError, UnicodeError, LookupError, TypeError):
         return []
 
@@ -83,6 +111,9 @@ def _transcript(sample: Mapping[str, Any], turns: Sequence[_Turn]) -> Transcript
         f"{context} of context; lag {sample.get('lag', '-')}"
     )
     passages = [part for number in range(len(turns)) for part in _passages(turns, number, versions)]
+    graph = "\n".join(turn.line() for turn in _graph(sample))
+    if graph:
+        passages.insert(0, Passage("all turns that were asked for", visible(graph)))
     return Transcript(visible(title), visible(note), passages)
 
 

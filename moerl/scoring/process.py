@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from typing import Literal
 
@@ -135,7 +136,7 @@ class WorkerBox:
         limits = task.limits
         self._isolation, self._timeout_s = isolation, timeout_s
         self._setup = Setup(
-            task=task,
+            task=replace(task, agent=replace(task.agent, models={})),  # without their keys
             scratch=isolation.scratch,
             cpu_s=limits.cpu_s or math.ceil(2 * timeout_s),
             timeout_s=timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
+from moerl.data.tasks import load_tokenizer
 from moerl.observe.metrics import read_rows
 from moerl.types import Rollout
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.short_agent_runs import LAG_0, SETTINGS
+from tests.helpers.stub_model import completion, stub_model
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score_all
 
@@ -60,6 +63,41 @@ def test_held_out_prompts_are_played(tmp_path: Path) -> None:
     assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
     groups = [group for _, group in run.trained.groups(rows)]
     assert len(groups) == 4, "held-out episodes are in no batch"
+
+
+@pytest.mark.full
+def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:
+    """Its answers are messages to the policy; its key is in no file but the one for secrets."""
+    key, said = "s3cr3t-key", "a bad cafe faded"
+    with stub_model(body=json.dumps(completion(said)).encode()) as stub:
+        agent = f"{ROOT}/tests/helpers/text_agent.py"
+        settings = [f"task.agent.command=[python, {agent}, '2', '20', judge]"]
+        settings += [f"task.agent.models.judge={{base_url: '{stub.base_url}', api_key: {key}}}"]
+        settings += [*SETTINGS, "task.agent.max_turns=4", "run.steps=2"]
+        run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
+        assert run.finish() == 0, run.text()
+    check(run, 2)
+    assert all(headers["Authorization"] == f"Bearer {key}" for _, headers, _ in stub.asked)
+    groups = [group for _, group in run.trained.groups(run.rows())]
+    episodes = [episode for group in groups for episode in group.episodes]
+    for episode in episodes:
+        assert [turn.role for turn in episode.graph] == ["policy", "judge"] * 2
+        assert [turn.trained for turn in episode.graph] == [True, False] * 2
+        sampled = sum(turn.num_sampled for turn in episode.graph if turn.trained)
+        assert sampled == sum(node.rollout.num_sampled for node in episode.turns)
+    decode = load_tokenizer(run.plan().model_path).decode
+    read = [decode(episode.turns[-1].rollout.token_ids.tolist()) for episode in episodes]
+    assert all(said in text for text in read), "the policy has read it"
+    rows = run.rows()
+    assert sum(row.get("agent/graph/judge/other_model", 0) for row in rows) >= 2 * len(episodes)
+    files = [path for path in run.dir.root.rglob("*") if path.is_file()]
+    holding = {path.name for path in files if key.encode() in path.read_bytes()}
+    assert holding == {"secrets.yaml"}
+    assert "not trained: other model" in report_of(run)
+
+
+def report_of(run: Run) -> str:
+    return (run.dir.root / "report.html").read_text()
 
 
 def check(run: Run, steps: int) -> None:

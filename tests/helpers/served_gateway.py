@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,10 @@ import openai
 from moerl.agents.chat_messages import Json
 from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
 from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
+from moerl.agents.other_models import OtherModels
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
+from moerl.config.task_programs import OtherModelConfig
 from moerl.grammar import Grammar
 from moerl.types import SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
@@ -73,7 +75,11 @@ class Served:
 
 @asynccontextmanager
 async def serve(
-    *answers: list[int], sampling: SamplingParams = SAMPLING, no_grammar: str = "", **endpoint: Any
+    *answers: list[int],
+    sampling: SamplingParams = SAMPLING,
+    no_grammar: str = "",
+    models: Mapping[str, OtherModelConfig] | None = None,
+    **endpoint: Any,
 ) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     engine.say(*answers)
@@ -86,7 +92,7 @@ async def serve(
         logprobs=lambda rollout: rollout.logprobs,
         no_grammar=no_grammar,
     )
-    gateway = Gateway(policy, Endpoint(**endpoint))
+    gateway = Gateway(policy, Endpoint(**endpoint), OtherModels(models or {}))
     await gateway.start()
     try:
         yield Served(engine, gateway, gateway.open_episode("e", LIMITS))

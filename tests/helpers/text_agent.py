@@ -1,7 +1,8 @@
 """An agent of any length: TURNS messages of CHARACTERS, and a reward that differs by what it hears.
 
-    python tests/helpers/text_agent.py TURNS CHARACTERS
+    python tests/helpers/text_agent.py TURNS CHARACTERS [MODEL]
 
+MODEL: another one, whose answer is the next message.
 It sends the whole conversation with each turn, as any client does.  A random policy gets other
 rewards for other texts, so every step changes the weights.
 """
@@ -15,10 +16,10 @@ import sys
 import urllib.request
 
 
-def ask(history: list[dict[str, str]]) -> str:
+def ask(history: list[dict[str, str]], model: str = "policy") -> str:
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": history}).encode(),
+        json.dumps({"model": model, "messages": history}).encode(),
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
     )
     reply = json.load(urllib.request.urlopen(request))
@@ -26,7 +27,7 @@ def ask(history: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    episode, (turns, characters) = json.load(sys.stdin)["episode"], map(int, sys.argv[1:])
+    episode, (turns, characters) = json.load(sys.stdin)["episode"], map(int, sys.argv[1:3])
     chance, said = random.Random(episode), ""
     history: list[dict[str, str]] = []
     for _ in range(turns):
@@ -34,6 +35,8 @@ def main() -> None:
         history.append({"role": "user", "content": text})
         history.append({"role": "assistant", "content": ask(history)})
         said += history[-1]["content"]
+        for model in sys.argv[3:]:
+            history.append({"role": "user", "content": ask(history, model)})
     print(json.dumps({"reward": sum(map(ord, said)) % 11 / 11}))
 
 

@@ -33,6 +33,8 @@ NAMES = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "c
 def configured() -> Config:
     words = [f"cluster.environment.{name}={SECRET}" for name in NAMES]
     words += [f"cluster.environment.https_proxy=http://me:{SECRET}@proxy:3128"]
+    words += ["task.agent.models.judge.base_url=http://h/v1"]
+    words += [f"task.agent.models.judge.api_key={SECRET}"]
     return load_config("quickstart-smoke", [*words, "cluster.environment.NCCL_DEBUG=INFO"])
 
 
@@ -76,7 +78,7 @@ def test_a_configuration_without_its_secrets_does_not_start(tmp_path: Path) -> N
     (tmp_path / "secrets.yaml").unlink()
     with pytest.raises(ConfigError, match=r"was in secrets\.yaml") as refusal:
         refuse_hidden(load_saved(tmp_path / "config.yaml"))
-    assert refusal.value.field == "cluster.environment.WANDB_API_KEY"
+    assert refusal.value.field == "task.agent.models.judge.api_key"
 
 
 def test_secrets_of_an_earlier_start_go(tmp_path: Path) -> None:
@@ -120,6 +122,8 @@ def test_refusals_do_not_show_them() -> None:
         f"cluster.environment.HF_TOKEN=[{SECRET}]",
         f"cluster.HF_TOKEN={SECRET}",
         f"cluster.environment.HF_TOKEN={{{SECRET}",
+        f"task.agent.models.judge.api_key=[{SECRET}]",
+        f"task.agent.models.judge.apikey={SECRET}",
     ):
         with pytest.raises(ConfigError) as refusal:
             load_config("quickstart-smoke", [word])

@@ -411,7 +411,7 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
 @pytest.mark.parametrize(
     ("mode", "turns"),
     [
-        ("abort_resume", EpisodeTurns(oldest=V0)),
+        ("abort_resume", EpisodeTurns(oldest={"0.1.t0": V0})),
         ("in_place", EpisodeTurns(asked={"0.1.t0": 0})),
         ("retract", EpisodeTurns(asked={"0.1.t0": 0})),
     ],

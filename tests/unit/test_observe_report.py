@@ -209,11 +209,15 @@ def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
     ]
     turns[1]["pieces"] = [*turns[1]["pieces"], later]  # type: ignore[misc]
     sample = {"step": 1, "episode": "7.0", "version": "0.2", "reward": 0.5, "turns": turns}
-    run.samples.write_text(json.dumps(sample) + "\n")
+    policy = {"name": "7.0.t1", "parent": "7.0.t0", "role": "policy", "versions": ["0.1", "0.2"]}
+    judge = {"name": "7.0.t2", "role": "judge", "left_out": "other_model"}
+    run.samples.write_text(json.dumps(sample | {"graph": [policy | {"tokens": 4}, judge]}) + "\n")
     text = " ".join(Page(report(run)).text.split())
     for shown in (
         "step 1, episode 7.0: reward 0.500",
         "2 turns in 2 rows; 7 tokens trained, 4 of context",
+        "7.0.t1 policy; continues 7.0.t0; version 0.1, 0.2; 4 tokens; trained",
+        "7.0.t2 judge; not trained: other model",
         "context, 2 tokens, not trained ask",
         "turn 1, version 0.1, 3 tokens, trained; ended: stop one",
         "row 2 has the first 5 tokens of row 1; context, 2 tokens, not trained",
@@ -231,13 +235,17 @@ def test_hostile_episodes_are_shown_and_never_markup(run: RunDir) -> None:
     bad["pieces"] = [{"version": HOSTILE, "tokens": 1, "text": HOSTILE}]
     wrong = ([{"pieces": 7}], [7], "text", [turn("x", row=HOSTILE)], [{"pieces": [HOSTILE]}])
     lines = [{"step": HOSTILE, "episode": HOSTILE, "reward": HOSTILE, "turns": [bad, bad]}]
+    lines[0]["graph"] = [{"name": HOSTILE, "role": HOSTILE, "left_out": HOSTILE}]
     lines += [{"step": 1, "turns": turns} for turns in wrong]
+    shown = {"turns": [turn("a"), turn("b")], "reward": 0.25}
+    lines += [shown | {"graph": graph} for graph in (7, [7], [{"name": 7}])]
     run.samples.write_text("".join(json.dumps(line) + "\n" for line in [*lines, [1], 2]))
     page = Page(report(run))
     assert page.text.count("reward -") == 1, "lines of another form are left out"
+    assert page.text.count("reward 0.250") == 3, "and graphs"
     assert "script" not in page.tags
     assert "img" not in page.tags
-    assert page.text.count("<script>alert('x')</script>") >= 2 * 4 + 2
+    assert page.text.count("<script>alert('x')</script>") >= 2 * 4 + 2 + 3
     assert "{{ 7 * 7 }}" in page.text
 
 
