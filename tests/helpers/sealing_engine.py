@@ -1,0 +1,37 @@
+"""A stub engine that seals its log-probabilities as a blob, as engine hosts do."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+
+from moerl.errors import RecordError
+from moerl.records import BlobStore
+from moerl.types import GenerateRequest, LogprobBlob, PolicyVersion, Segment
+from tests.helpers.chat_tokenizer import SIZE
+from tests.unit.test_controller import StubEngine
+
+
+class SealingEngine(StubEngine):
+    """Samples four words, other ones with each call unless it is `greedy`."""
+
+    def __init__(self, store: BlobStore, *, greedy: bool = False) -> None:
+        super().__init__()
+        self._store, self._greedy = store, greedy
+        self._calls = itertools.count()
+
+    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
+        reply = super()._reply(request, version)
+        if isinstance(reply, RecordError) or not len(reply.output_ids):
+            return reply
+        count, call = len(reply.output_ids), 0 if self._greedy else next(self._calls)
+        words = np.random.default_rng(call).integers(SIZE // 2, SIZE, count).astype(np.int32)
+        (ref,) = self._store.seal(request.name, [reply.logprobs])
+        return replace(
+            reply,
+            output_ids=words,
+            logprobs=np.zeros(0, np.float32),
+            sealed_logprobs=LogprobBlob(ref, 0, count),
+        )
