@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,25 +14,44 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from moerl.agents.chat_messages import ChatMessage
+from moerl.agents.open_episode import Ends, EpisodeLimits, FinishedEpisode, OpenEpisode, Policy
+from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
+from moerl.agents.tool_calls import PlainAnswers
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import AgentConfig
+from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
 from moerl.controller.controller import Controller
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
-from moerl.controller.rollout_builder import blob_uris
+from moerl.controller.rollout_builder import PartialRollout, blob_uris, group_uris
 from moerl.controller.turn_log import TurnLog
 from moerl.grammar import Grammar
+from moerl.messages import Ok
 from moerl.records import BlobStore
+from moerl.records.header_check import check as check_record
 from moerl.types import (
     Array,
     Finish,
     GenerateRequest,
+    ModelShape,
     PolicyVersion,
+    Prompt,
     SamplingParams,
+    Score,
     Segment,
+    life_of,
     name_rollout,
     without_life,
 )
+from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.sealing_engine import SealingEngine
-from tests.unit.test_controller import hello, make
+from tests.unit.test_agent_run import FakeRunner, until
+from tests.unit.test_controller import CONFIG, hello, make, running, train
+from tests.unit.test_controller_restart import successor
 
 V0 = PolicyVersion(0, 0)
 SAMPLING = SamplingParams(4, temperature=0.9, top_p=0.5)
@@ -74,7 +95,7 @@ def request_of(name: str, prompt: list[int], **changes: Any) -> GenerateRequest:
 @asynccontextmanager
 async def life(folder: Path, engine: SealingEngine, **changes: Any) -> AsyncIterator[Life]:
     """A controller that is killed at the end: what it has open is not closed."""
-    controller, _ = make(folder, engine, blobs=engine._store, **changes)
+    controller, _ = make(folder, engine, blobs=engine.store, **changes)
     controller.context.pool.incarnation = 0
     if not controller.context.lineage.begins:
         await controller.handle(hello(V0))
@@ -95,7 +116,10 @@ def tokens(prompt: list[int], *replies: Segment) -> list[int]:
 
 
 def rows(folder: Path) -> int:
-    with sqlite3.connect(folder / "journal" / "turns.sqlite") as db:
+    log = folder / "journal" / "turns.sqlite"
+    if not log.exists():
+        return 0
+    with sqlite3.connect(log) as db:
         return int(db.execute("select count(*) from replies").fetchone()[0])
 
 
@@ -472,3 +496,153 @@ def test_names_of_an_episode_are_the_same_in_every_life() -> None:
     names = [name_rollout(7, 2, life, tries) for life, tries in ((0, 0), (3, 0), (0, 5), (2, 9))]
     assert {without_life(name) for name in names} == {"7.2"}
     assert without_life("7.2.r1-0.t5") == "7.2.t5"
+
+
+# --- whole episodes -------------------------------------------------------------------------------
+SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
+TOKENS = PromptTokens(chat_tokenizer())
+FINDER = StopFinder(TOKENS)
+LIMITS = EpisodeLimits(context_tokens=4000)
+
+
+class Program:
+    """Asks at random: few texts, so that prompts are equal; siblings, branches, sub-agents."""
+
+    def __init__(self, life: Life, seed: int, other_from: int = 99) -> None:
+        """other_from: the step from which on it does something else than with another number."""
+        name = name_rollout(8, 0, life.controller.producer.life)
+        sampling = SamplingParams(4, stop_token_ids=(END,))
+        policy = Policy(life.turns, TOKENS, FINDER, PlainAnswers(), sampling)
+        self.episode = OpenEpisode(name, policy, LIMITS)
+        self._choices, self._other_from = random.Random(seed), other_from
+        self._histories: list[list[ChatMessage]] = [[]]
+
+    async def play(self, steps: int) -> None:
+        for step in range(steps):
+            draw = self._choices
+            history = self._histories[draw.randrange(len(self._histories))]
+            text = f"q{draw.randrange(2)}" + "!" * (step >= self._other_from)
+            works = [self._ask([*history, ChatMessage("user", text)], draw.choice((1, 1, 2)))]
+            if draw.random() < 0.3:
+                works.append(self._ask([ChatMessage("user", text)], 1))
+            for histories in await asyncio.gather(*works):
+                self._histories += histories
+
+    async def _ask(self, history: list[ChatMessage], n: int) -> list[list[ChatMessage]]:
+        answers = await self.episode.chat(history, (), Ends(), n)
+        said = [ChatMessage("assistant", answer.text, []) for answer in answers]
+        return [[*history, message] for message in said]
+
+    async def finish(self) -> FinishedEpisode:
+        return await self.episode.finish()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    replies=st.integers(1, 14),
+    cuts=st.sets(st.integers(1, 14), max_size=3),
+    other_from=st.sampled_from([0, 2, 4, 99, 99]),
+)
+def test_an_episode_played_again_has_every_finished_turn(
+    seed: int, replies: int, cuts: set[int], other_from: int
+) -> None:
+    """Killed after some replies, of which updates cut some.
+
+    The same program gets all of them and an engine is asked for the rest only.  One that does
+    something else gets those that it asks for.  All rows are valid and nothing stays.
+    """
+
+    async def body(folder: Path) -> None:
+        store = BlobStore(folder / "blobs", "n")
+        dying = SealingEngine(store)
+        dying.hangs_at, dying.cuts = replies, cuts
+        async with life(folder, dying) as one:
+            playing = asyncio.create_task(Program(one, seed).play(6))
+            await until(lambda: playing.done() or hangs_after(dying, folder, replies))
+            playing.cancel()
+        logged = rows(folder)
+        assert logged == min(replies, len(dying.requests))
+        engine = SealingEngine(store, first_call=1000)
+        async with life(folder, engine, trainer_alive=True) as two:
+            program = Program(two, seed, other_from)
+            await program.play(6)
+            done = await program.finish()
+            turns, replayed = done.turns, int(two.counts[0])
+            segments = [segment for turn in turns for segment in turn.sampled.segments]
+            assert len(segments) == replayed + len(engine.requests)
+            assert replayed == logged if other_from == 99 else replayed <= logged
+            for turn in turns:
+                check_record(turn.rollout, SHAPE)
+            two.controller.context.buffer._started.add(8)
+            two.controller.scoring_stage.cancelled(8, [])
+            assert set(store.uris()) == blob_uris(*segments)
+            assert rows(folder) == 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(body(Path(folder)))
+
+
+def hangs_after(engine: SealingEngine, folder: Path, replies: int) -> bool:
+    return not engine.open.is_set() and rows(folder) == replies
+
+
+class ThreeTurns(FakeRunner):
+    """Plays episodes of three turns, without a program."""
+
+    async def play(
+        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
+    ) -> PlayedEpisode:
+        sibling = int(name.split(".")[1])
+        ids, turns = [*prompt.token_ids, sibling], list[PlayedTurn]()
+        for number in range(3):
+            partial = PartialRollout(
+                f"{name}.t{number}",
+                prompt,
+                SamplingParams(4),
+                audit=False,
+                prompt_ids=np.asarray(ids, np.int32),
+            )
+            while not partial.finished:
+                (reply,) = await self.engine.generate([partial.request()])
+                assert isinstance(reply, Segment)
+                partial.add(reply)
+            turns.append(PlayedTurn(partial.turn(), number - 1 if number else None))
+            ids += [*map(int, partial.output_ids), 5]
+        return PlayedEpisode(name, prompt, tuple(turns), own_score=Score(float(sibling)))
+
+    def end(self, name: str) -> None: ...
+
+
+@pytest.mark.parametrize("replies", [1, 5, 9, 13])
+def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
+    tmp_path: Path, store: BlobStore, replies: int
+) -> None:
+    """Groups of two episodes; each is trained once, with the turns of both controllers."""
+
+    async def body() -> None:
+        config = replace(CONFIG, task=TaskConfig(agent=AgentConfig(command=["x"])))
+        dying = SealingEngine(store)
+        dying.hangs_at = replies
+        first, _ = make(tmp_path, dying, config, blobs=store, agents=ThreeTurns(), model=SHAPE)
+        tasks = asyncio.create_task(first.run())
+        assert await first.handle(hello(V0)) == Ok()
+        await until(lambda: not dying.open.is_set() and rows(tmp_path) % 6 == replies % 6)
+        logged = rows(tmp_path)
+        engine = SealingEngine(store, first_call=1000)
+        second, reports = successor(
+            tmp_path, engine, first, config=config, blobs=store, agents=ThreeTurns(), model=SHAPE,
+            trainer_alive=True,
+        )  # fmt: skip
+        tasks.cancel()
+        await second.rejoin([])
+        plans = await running(second, train(second, 4))
+        groups = [group for plan in plans for group in plan.groups]
+        assert sorted(group.group_id for group in groups) == list(range(8))
+        kept = {name for g in groups for name in group_uris(g) if not life_of(name)}
+        assert len(kept) == replies, "what was sampled before the death is trained"
+        assert sum(r.metrics.get("agent/replayed_turns", 0) for r in reports) == logged
+        assert len(engine.requests) - engine.cut == 8 * 2 * 3 - replies
+        assert rows(tmp_path) == 0
+
+    run(body())
