@@ -92,10 +92,28 @@ def name_rollout(group_id: int, sibling: int, life: int = 0, tries: int = 0) -> 
     return f"{group_id}.{sibling}" + (f".r{life}-{tries}" if life or tries else "")
 
 
+_LIFE = re.compile(r"\.r(\d+)-\d+")
+
+
 def life_of(name: str) -> int:
     """The life of the controller that asked for a rollout, from its id or a blob's name."""
-    found = re.search(r"\.r(\d+)-\d+", name)
+    found = _LIFE.search(name)
     return int(found[1]) if found else 0
+
+
+def without_life(name: str) -> str:
+    """The part of a rollout's or turn's id that is the same in every life and try."""
+    return _LIFE.sub("", name)
+
+
+def group_of(name: str) -> int:
+    """The group of a rollout or turn, from its id."""
+    return int(name.partition(".")[0])
+
+
+def episode_of(name: str) -> str:
+    """The episode of a turn, which is named EPISODE.tNUMBER."""
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +372,11 @@ class Segment:
     def pieces(self) -> tuple[Segment, ...]:
         """This segment and its rest, one per version, in order."""
         return (self, *self.rest)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all pieces."""
+        return sum(len(piece.output_ids) for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ _VARIANTS = (
     "tests/e2e/test_variants.py",
 )
 _FAULTS = (
+    "tests/e2e/test_agent_turn_log.py",
     "tests/e2e/test_async.py",
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_failure.py",

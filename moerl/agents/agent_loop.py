@@ -24,7 +24,6 @@ from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
-from moerl.controller.pooled_turns import episode_of
 from moerl.errors import RecordError
 from moerl.types import (
     Array,
@@ -35,6 +34,7 @@ from moerl.types import (
     SamplingParams,
     Score,
     Segment,
+    episode_of,
 )
 
 T = TypeVar("T")

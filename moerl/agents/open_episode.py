@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +29,15 @@ from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.errors import EngineError, RecordError
 from moerl.grammar import Grammar
-from moerl.types import Array, GraphTurn, LeftOut, Prompt, Rollout, SamplingParams
+from moerl.types import (
+    Array,
+    GraphTurn,
+    LeftOut,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    without_life,
+)
 
 T = TypeVar("T")
 NO_MASKS = (
@@ -440,7 +449,7 @@ class OpenEpisode:
         reasoning, calls = "", tuple[MessageCall, ...]()
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
-            calls = tuple(_named(name, arguments) for name, arguments in found)
+            calls = tuple(_named(f"{name}/{at}", *call) for at, call in enumerate(found))
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         left_out: LeftOut = "held_out" if self._policy.held_out else ""
@@ -460,9 +469,13 @@ def _function_of(tool: Json) -> Json:
     return function
 
 
-def _named(name: str, arguments: str) -> MessageCall:
-    """A call with an id of its own: clients give it back, so it tells equal answers apart."""
-    return MessageCall(Function(name, arguments), f"call_{secrets.token_hex(12)}")
+def _named(place: str, name: str, arguments: str) -> MessageCall:
+    """A call with an id of its own: clients give it back, so it tells equal answers apart.
+
+    An episode that is played again gives the same ids, since some templates write them.
+    """
+    digest = blake2b(without_life(place).encode(), digest_size=12).hexdigest()
+    return MessageCall(Function(name, arguments), f"call_{digest}")
 
 
 def _gone(message: str) -> ApiError:

@@ -96,12 +96,15 @@ class Controller:
         adopted = list(self._availability.trainable())
         named = Counter(uri for group in adopted for uri in group_uris(group))
         context.ref_counts.share((named - Counter(set(named))).elements())
+        turns = services.journal.turns
+        if turns.lost:
+            context.step_metrics.turns_lost(turns.lost)
         context.step_metrics.journal_adopted, context.step_metrics.journal_lost = (
             len(adopted),
             recovered.lost,
         )
         if services.records is None:
-            services.blobs.sweep(named)
+            services.blobs.sweep(turns.uris.union(named))
         if trainer_alive and recovered.is_whole and state.begins:
             context.pool.incarnation = state.begins[-1].incarnation
             services.on_rewind(state.done)
@@ -112,9 +115,10 @@ class Controller:
 
         lost: engines that are being restarted.
         """
-        deletes, is_new_run = self.context.services.records is None, not self.context.batches.done
-        kept = sorted(group_uris(*self._availability.trainable())) if deletes else None
-        await self.context.pool.poll(lost, is_new_run, kept, self.producer.life)
+        services, is_new_run = self.context.services, not self.context.batches.done
+        kept = group_uris(*self._availability.trainable()) | services.journal.turns.uris
+        named = sorted(kept) if services.records is None else None
+        await self.context.pool.poll(lost, is_new_run, named, self.producer.life)
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""

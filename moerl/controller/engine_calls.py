@@ -231,6 +231,4 @@ def _ignore(_tokens: int) -> None:
 
 
 def _num_sampled(reply: Reply) -> int:
-    if not isinstance(reply, Segment):
-        return 0
-    return sum(len(piece.output_ids) for piece in reply.pieces)
+    return reply.num_sampled if isinstance(reply, Segment) else 0

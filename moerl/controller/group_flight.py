@@ -69,7 +69,7 @@ class GroupFlight:
             if name in self._in_flight and isinstance(reply, Segment):
                 self._ref_counts.release(own_uris(reply))
                 if sampled is not None:
-                    sampled(sum(len(piece.output_ids) for piece in reply.pieces))
+                    sampled(reply.num_sampled)
         self._in_flight.clear()
         self._arrived.put_nowait(("", None))  # wakes `next`
         self.settle()

@@ -42,6 +42,7 @@ import msgspec
 from moerl.controller.recovered_state import ControllerState, RecoveredState, SharedState, digest_of
 from moerl.controller.rollout_builder import group_refs
 from moerl.controller.shared_groups import SharedGroups
+from moerl.controller.turn_log import TurnLog
 from moerl.errors import JournalError
 from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
 from moerl.private_dir import private_dir
@@ -101,6 +102,7 @@ class Journal:
         self._folder, self._blobs, self._segments = folder, blobs, segments
         self._settings = settings
         self._path = folder / "journal.sqlite"
+        self.turns = TurnLog(folder)  # of episodes that are open
         self._controller_state = ControllerState()
         self._db: sqlite3.Connection | None = None
         self._unused: set[int] = set()  # ids of headers to delete
@@ -146,6 +148,8 @@ class Journal:
         self._leave_out_missing(recovered)
         if self._segments is not None:
             self._segments.keep_only(recovered.with_headers())
+        ended = recovered.consumed | recovered.dropped | recovered.with_headers()
+        self.turns.load(ended if recovered.is_whole else None)
         # after damage the number of lives is not known, but names of blobs must not repeat
         lives = recovered.controller_state.lives + 1 if recovered.is_whole else secrets.randbits(48)
         recovered.controller_state = replace(
@@ -158,6 +162,7 @@ class Journal:
         if self._db is not None:
             self._db.close()
             self._db = None
+        self.turns.close()
 
     # --- written before the effect is visible ---------------------------------------------------
     def began(self, begins: tuple[PolicyVersion, ...], dp_size: int, consumed: Ranges) -> None:
@@ -268,7 +273,7 @@ class Journal:
     def take_failed(self) -> int:
         """Number of failed writes since the last call that no caller has seen."""
         failed, self._failed = self._failed, 0
-        return failed
+        return failed + self.turns.take_failed()
 
     def _write_soon(self, kind: str, group_ids: list[int]) -> None:
         """Write now, or with the next transaction."""

@@ -3,6 +3,10 @@
 A request waits for an engine that serves, and goes to the one that has sampled the turns before,
 for its prefix cache, or to the least busy one.  Versions never go backwards inside an episode.
 When an engine fails, the reply is empty and the rest is asked for again, on any engine.
+
+Replies to episodes that may be trained are kept in the journal (`moerl.controller.turn_log`).  What
+an earlier controller got for an equal request is given out again, if its weights are part of the
+trainer's history and its records can be read whole.
 """
 
 from __future__ import annotations
@@ -10,15 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moerl.controller.context import Context
 from moerl.controller.engine_pool import EnginePhase, EngineState
-from moerl.controller.rollout_builder import blob_uris
+from moerl.controller.rollout_builder import blob_refs, blob_uris
 from moerl.errors import EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
+from moerl.records.blob_store import sizes_of
+from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment, episode_of
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +88,14 @@ class PooledTurns:
 
     def __init__(self, context: Context) -> None:
         self._pool, self._tasks = context.pool, context.tasks
-        self._step_metrics = context.step_metrics
+        self._step_metrics, self._buffer = context.step_metrics, context.buffer
+        self._log, self._blobs = context.services.journal.turns, context.services.blobs
+        self._history = context.lineage
         self._ends_run = not context.config.supervision.max_restarts
         self.episodes: dict[str, EpisodeTurns] = {}
         self._asked: dict[str, EngineState] = {}  # engines by request
         self._waiting: set[str] = set()  # requests that have no engine yet
-        self._withdrawn: set[str] = set()  # those of them that are to end
+        self._withdrawn: set[str] = set()  # requests that are to end
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return list(await asyncio.gather(*map(self._generate, requests)))
@@ -105,7 +112,7 @@ class PooledTurns:
 
     async def abort(self, names: Sequence[str]) -> None:
         """Raises EngineError."""
-        self._withdrawn |= self._waiting.intersection(names)
+        self._withdrawn |= (self._waiting | self._asked.keys()).intersection(names)
         self._tasks.notify()
         for name in names:
             turn = name.rpartition("-s")[0]
@@ -116,14 +123,25 @@ class PooledTurns:
 
     async def _generate(self, request: GenerateRequest) -> Segment | RecordError:
         turns = self.episodes.setdefault(episode_of(request.rollout_id), EpisodeTurns())
-        if turns.pin is not None:
-            return await self._pinned(request, turns, turns.pin)
+        try:
+            if turns.pin is not None:
+                return await self._pinned(request, turns, turns.pin)
+            if (known := await self._known(request)) is not None:
+                turns.add(known)
+                turns.engine = known.engine  # its prefix cache may have the turn
+                return known
+            return await self._sampled(request, turns)
+        finally:
+            self._withdrawn.discard(request.name)
+
+    async def _sampled(
+        self, request: GenerateRequest, turns: EpisodeTurns
+    ) -> Segment | RecordError:
         self._waiting.add(request.name)
         try:
             index = await self._engine(turns, lambda: request.name in self._withdrawn)
         finally:
             self._waiting.discard(request.name)
-            self._withdrawn.discard(request.name)
         if index is None:
             return _nothing(request, turns)
         member, turns.engine = self._pool.members[index], index
@@ -142,7 +160,33 @@ class PooledTurns:
         if isinstance(reply, Segment):
             turns.add(reply)
             self._count(request, reply)
+            if reply.num_sampled and request.name not in self._withdrawn:
+                self._log.add(request, reply)
         return reply
+
+    async def _known(self, request: GenerateRequest) -> Segment | None:
+        """The reply that an earlier controller got, renamed for this episode."""
+        while (reply := self._log.take(request)) is not None:
+            if self._is_of_history(reply) and await asyncio.to_thread(self._is_whole, reply):
+                self._log.adopt(reply)
+                self._step_metrics.turn_replayed(reply.num_sampled)
+                pieces = [replace(p, rollout_id=request.rollout_id, rest=()) for p in reply.pieces]
+                return replace(pieces[0], rest=tuple(pieces[1:]))
+            log.warning("a turn of %s is sampled again: it cannot be used", reply.rollout_id)
+            self._step_metrics.turns_lost(1)
+        return None
+
+    def _is_of_history(self, reply: Segment) -> bool:
+        return all(
+            self._history.holds(piece.version)
+            and self._history.knows(piece.version, self._buffer.next_step)
+            for piece in reply.pieces
+        )
+
+    def _is_whole(self, reply: Segment) -> bool:
+        """Whether every byte of its records can be read.  Slow; thread-safe."""
+        refs = list(blob_refs(reply))
+        return not (self._blobs.find(sizes_of(refs)).gone or self._blobs.damaged(refs))
 
     async def _pinned(
         self, request: GenerateRequest, turns: EpisodeTurns, pin: EnginePin
@@ -198,11 +242,6 @@ class PooledTurns:
         metrics.cached_tokens += reply.cached_tokens
         if request.num_sampled and len(reply.output_ids):
             metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
-
-
-def episode_of(rollout_id: str) -> str:
-    """A turn is named EPISODE.tNUMBER."""
-    return rollout_id.rpartition(".")[0]
 
 
 def _nothing(request: GenerateRequest, turns: EpisodeTurns) -> Segment:

@@ -31,7 +31,7 @@ from moerl.controller.rollout_builder import (
 )
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import Segment, name_rollout
+from moerl.types import Segment, group_of, name_rollout
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class Producer:
         """A record was refused: its rollout is generated again, its siblings are not."""
         self._scoring_stage.refuse_one(flight.group_id, partial.episode_id, error)
         _, sibling = partial.episode_id.split(".")[:2]
-        group_id = int(partial.episode_id.partition(".")[0])
+        group_id = group_of(partial.episode_id)
         name = name_rollout(group_id, int(sibling), self.life, self._buffer.new_try())
         other = partial.again(name)
         flight.partials[flight.partials.index(partial)] = other

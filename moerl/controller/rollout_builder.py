@@ -427,7 +427,7 @@ def sampling_params(config: SamplingConfig, model: ModelShape) -> SamplingParams
 
 def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:
     """Blobs of rollouts, or of engine replies; a refused reply has none."""
-    return {ref.uri for record in records for ref in _refs(record)}
+    return {ref.uri for record in records for ref in blob_refs(record)}
 
 
 def own_uris(reply: Segment | Exception) -> set[str]:
@@ -448,10 +448,10 @@ def group_uris(*groups: EpisodeGroup) -> set[str]:
 
 def group_refs(*groups: EpisodeGroup) -> Iterator[BlobRef]:
     """References to all arrays of all rollouts of some groups."""
-    return (ref for group in groups for rollout in group.rollouts() for ref in _refs(rollout))
+    return (ref for group in groups for rollout in group.rollouts() for ref in blob_refs(rollout))
 
 
-def _refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
+def blob_refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
     """References to all arrays; those of one engine reply are in one blob."""
     routes: Sequence[RoutingBlob | None] = ()
     masks: Sequence[MaskBlob | None] = ()

@@ -27,7 +27,7 @@ from moerl.controller.rollout_builder import (
 from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.records.header_check import check
-from moerl.types import Episode, EpisodeGroup, Rollout, Score
+from moerl.types import Episode, EpisodeGroup, Rollout, Score, without_life
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ScoringStage:
             self._peers[later] = asyncio.get_running_loop().create_future()
         self._scoring[group_id] = partials
         for partial in partials:
-            del self._rollout_attempts[".".join(partial.episode_id.split(".")[:2])]
+            del self._rollout_attempts[without_life(partial.episode_id)]
         self._tasks.spawn(self._finish(group_id, partials))
 
     def planned(self) -> None:
@@ -90,7 +90,7 @@ class ScoringStage:
         """Count the refusal of a rollout that is generated again; three in a row end the run."""
         self._step_metrics.refused[error.reason] += 1
         log.warning("rollout %s: %s", rollout_id, error)
-        episode = ".".join(rollout_id.split(".")[:2])
+        episode = without_life(rollout_id)
         self._rollout_attempts[episode] += 1
         if self._rollout_attempts[episode] >= _MAX_ATTEMPTS:
             raise EngineError(
@@ -100,6 +100,7 @@ class ScoringStage:
     def cancelled(self, group_id: int, partials: Sequence[Generated]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
         self._leave(group_id, partials)
+        self._forget_turns(group_id)
         if group_id < 0:
             self._buffer.discard(group_id)
         else:
@@ -125,6 +126,7 @@ class ScoringStage:
         self._regenerate(group_id, "could not be played", error)
 
     def _regenerate(self, group_id: int, what: str, error: Exception) -> None:
+        self._forget_turns(group_id)
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
@@ -214,6 +216,7 @@ class ScoringStage:
         while not await self._is_written(group):
             await asyncio.sleep(write_retry.PAUSE_S)
         self._attempts.pop(group.group_id, None)
+        self._forget_turns(group.group_id)
         if self._history.holds_all(group):
             self._buffer.admit(group)
             return
@@ -305,7 +308,12 @@ class ScoringStage:
         self._leave(group_id, partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
+        self._forget_turns(group_id)
         self._buffer.discard(group_id)
+
+    def _forget_turns(self, group_id: int) -> None:
+        """A group of agents has ended in any way."""
+        self._ref_counts.release(self._journal.turns.end(group_id))
 
     def _delete(self, partials: Sequence[Generated]) -> None:
         self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())

@@ -92,6 +92,15 @@ class StepMetrics:
         if failure:
             self.agents[f"failed/{failure}"] += 1
 
+    def turn_replayed(self, tokens: int) -> None:
+        """A reply to a turn is that of an earlier controller."""
+        self.agents["replayed_turns"] += 1
+        self.agents["replayed_tokens"] += tokens
+
+    def turns_lost(self, count: int) -> None:
+        """Replies of an earlier controller cannot be used."""
+        self.agents["lost_turns"] += count
+
     def update_closed(self, closed: UpdateClosed) -> None:
         self.pauses.append(closed.pause_s)
         self.interrupts += closed.aborted

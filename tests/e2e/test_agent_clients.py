@@ -23,11 +23,10 @@ from moerl.agents.open_episode import EpisodeLimits, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
-from moerl.controller.pooled_turns import episode_of
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.errors import RecordError
 from moerl.records.header_check import check
-from moerl.types import GenerateRequest, SamplingParams, Segment
+from moerl.types import GenerateRequest, SamplingParams, Segment, episode_of
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (
     Records,

@@ -52,6 +52,7 @@ def left(handler, blobs) -> dict[str, object]:  # type: ignore[no-untyped-def]
     partials = (*handler._producer.partials(), *handler._scoring_stage.partials())
     uris = group_uris(*handler._availability.trainable())
     uris = uris.union(*(partial.blob_uris() for partial in partials))
+    uris |= handler._services.journal.turns.uris
     there = {path.name for path in blobs.root.iterdir()} if blobs.node else set()
     named = {uri.rpartition("/")[2] for uri in uris}
     return {"there": len(there), "unnamed": sorted(there - named)}
