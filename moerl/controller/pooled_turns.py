@@ -18,7 +18,7 @@ from moerl.controller.context import Context
 from moerl.controller.engine_pool import EnginePhase, EngineState
 from moerl.controller.rollout_builder import blob_uris
 from moerl.errors import EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,12 @@ class PooledTurns:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return list(await asyncio.gather(*map(self._generate, requests)))
 
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """As `TurnEngine.stream`."""
+        return await self._generate(request, heard)
+
     @property
     def sampling(self) -> set[str]:
         """Episodes with a turn on an engine."""
@@ -104,10 +110,12 @@ class PooledTurns:
             if member := self._asked.get(name):
                 await member.engine.abort([name])
 
-    async def _generate(self, request: GenerateRequest) -> Segment | RecordError:
+    async def _generate(
+        self, request: GenerateRequest, heard: Callable[[Array], None] | None = None
+    ) -> Segment | RecordError:
         turns = self.episodes.setdefault(episode_of(request.rollout_id), EpisodeTurns())
         if turns.pin is not None:
-            return await self._pinned(request, turns, turns.pin)
+            return await self._pinned(request, turns, turns.pin, heard)
         self._waiting.add(request.name)
         try:
             index = await self._engine(turns, lambda: request.name in self._withdrawn)
@@ -121,7 +129,7 @@ class PooledTurns:
         self._asked[request.name] = member
         turns.asked[request.name] = member.version.step
         try:
-            (reply,) = await member.calls.ask([request])
+            reply = await _reply(member, request, heard)
         except EngineError as error:
             self._rest(index, member, error)
             return _nothing(request, turns)
@@ -135,7 +143,11 @@ class PooledTurns:
         return reply
 
     async def _pinned(
-        self, request: GenerateRequest, turns: EpisodeTurns, pin: EnginePin
+        self,
+        request: GenerateRequest,
+        turns: EpisodeTurns,
+        pin: EnginePin,
+        heard: Callable[[Array], None] | None,
     ) -> Segment | RecordError:
         """A turn of an evaluation: elsewhere, or later, it is not.  Raises EngineError."""
         if member := self._pool.members.get(pin.engine):
@@ -146,7 +158,7 @@ class PooledTurns:
             raise pin.broken.result()
         self._asked[request.name] = member
         try:
-            (reply,) = await member.calls.ask([request])
+            reply = await _reply(member, request, heard)
         except EngineError as error:
             pin.breaks(error)
             raise
@@ -188,6 +200,16 @@ class PooledTurns:
         metrics.cached_tokens += reply.cached_tokens
         if request.num_sampled and len(reply.output_ids):
             metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
+
+
+async def _reply(
+    member: EngineState, request: GenerateRequest, heard: Callable[[Array], None] | None
+) -> Segment | RecordError:
+    """Raises EngineError."""
+    if heard is not None:
+        return await member.calls.stream(request, heard)
+    (reply,) = await member.calls.ask([request])
+    return reply
 
 
 def episode_of(rollout_id: str) -> str:

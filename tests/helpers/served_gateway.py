@@ -17,6 +17,7 @@ from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
 from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
+from moerl.agents.tool_calls import AnswerParser
 from moerl.grammar import Grammar
 from moerl.types import SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
@@ -42,6 +43,9 @@ class MarkedCalls:
             return "", text, ()
         body = json.loads(rest.partition("</tool_call>")[0])
         return "thought", before, ((body["name"], json.dumps(body["arguments"])),)
+
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        return ("", "") if tools else ("", text)
 
     def call_grammar(self, tools: Sequence[Json]) -> Grammar:
         return Grammar("structural_tag", " ".join(tool["function"]["name"] for tool in tools))
@@ -73,15 +77,20 @@ class Served:
 
 @asynccontextmanager
 async def serve(
-    *answers: list[int], sampling: SamplingParams = SAMPLING, no_grammar: str = "", **endpoint: Any
+    *answers: list[int],
+    sampling: SamplingParams = SAMPLING,
+    no_grammar: str = "",
+    parser: AnswerParser | None = None,
+    tokens: PromptTokens = TOKENS,
+    **endpoint: Any,
 ) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     engine.say(*answers)
     policy = Policy(
         engine,
-        TOKENS,
-        StopFinder(TOKENS),
-        MarkedCalls(),
+        tokens,
+        StopFinder(tokens),
+        parser or MarkedCalls(),
         sampling,
         logprobs=lambda rollout: rollout.logprobs,
         no_grammar=no_grammar,
