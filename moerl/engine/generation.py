@@ -225,7 +225,7 @@ class Generation:
             async with asyncio.TaskGroup() as replies:
 
                 def took(place: int, reply: dict[str, Any]) -> None:
-                    if is_part(reply):
+                    if "stream_interval" in body["sampling_params"][place] and is_part(reply):
                         tell(place, np.asarray(reply.get("output_ids", ()), np.int32))
                     else:
                         replies.create_task(seal(place, reply))

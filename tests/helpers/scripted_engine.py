@@ -62,7 +62,8 @@ class ScriptedEngine:
             if self.goes_on is not None:
                 await self._wait(request)
         if self.loses:
-            kept = len(reply.output_ids) - self.loses
+            kept, self.loses = len(reply.output_ids) - self.loses, 0
+            self._rest[request.rollout_id] = reply.output_ids[kept:].tolist()
             return replace(reply, output_ids=reply.output_ids[:kept], finish=Finish.ABORT)
         return reply
 
