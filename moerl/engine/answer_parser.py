@@ -49,6 +49,10 @@ class SglangAnswers:
         _check("call_format", call_format, FunctionCallParser.ToolCallParserEnum)
         _check("reasoning_format", reasoning_format, ReasoningParser.DetectorMap)
         self._call_format, self._reasoning_format = call_format, reasoning_format
+        self._call_mark = ""  # behind which no text is shown early; empty: there is no such mark
+        if call_format in _MARKED_CALLS:
+            detector: Any = FunctionCallParser.ToolCallParserEnum[call_format]()
+            self._call_mark = getattr(detector, "bot_token", "") or detector.tool_call_start_token
 
     def parse(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, str, Calls]:
         """Text in which no call can be read stays text, whatever it looks like."""
@@ -68,18 +72,13 @@ class SglangAnswers:
 
     def begun(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, str]:
         """As `AnswerParser.begun`."""
-        from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
-
         reasoning, rest = self._begun_reasoning(text)
         if not tools or not self._call_format:
             return reasoning, rest
-        if self._call_format not in _MARKED_CALLS:
+        if not self._call_mark:
             return reasoning, ""
-        detector: Any = self._parser(tools).detector
-        mark = getattr(detector, "bot_token", "") or detector.tool_call_start_token
-        before = rest.partition(mark)[0]
-        held = BaseReasoningFormatDetector._ends_with_partial_token(before, mark)
-        return reasoning, before[: len(before) - held].rstrip()
+        before = rest.partition(self._call_mark)[0]
+        return reasoning, _without_part(before, self._call_mark).rstrip()
 
     def call_grammar(self, tools: Sequence[dict[str, object]]) -> Grammar | None:
         """Of calls as this format writes them; where SGLang would force another one there is none.
@@ -163,8 +162,14 @@ def _without_calls(detector: BaseReasoningFormatDetector, reasoning: str) -> str
     if call >= 0:
         return reasoning[:call]
     marks = (detector.think_end_token, detector.tool_start_token or "")
-    held = max(detector._ends_with_partial_token(reasoning, mark) for mark in marks)
-    return reasoning[: len(reasoning) - held]
+    return min((_without_part(reasoning, mark) for mark in marks), key=len)
+
+
+def _without_part(text: str, mark: str) -> str:
+    """The text without what may be the beginning of the mark, at its end."""
+    from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
+
+    return text[: len(text) - BaseReasoningFormatDetector._ends_with_partial_token(text, mark)]
 
 
 def _without_nulls(tool: dict[str, object]) -> dict[str, object]:

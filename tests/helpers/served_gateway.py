@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 
 from moerl.agents.chat_messages import Json
@@ -112,3 +113,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 def ids(text: str) -> list[int]:
     return TOKENS.encode(text).tolist()
+
+
+def anthropic_client(served: Served) -> anthropic.AsyncAnthropic:
+    url = served.gateway.base_url("e").removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=url, api_key=served.episode.key, max_retries=0)
