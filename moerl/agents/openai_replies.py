@@ -118,7 +118,7 @@ class ChatEvents:
         for place, one in enumerate(reply.shown):
             message = _message(one.answer, numbered=True)
             if before := self._shown.get(place):
-                calls = {key: message[key] for key in ("tool_calls",) if key in message}
+                calls = {"tool_calls": message["tool_calls"]} if one.answer.calls else {}
                 message = calls | _grown(before, one.answer.shown)
             if message:
                 yield self._chunk(place, message, reply.token_logprobs(one))
