@@ -18,6 +18,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.errors import EngineError, RecordError
 from moerl.id_sets import Ranges
 from moerl.types import (
+    Array,
     BatchPlan,
     Episode,
     GenerateRequest,
@@ -372,6 +373,8 @@ class Answers:
 
     replies: tuple[tuple[str, Segment | RecordError | EngineError], ...]  # by GenerateRequest.name
     progress: int  # grows while the engine prefills, samples or is updated
+    # Tokens that requests with `streams` have so far; the newest of each, in front of its reply.
+    partial: tuple[tuple[str, Array], ...] = ()
 
 
 class Engine(Protocol):

@@ -301,6 +301,7 @@ class GenerateRequest:
     audit: bool = False  # also return the rows of the prefix that earlier calls delivered
     rows_known: int = 0  # leading rows that earlier turns delivered
     prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # i32: leading tokens
+    streams: bool = False  # the engine also tells its tokens while it samples them
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "tail_ids")  # not prompt_ids: an object that siblings share

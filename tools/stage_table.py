@@ -94,6 +94,7 @@ _SYNC = (
     "tests/e2e/test_sync.py",
 )
 _ENGINE = (
+    "tests/e2e/test_agent_streams.py",
     "tests/e2e/test_engine_e2e.py",
     "tests/e2e/test_grammars.py",
     "tests/e2e/test_long_answers_engine.py",

@@ -13,8 +13,9 @@ engines, on its loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -110,16 +111,34 @@ class EngineFar:
     async def generate(
         self, requests: Sequence[GenerateRequest]
     ) -> Sequence[Segment | RecordError]:
-        now = asyncio.get_running_loop().time
-        clock = self.clocks.setdefault(episode_of(requests[0].rollout_id), EngineClock())
-        clock.begin(now())
-        try:
+        with self._timed(requests[0]):
             return await self._there(self.engine.generate(requests))
-        finally:
-            clock.stop(now())
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """heard: called from this loop."""
+        here = asyncio.get_running_loop()
+
+        def heard_there(output_ids: Array) -> None:
+            with contextlib.suppress(RuntimeError):  # this loop is closed, and nobody waits
+                here.call_soon_threadsafe(heard, output_ids)
+
+        with self._timed(request):
+            return await self._there(self.engine.stream(request, heard_there))
 
     async def abort(self, names: Sequence[str]) -> None:
         await self._there(self.engine.abort(names))
+
+    @contextlib.contextmanager
+    def _timed(self, request: GenerateRequest) -> Iterator[None]:
+        now = asyncio.get_running_loop().time
+        clock = self.clocks.setdefault(episode_of(request.rollout_id), EngineClock())
+        clock.begin(now())
+        try:
+            yield
+        finally:
+            clock.stop(now())
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))

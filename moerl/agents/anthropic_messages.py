@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import (
     ChatMessage,
@@ -103,35 +104,10 @@ class MessagesReply:
     model: str
 
     def whole(self) -> Json:
-        end = {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
-        return self._message(self._blocks(), self._usage()) | end
+        return _message(self.model, self._blocks(), self._usage()) | self.end()
 
-    def events(self) -> Iterator[Json]:
-        """One delta for each block: the turn is complete before a client sees any of it."""
-        blocks = self._blocks()
-        start = self._message([], self._usage() | {"output_tokens": 0})
-        yield {"type": "message_start", "message": start}
-        for index, block in enumerate(blocks):
-            empty, delta = _opened(block)
-            yield {"type": "content_block_start", "index": index, "content_block": empty}
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-            yield {"type": "content_block_stop", "index": index}
-        end = {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
-        usage = {"output_tokens": len(self.answer.output_ids)}
-        yield {"type": "message_delta", "delta": end, "usage": usage}
-        yield {"type": "message_stop"}
-
-    def _message(self, content: Sequence[Json], usage: Json) -> Json:
-        return {
-            "id": f"msg_{secrets.token_hex(12)}",
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+    def end(self) -> Json:
+        return {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
 
     def _blocks(self) -> list[Json]:
         answer = self.answer
@@ -152,6 +128,61 @@ class MessagesReply:
             "input_tokens": self.answer.prompt_len,
             "output_tokens": len(self.answer.output_ids),
         }
+
+
+class MessagesEvents:
+    """The events of one answer.  A block stays open while it grows."""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._shown = model, PartialAnswer(0)
+        self._block, self._num_blocks = "", 0  # type of the open one; number of those before it
+
+    def more(self, _place: int, partial: PartialAnswer) -> Iterator[Json]:
+        if not self._shown.prompt_len:
+            usage: Json = {"input_tokens": partial.prompt_len, "output_tokens": 0}
+            yield {"type": "message_start", "message": _message(self._model, [], usage)}
+        before, self._shown = self._shown, partial
+        yield from self._grown("thinking", partial.reasoning[len(before.reasoning) :])
+        yield from self._grown("text", partial.text[len(before.text) :])
+
+    def end(self, reply: MessagesReply) -> Iterator[Json]:
+        yield from self.more(0, reply.answer.shown)
+        if not (reply.answer.text or reply.answer.calls):
+            yield from self._opened({"type": "text", "text": ""})
+        for call in reply.answer.calls:
+            block = _tool_use(call)
+            contents = msgspec.json.encode(block["input"]).decode()
+            yield from self._opened(block | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": contents})
+        yield from self._closed()
+        usage = {"output_tokens": len(reply.answer.output_ids)}
+        yield {"type": "message_delta", "delta": reply.end(), "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _grown(self, kind: str, text: str) -> Iterator[Json]:
+        if not text:
+            return
+        if self._block != kind:
+            more: Json = {"signature": ""} if kind == "thinking" else {}
+            yield from self._opened({"type": kind, kind: ""} | more)
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _opened(self, block: Json) -> Iterator[Json]:
+        yield from self._closed()
+        self._block = str(block["type"])
+        yield {
+            "type": "content_block_start",
+            "index": self._num_blocks,
+            "content_block": block,
+        }
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+    def _closed(self) -> Iterator[Json]:
+        if self._block:
+            yield {"type": "content_block_stop", "index": self._num_blocks}
+            self._block, self._num_blocks = "", self._num_blocks + 1
 
 
 def error_body(error: ApiError) -> Json:
@@ -216,10 +247,14 @@ def _tool_use(call: MessageCall) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": given}
 
 
-def _opened(block: Json) -> tuple[Json, Json]:
-    """A block without its contents, and the one delta that brings them."""
-    if block["type"] == "tool_use":
-        contents = msgspec.json.encode(block["input"]).decode()
-        return block | {"input": {}}, {"type": "input_json_delta", "partial_json": contents}
-    field = "thinking" if block["type"] == "thinking" else "text"
-    return block | {field: ""}, {"type": f"{field}_delta", field: block[field]}
+def _message(model: str, content: Sequence[Json], usage: Json) -> Json:
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }

@@ -140,7 +140,8 @@ class _EnvironmentTable(EpisodeTable):
         counts: dict[str, float] = {}
         failure = "", ""
         try:
-            await _until(end, self._limits.wall_s, self._converse(episode, prompt, talk, counts))
+            start = self._start(name, prompt, held_out=held_out is not None)
+            await _until(end, self._limits.wall_s, self._converse(episode, start, talk, counts))
         except EpisodeFailed as error:
             failure = error.reason, error.detail
         except TimeoutError:
@@ -155,14 +156,12 @@ class _EnvironmentTable(EpisodeTable):
         return played_episode(prompt, done, failure, talk.reward if judges else None, counts)
 
     async def _converse(
-        self, episode: OpenEpisode, prompt: Prompt, talk: _Talk, counts: dict[str, float]
+        self, episode: OpenEpisode, start: StartFields, talk: _Talk, counts: dict[str, float]
     ) -> None:
         """Raises EpisodeFailed."""
         environment = await self._environments.open(episode.name)
         try:
-            seen: Observation | EpisodeEnd = await environment.reset(
-                self._start(episode.name, prompt)
-            )
+            seen: Observation | EpisodeEnd = await environment.reset(start)
             while isinstance(seen, Observation):
                 talk.hear(seen)
                 answer = await _turn(episode, talk)
@@ -177,13 +176,13 @@ class _EnvironmentTable(EpisodeTable):
             await environment.close()
             counts |= environment.counts
 
-    def _start(self, name: str, prompt: Prompt) -> StartFields:
+    def _start(self, name: str, prompt: Prompt, *, held_out: bool) -> StartFields:
         """The right answer only where the environment gives the reward."""
         extra = dict(prompt.extra)
         given = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
         judges = self._task.agent.reward == "agent"
         answer = prompt.answer if judges else None
-        return StartFields(name, prompt.text, list(given), answer, extra)
+        return StartFields(name, prompt.text, list(given), answer, extra, held_out)
 
     def _missing(self, talk: _Talk, *, has_turns: bool) -> tuple[str, str]:
         if not has_turns:

@@ -118,7 +118,13 @@ class _Worker:
         tools = _Tools(self, start.episode, self._setup.tools)
         return await environment.reset(
             EpisodeStart(
-                start.episode, start.prompt, start.messages, start.answer, start.extra, tools
+                start.episode,
+                start.prompt,
+                start.messages,
+                start.answer,
+                start.extra,
+                tools,
+                start.held_out,
             )
         )
 

@@ -35,7 +35,10 @@ class EpisodeTools(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeStart:
-    """messages: of the prompt, in OpenAI's form.  answer: the right one, of the prompt."""
+    """messages: of the prompt, in OpenAI's form.  answer: the right one, of the prompt.
+
+    held_out: the episode is one of an evaluation, and nothing of it is trained on.
+    """
 
     episode: str
     prompt: str
@@ -43,6 +46,7 @@ class EpisodeStart:
     answer: object
     extra: Mapping[str, object]
     tools: EpisodeTools
+    held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,4 @@ class StartFields:
     messages: list[Json]
     answer: object = None
     extra: dict[str, object] = field(default_factory=dict)
+    held_out: bool = False

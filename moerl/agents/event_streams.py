@@ -1,20 +1,26 @@
-"""Answers as server-sent events, in the form of each interface."""
+"""Answers as server-sent events, in the form of each interface.
+
+Events are written while the engine samples: the newest of what can be shown, so a client that reads
+slowly gets fewer and longer ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from moerl.agents import anthropic_messages, openai_responses
+from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import Json
 
 Reply = TypeVar("Reply")
+Answered = TypeVar("Answered", contravariant=True)
 _KEEP_ALIVE_S = 10.0  # between two comments in a stream that waits
 
 
@@ -40,27 +46,63 @@ RESPONSES = EventForm(True, b"", openai_responses.error_event)
 ANTHROPIC = EventForm(True, b"", anthropic_messages.error_body)
 
 
+class EventWriter(Protocol[Answered]):
+    """Makes the events of the answers to one request."""
+
+    def more(self, place: int, partial: PartialAnswer) -> Iterable[Json]:
+        """The answer at this place has grown."""
+        ...
+
+    def end(self, reply: Answered) -> Iterable[Json]:
+        """What is missing when the answers are complete."""
+        ...
+
+
+class NewestPartials:
+    """What can be shown of the answers to one request, and was not yet written."""
+
+    def __init__(self) -> None:
+        self._partials: dict[int, PartialAnswer] = {}  # by place among siblings
+        self._filled = asyncio.Event()
+
+    def tell(self, place: int, partial: PartialAnswer) -> None:
+        self._partials[place] = partial
+        self._filled.set()
+
+    def take(self) -> dict[int, PartialAnswer]:
+        found, self._partials = self._partials, {}
+        self._filled.clear()
+        return found
+
+    async def wait(self) -> None:
+        await self._filled.wait()
+
+
 async def stream(
     request: web.Request,
     reply: Awaitable[Reply],
-    events: Callable[[Reply], Iterable[Json]],
+    partials: NewestPartials,
+    writer: EventWriter[Reply],
     form: EventForm,
 ) -> web.StreamResponse:
-    """Comments keep the connection open while the turn is sampled.
+    """Comments keep the connection open while nothing can be shown.
 
-    An error before the first comment has a status of its own, a later one is an event.
+    An error before the first event or comment has a status of its own, a later one is an event.
     """
     work = asyncio.ensure_future(reply)
     try:
-        if await _done(work):
+        if await _done(work, partials):
             work.result()  # raises before the stream begins
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        while not await _done(work):
-            await response.write(b": waiting\n\n")
-        for line in _lines(work, events, form):
+        while not work.done():
+            news = partials.take().items()
+            events = [event for place, one in news for event in writer.more(place, one)]
+            await response.write(b"".join(map(form.event, events)) or b": waiting\n\n")
+            await _done(work, partials)
+        for line in _lines(work, writer.end, form):
             await response.write(line)
         await response.write_eof()
         return response
@@ -68,8 +110,14 @@ async def stream(
         work.cancel()
 
 
-async def _done(work: asyncio.Future[Reply]) -> bool:
-    await asyncio.wait({work}, timeout=_KEEP_ALIVE_S)
+async def _done(work: asyncio.Future[Reply], partials: NewestPartials) -> bool:
+    """Wait until the answers are complete or have grown, or a comment is due."""
+    grown = asyncio.create_task(partials.wait())
+    both: set[asyncio.Future[Any]] = {work, grown}
+    try:
+        await asyncio.wait(both, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        grown.cancel()
     return work.done()
 
 

@@ -29,18 +29,19 @@ import msgspec
 from aiohttp import web
 
 from moerl.agents import anthropic_messages, event_streams
-from moerl.agents.anthropic_messages import MessagesReply, MessagesRequest
+from moerl.agents.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.api_errors import ApiError
-from moerl.agents.event_streams import stream
+from moerl.agents.event_streams import NewestPartials, stream
 from moerl.agents.grammar_fields import forced_call
 from moerl.agents.open_episode import (
     EpisodeLimits,
     FinishedEpisode,
     OpenEpisode,
     Policy,
+    Tell,
     TurnAnswer,
 )
-from moerl.agents.openai_replies import OpenaiReply, Shown
+from moerl.agents.openai_replies import ChatEvents, CompletionEvents, OpenaiReply, Shown
 from moerl.agents.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -49,7 +50,7 @@ from moerl.agents.openai_requests import (
     check_chat,
     read_request,
 )
-from moerl.agents.openai_responses import ResponsesReply, ResponsesRequest
+from moerl.agents.openai_responses import ResponsesEvents, ResponsesReply, ResponsesRequest
 from moerl.agents.other_models import OtherModels
 from moerl.config.task_programs import POLICY
 from moerl.errors import ConfigError
@@ -150,31 +151,35 @@ class Gateway:
             return await self._ask_other(request, episode, other)
         asked = await self._read(request, ChatRequest, episode)
         self._check_logprobs(asked.logprobs)
-        reply = self._reply(_turns(episode, asked), logprobs=bool(asked.logprobs))
+        news = NewestPartials()
+        # Log-probabilities are in the record, which is there when the answer is complete.
+        tell = news.tell if asked.stream and not asked.logprobs else None
+        reply = self._reply(_turns(episode, asked, tell), logprobs=bool(asked.logprobs))
         if not asked.stream:
             return _json((await reply).chat())
-        chunks = partial(OpenaiReply.chat_chunks, usage=asked.wants_usage)
-        return await stream(request, reply, chunks, event_streams.OPENAI)
+        writer = ChatEvents(self._endpoint.model, usage=asked.wants_usage)
+        return await stream(request, reply, news, writer, event_streams.OPENAI)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         asked = await self._read(request, ResponsesRequest, episode)
-        reply = self._translated(
-            episode, asked.chat(), partial(ResponsesReply, asked=asked, model=self._endpoint.model)
-        )
+        news, model = NewestPartials(), self._endpoint.model
+        form = partial(ResponsesReply, asked=asked, model=model)
+        reply = self._translated(episode, asked.chat(), form, news.tell)
         if not asked.stream:
             return _json((await reply).whole())
-        return await stream(request, reply, ResponsesReply.events, event_streams.RESPONSES)
+        writer = ResponsesEvents(model, asked)
+        return await stream(request, reply, news, writer, event_streams.RESPONSES)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         asked = await self._read(request, MessagesRequest, episode)
-        reply = self._translated(
-            episode, asked.chat(), partial(MessagesReply, model=self._endpoint.model)
-        )
+        news, model = NewestPartials(), self._endpoint.model
+        form = partial(MessagesReply, model=model)
+        reply = self._translated(episode, asked.chat(), form, news.tell)
         if not asked.stream:
             return _json((await reply).whole())
-        return await stream(request, reply, MessagesReply.events, event_streams.ANTHROPIC)
+        return await stream(request, reply, news, MessagesEvents(model), event_streams.ANTHROPIC)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -182,12 +187,14 @@ class Gateway:
             return await self._ask_other(request, episode, other)
         asked = await self._read(request, CompletionRequest, episode)
         self._check_logprobs(asked.logprobs is not None)
-        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1)
-        reply = self._reply(turns, logprobs=asked.logprobs is not None)
+        news, logprobs = NewestPartials(), asked.logprobs is not None
+        tell = news.tell if asked.stream and not logprobs else None
+        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell)
+        reply = self._reply(turns, logprobs=logprobs)
         if not asked.stream:
             return _json((await reply).completion())
-        chunks = partial(OpenaiReply.completion_chunks, usage=asked.wants_usage)
-        return await stream(request, reply, chunks, event_streams.OPENAI)
+        writer = CompletionEvents(self._endpoint.model, usage=asked.wants_usage)
+        return await stream(request, reply, news, writer, event_streams.OPENAI)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -261,13 +268,17 @@ class Gateway:
             )
 
     async def _translated(
-        self, episode: OpenEpisode, asked: ChatRequest, form: Callable[[TurnAnswer], Translated]
+        self,
+        episode: OpenEpisode,
+        asked: ChatRequest,
+        form: Callable[[TurnAnswer], Translated],
+        tell: Tell,
     ) -> Translated:
         try:
             check_chat(asked)
         except msgspec.ValidationError as error:
             raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
-        (answer,) = await _turns(episode, asked)
+        (answer,) = await _turns(episode, asked, tell if asked.stream else None)
         return form(answer)
 
     async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:
@@ -282,7 +293,9 @@ class Gateway:
         return OpenaiReply(shown, self._endpoint.model, self._policy.tokens.decode)
 
 
-def _turns(episode: OpenEpisode, asked: ChatRequest) -> Coroutine[None, None, list[TurnAnswer]]:
+def _turns(
+    episode: OpenEpisode, asked: ChatRequest, tell: Tell | None
+) -> Coroutine[None, None, list[TurnAnswer]]:
     forces = forced_call(asked.tool_choice)
     return episode.chat(
         asked.messages,
@@ -290,6 +303,7 @@ def _turns(episode: OpenEpisode, asked: ChatRequest) -> Coroutine[None, None, li
         replace(asked.ends, forces=forces),
         asked.n or 1,
         calls=asked.tool_choice != "none",
+        tell=tell,
     )
 
 

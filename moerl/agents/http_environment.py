@@ -1,6 +1,7 @@
 """The environment `http`: a server that speaks OpenEnv's or a Gym's form over HTTP.
 
-    POST URL/reset  {"episode_id", "prompt", "answer", "extra"} -> {"observation", "reward", "done"}
+    POST URL/reset  {"episode_id", "prompt", "answer", "extra", "held_out"}
+                                            -> {"observation", "reward", "done"}
     POST URL/step   {"episode_id", "action": {"message": text}} -> the same
     POST URL/close  {"episode_id"}                              -> anything; 404 is taken, too
 
@@ -80,7 +81,12 @@ class HttpEnvironment:
 
     async def reset(self, start: EpisodeStart) -> Observation:
         self._episode = start.episode
-        given: Json = {"prompt": start.prompt, "answer": start.answer, "extra": dict(start.extra)}
+        given: Json = {
+            "prompt": start.prompt,
+            "answer": start.answer,
+            "extra": dict(start.extra),
+            "held_out": start.held_out,
+        }
         state = await self._ask("reset", given)
         if state.is_over:
             raise ServerError(f"{self._url}/reset answered that the episode is over")

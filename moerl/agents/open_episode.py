@@ -11,11 +11,13 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
 
+from moerl.agents.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptIds, PromptTokens, TemplateError
@@ -45,6 +47,7 @@ NO_MASKS = (
     "allowed could not be replayed: set replay.sampling_mask=true, and sampling.top_p below 1 or "
     "sampling.top_k"
 )
+Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 
@@ -109,6 +112,10 @@ class TurnAnswer:
         return len(self.turn.sampled.prompt_ids)
 
     @property
+    def shown(self) -> PartialAnswer:
+        return PartialAnswer(self.prompt_len, self.reasoning, self.text)
+
+    @property
     def output_ids(self) -> list[int]:
         ids: list[int] = self.turn.sampled.output_ids.tolist()
         return ids
@@ -137,6 +144,7 @@ class _Plan:
     stops: Stops
     tools: Sequence[Json]  # calls of these are parsed
     is_chat: bool
+    tell: Tell | None = None
 
 
 class OpenEpisode:
@@ -164,10 +172,12 @@ class OpenEpisode:
         n: int = 1,
         *,
         calls: bool = True,
+        tell: Tell | None = None,
     ) -> list[TurnAnswer]:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
+        tell: receives what can be shown of the answers while they are sampled.
         """
         stops = await self._stops(ends.stop)
         self._check_open(n)
@@ -176,11 +186,11 @@ class OpenEpisode:
         prompt = self._chat_prompt(request, messages, tools)
         ends = self._with_calls(ends, tools)
         sampling = self._sampling(prompt, ends, stops, n)
-        plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True)
+        plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True, tell=tell)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def complete(
-        self, prompt: str | Sequence[int], ends: Ends, n: int = 1
+        self, prompt: str | Sequence[int], ends: Ends, n: int = 1, tell: Tell | None = None
     ) -> list[TurnAnswer]:
         """Continue a text, or tokens, without a template.  Raises ApiError."""
         stops = await self._stops(ends.stop)
@@ -194,7 +204,7 @@ class OpenEpisode:
             request = self.forest.match_tokens(ids)
             found = PromptIds(ids, request.parent.num_tokens if request.parent else 0)
         sampling = self._sampling(found, ends, stops, n)
-        plan = _Plan(found, sampling, stops, (), is_chat=False)
+        plan = _Plan(found, sampling, stops, (), is_chat=False, tell=tell)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def ask_other(self, role: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -368,8 +378,8 @@ class OpenEpisode:
         try:
             async with asyncio.TaskGroup() as group:
                 turns = [
-                    group.create_task(self._turn(name, request, plan))
-                    for name, request in zip(names, requests, strict=True)
+                    group.create_task(self._turn(name, request, plan, self._stream(plan, place)))
+                    for place, (name, request) in enumerate(zip(names, requests, strict=True))
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -377,10 +387,27 @@ class OpenEpisode:
             self._reserved -= tokens
         return [task.result() for task in turns]
 
-    async def _turn(self, name: str, request: TurnRequest, plan: _Plan) -> TurnAnswer:
+    def _stream(self, plan: _Plan, place: int) -> AnswerStream | None:
+        """Of the sibling at this place."""
+        if plan.tell is None:
+            return None
+        parser, tokens = self._policy.parser, self._policy.tokens
+
+        def begun(whole: str) -> tuple[str, str]:
+            text = plan.stops.begun(whole)
+            return parser.begun(text, plan.tools) if plan.is_chat else ("", text)
+
+        tell = partial(plan.tell, place)
+        stop_ids = self._policy.stop_ids
+        return AnswerStream(tokens.decode, begun, stop_ids, len(plan.prompt.ids), tell)
+
+    async def _turn(
+        self, name: str, request: TurnRequest, plan: _Plan, shown: AnswerStream | None
+    ) -> TurnAnswer:
         try:
-            partial = self._partial(name, request, plan)
-            sampled = await self._until_end(self._sampler.sample(partial, plan.stops))
+            rollout = self._partial(name, request, plan)
+            sampled = await self._until_end(self._sampler.sample(rollout, plan.stops, shown))
+            return self._recorded(name, request, plan, sampled, shown)
         except EngineError as error:
             self._leave_out(name, "no_answer")
             raise ApiError(503, "engine_unavailable", "the engine failed: ask again") from error
@@ -391,7 +418,6 @@ class OpenEpisode:
                 raise ApiError(400, "invalid_grammar", message, retry=False) from error
             self.counts[f"refused/{error.reason}"] += 1
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
-        return self._recorded(name, request, plan, sampled)
 
     def _partial(self, name: str, request: TurnRequest, plan: _Plan) -> PartialRollout:
         parent, inherited = request.parent, plan.prompt.inherited
@@ -433,8 +459,14 @@ class OpenEpisode:
         self._graph[name] = replace(self._graph[name], left_out=why)
 
     def _recorded(
-        self, name: str, request: TurnRequest, plan: _Plan, sampled: SampledTurn
+        self,
+        name: str,
+        request: TurnRequest,
+        plan: _Plan,
+        sampled: SampledTurn,
+        shown: AnswerStream | None,
     ) -> TurnAnswer:
+        """Raises RecordError when what was shown of the answer is no beginning of it."""
         if self._ended:
             self.wasted |= blob_uris(*sampled.segments)
             raise _gone("the episode has ended")
@@ -450,6 +482,9 @@ class OpenEpisode:
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
             calls = tuple(_named(f"{name}/{at}", *call) for at, call in enumerate(found))
+        if shown is not None and not shown.shown.begins(PartialAnswer(0, reasoning, text)):
+            self.wasted |= blob_uris(*sampled.segments)
+            raise RecordError("stream", f"{name}: its answer does not begin as it was shown")
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
         turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
         left_out: LeftOut = "held_out" if self._policy.held_out else ""

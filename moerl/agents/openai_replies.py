@@ -1,8 +1,4 @@
-"""Answers in OpenAI's form, whole and as streams of chunks.
-
-A stream has one chunk for each answer: the turn is complete, and its record sealed, before a client
-sees any of it.
-"""
+"""Answers in OpenAI's form, whole and as streams of chunks."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.chat_messages import Json, MessageCall
 from moerl.agents.open_episode import TurnAnswer
 
@@ -38,31 +35,22 @@ class OpenaiReply:
             {
                 "index": index,
                 "message": _message(one.answer),
-                "logprobs": self._token_logprobs(one),
+                "logprobs": self.token_logprobs(one),
                 "finish_reason": one.answer.finish_reason,
             }
             for index, one in enumerate(self.shown)
         ]
-        return self._head("chatcmpl", "chat.completion") | {
+        return _head("chatcmpl", "chat.completion", self.model) | {
             "choices": choices,
             "usage": self.usage(),
         }
 
-    def chat_chunks(self, *, usage: bool) -> Iterator[Json]:
-        """usage: in a chunk of its own at the end."""
-        head = self._head("chatcmpl", "chat.completion.chunk")
-        for index, one in enumerate(self.shown):
-            delta = _message(one.answer, numbered=True)
-            logprobs = self._token_logprobs(one)
-            first = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-            last = {"index": index, "delta": {}, "finish_reason": one.answer.finish_reason}
-            yield head | {"choices": [first]}
-            yield head | {"choices": [last]}
-        if usage:
-            yield head | {"choices": [], "usage": self.usage()}
-
     def completion(self) -> Json:
-        choices = [
+        head = _head("cmpl", "text_completion", self.model)
+        return head | {"choices": self.completion_choices(), "usage": self.usage()}
+
+    def completion_choices(self) -> list[Json]:
+        return [
             {
                 "index": index,
                 "text": one.answer.text,
@@ -71,14 +59,6 @@ class OpenaiReply:
             }
             for index, one in enumerate(self.shown)
         ]
-        return self._head("cmpl", "text_completion") | {"choices": choices, "usage": self.usage()}
-
-    def completion_chunks(self, *, usage: bool) -> Iterator[Json]:
-        whole = self.completion()
-        counted = whole.pop("usage")
-        yield whole
-        if usage:
-            yield whole | {"choices": [], "usage": counted}
 
     def tokens(self) -> Json:
         choices = [
@@ -90,7 +70,8 @@ class OpenaiReply:
             }
             for index, one in enumerate(self.shown)
         ]
-        return self._head("tok", "token_completion") | {"choices": choices, "usage": self.usage()}
+        head = _head("tok", "token_completion", self.model)
+        return head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
         prompt = self.shown[0].answer.prompt_len
@@ -101,15 +82,7 @@ class OpenaiReply:
             "total_tokens": prompt + sampled,
         }
 
-    def _head(self, prefix: str, kind: str) -> Json:
-        return {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model,
-        }
-
-    def _token_logprobs(self, one: Shown) -> Json | None:
+    def token_logprobs(self, one: Shown) -> Json | None:
         if one.logprobs is None:
             return None
         texts = [self.decode([token]) for token in one.answer.output_ids]
@@ -124,6 +97,80 @@ class OpenaiReply:
             return None
         texts = [self.decode([token]) for token in one.answer.output_ids]
         return {"tokens": texts, "token_logprobs": one.logprobs, "top_logprobs": None}
+
+
+class ChatEvents:
+    """The chunks of a chat completion."""
+
+    def __init__(self, model: str, *, usage: bool) -> None:
+        """usage: in a chunk of its own at the end."""
+        self._head = _head("chatcmpl", "chat.completion.chunk", model)
+        self._usage = usage
+        self._shown: dict[int, PartialAnswer] = {}
+
+    def more(self, place: int, partial: PartialAnswer) -> Iterator[Json]:
+        before = self._shown.get(place)
+        role: Json = {} if before else {"role": "assistant"}
+        yield self._chunk(place, role | _grown(before or PartialAnswer(0), partial))
+        self._shown[place] = partial
+
+    def end(self, reply: OpenaiReply) -> Iterator[Json]:
+        for place, one in enumerate(reply.shown):
+            message = _message(one.answer, numbered=True)
+            if before := self._shown.get(place):
+                calls = {"tool_calls": message["tool_calls"]} if one.answer.calls else {}
+                message = calls | _grown(before, one.answer.shown)
+            if message:
+                yield self._chunk(place, message, reply.token_logprobs(one))
+            last = {"index": place, "delta": {}, "finish_reason": one.answer.finish_reason}
+            yield self._head | {"choices": [last]}
+        if self._usage:
+            yield self._head | {"choices": [], "usage": reply.usage()}
+
+    def _chunk(self, place: int, delta: Json, logprobs: Json | None = None) -> Json:
+        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._head | {"choices": [choice]}
+
+
+class CompletionEvents:
+    """The chunks of a text completion."""
+
+    def __init__(self, model: str, *, usage: bool) -> None:
+        self._head = _head("cmpl", "text_completion", model)
+        self._usage = usage
+        self._shown: dict[int, str] = {}
+
+    def more(self, place: int, partial: PartialAnswer) -> Iterator[Json]:
+        text = partial.text[len(self._shown.get(place, "")) :]
+        choice = {"index": place, "text": text, "logprobs": None, "finish_reason": None}
+        yield self._head | {"choices": [choice]}
+        self._shown[place] = partial.text
+
+    def end(self, reply: OpenaiReply) -> Iterator[Json]:
+        choices = reply.completion_choices()
+        for place, choice in enumerate(choices):
+            choice["text"] = str(choice["text"])[len(self._shown.get(place, "")) :]
+        yield self._head | {"choices": choices}
+        if self._usage:
+            yield self._head | {"choices": [], "usage": reply.usage()}
+
+
+def _head(prefix: str, kind: str, model: str) -> Json:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _grown(before: PartialAnswer, now: PartialAnswer) -> Json:
+    """What `now` has behind `before`, by field."""
+    delta = {
+        "reasoning_content": now.reasoning[len(before.reasoning) :],
+        "content": now.text[len(before.text) :],
+    }
+    return {field: text for field, text in delta.items() if text}
 
 
 def _message(answer: TurnAnswer, *, numbered: bool = False) -> Json:

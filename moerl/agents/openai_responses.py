@@ -10,10 +10,12 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import (
     ChatMessage,
@@ -27,6 +29,7 @@ from moerl.agents.open_episode import TurnAnswer
 from moerl.agents.openai_requests import ChatRequest, ClientRequest
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
 
 
@@ -99,54 +102,25 @@ class ResponsesReply:
     asked: ResponsesRequest
 
     def whole(self) -> Json:
-        return self._response(self._items(), self._status())
+        return _head(self.asked, self.model) | {"output": self._items()} | self.end()
 
-    def events(self) -> Iterator[Json]:
-        """One delta for each item: the turn is complete before a client sees any of it."""
-        items = self._items()
-        whole = self._response(items, self._status())
-        begun = whole | {"output": [], "status": "in_progress", "usage": None}
-        events: list[Json] = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
-        ]
-        for place, item in enumerate(items):
-            events += _item_events(item, place)
-        last = "completed" if whole["status"] == "completed" else "incomplete"
-        events.append({"type": f"response.{last}", "response": whole})
-        for number, event in enumerate(events):
-            yield event | {"sequence_number": number}
+    def end(self) -> Json:
+        """The fields that are known when the answer is complete."""
+        cut = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        return {"status": self.status, "incomplete_details": cut, "usage": self._usage()}
 
-    def _status(self) -> str:
+    @property
+    def status(self) -> str:
         return "incomplete" if self.answer.finish_reason == "length" else "completed"
 
     def _items(self) -> list[Json]:
         answer = self.answer
         items: list[Json] = []
         if answer.reasoning:
-            text = {"type": "reasoning_text", "text": answer.reasoning}
-            items.append({"type": "reasoning", "id": _name("rs"), "summary": [], "content": [text]})
+            items.append(_reasoning(answer.reasoning))
         if answer.text or not answer.calls:
-            items.append(_message(answer.text, self._status()))
+            items.append(_message(answer.text, self.status))
         return items + [_function_call(call) for call in answer.calls]
-
-    def _response(self, output: Sequence[Json], status: str) -> Json:
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": _name("resp"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": self.model,
-            "status": status,
-            "incomplete_details": cut,
-            "error": None,
-            "output": output,
-            "instructions": self.asked.instructions,
-            "tools": self.asked.tools or [],
-            "tool_choice": self.asked.tool_choice or "auto",
-            "parallel_tool_calls": True,
-            "usage": self._usage(),
-        }
 
     def _usage(self) -> Json:
         prompt, sampled = self.answer.prompt_len, len(self.answer.output_ids)
@@ -156,6 +130,90 @@ class ResponsesReply:
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + sampled,
+        }
+
+
+class ResponsesEvents:
+    """The events of one answer to `asked`.  An item stays open while it grows."""
+
+    def __init__(self, model: str, asked: ResponsesRequest) -> None:
+        self._head, self._shown = _head(asked, model), PartialAnswer(0)
+        self._items: list[Json] = []  # that are done
+        self._open: Json | None = None
+        self._numbers = count()
+
+    def more(self, _place: int, partial: PartialAnswer) -> Iterator[Json]:
+        yield from map(self._numbered, self._grown(partial))
+
+    def end(self, reply: ResponsesReply) -> Iterator[Json]:
+        yield from map(self._numbered, self._rest(reply))
+
+    def _numbered(self, event: Json) -> Json:
+        return event | {"sequence_number": next(self._numbers)}
+
+    def _grown(self, partial: PartialAnswer) -> Iterator[Json]:
+        if not self._shown.prompt_len:
+            for state in ("created", "in_progress"):
+                yield {"type": f"response.{state}", "response": self._head}
+        before, self._shown = self._shown, partial
+        yield from self._text("reasoning", partial.reasoning[len(before.reasoning) :])
+        yield from self._text("message", partial.text[len(before.text) :])
+
+    def _rest(self, reply: ResponsesReply) -> Iterator[Json]:
+        answer = reply.answer
+        yield from self._grown(answer.shown)
+        if not (answer.text or answer.calls):
+            yield from self._opened("message")
+        yield from self._closed(reply.status)
+        for call in answer.calls:
+            item = _function_call(call)
+            yield from _call_events(item, len(self._items))
+            self._items.append(item)
+        whole = self._head | {"output": self._items} | reply.end()
+        yield {"type": f"response.{reply.status}", "response": whole}
+
+    def _text(self, kind: str, text: str) -> Iterator[Json]:
+        if not text:
+            return
+        if self._open is None or self._open["type"] != kind:
+            yield from self._opened(kind)
+        logprobs: Json = {} if kind == "reasoning" else {"logprobs": []}
+        yield self._here() | {"type": f"{_DELTAS[kind]}.delta", "delta": text} | logprobs
+
+    def _opened(self, kind: str) -> Iterator[Json]:
+        yield from self._closed("completed")
+        self._open = _reasoning("") if kind == "reasoning" else _message("", "in_progress")
+        item = self._open | {"content": []}
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self._items),
+            "item": item,
+        }
+        yield self._here() | {"type": "response.content_part.added", "part": _part(self._open)}
+
+    def _closed(self, status: str) -> Iterator[Json]:
+        """The open item is complete."""
+        if self._open is None:
+            return
+        here, empty = self._here(), self._open
+        is_message = empty["type"] == "message"
+        text = self._shown.text if is_message else self._shown.reasoning
+        item = (_message(text, status) if is_message else _reasoning(text)) | {"id": empty["id"]}
+        logprobs: Json = {"logprobs": []} if is_message else {}
+        kind = _DELTAS[str(empty["type"])]
+        yield here | {"type": f"{kind}.done", "text": text} | logprobs
+        yield here | {"type": "response.content_part.done", "part": _part(item)}
+        place = len(self._items)
+        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+        self._items.append(item)
+        self._open = None
+
+    def _here(self) -> Json:
+        assert self._open is not None, "an item grows while it is open"
+        return {
+            "item_id": self._open["id"],
+            "output_index": len(self._items),
+            "content_index": 0,
         }
 
 
@@ -220,6 +278,37 @@ def _name(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
+def _head(asked: ResponsesRequest, model: str) -> Json:
+    """A response that has just begun."""
+    return {
+        "id": _name("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "output": [],
+        "instructions": asked.instructions,
+        "tools": asked.tools or [],
+        "tool_choice": asked.tool_choice or "auto",
+        "parallel_tool_calls": True,
+        "usage": None,
+    }
+
+
+def _reasoning(text: str) -> Json:
+    part = {"type": "reasoning_text", "text": text}
+    return {"type": "reasoning", "id": _name("rs"), "summary": [], "content": [part]}
+
+
+def _part(item: Json) -> Json:
+    content = item["content"]
+    assert isinstance(content, list)
+    part: Json = content[0]
+    return part
+
+
 def _message(text: str, status: str) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {
@@ -245,26 +334,11 @@ def _function_call(call: MessageCall) -> Json:
     }
 
 
-def _item_events(item: Json, place: int) -> Iterator[Json]:
+def _call_events(item: Json, place: int) -> Iterator[Json]:
     here = {"item_id": item["id"], "output_index": place}
-    empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    begun = item | empty
+    kind, arguments = "response.function_call_arguments", item["arguments"]
+    begun = item | {"arguments": ""}
     yield {"type": "response.output_item.added", "output_index": place, "item": begun}
-    if item["type"] == "function_call":
-        kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield here | {"type": f"{kind}.delta", "delta": arguments}
-        yield here | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
-    elif item["type"] == "message":
-        yield from _text_events(item, here | {"content_index": 0})
+    yield here | {"type": f"{kind}.delta", "delta": arguments}
+    yield here | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
     yield {"type": "response.output_item.done", "output_index": place, "item": item}
-
-
-def _text_events(item: Json, here: Json) -> Iterator[Json]:
-    content = item["content"]
-    assert isinstance(content, list)
-    part = content[0]
-    yield here | {"type": "response.content_part.added", "part": part | {"text": ""}}
-    text = {"delta": part["text"], "logprobs": []}
-    yield here | {"type": "response.output_text.delta"} | text
-    yield here | {"type": "response.output_text.done", "text": part["text"], "logprobs": []}
-    yield here | {"type": "response.content_part.done", "part": part}

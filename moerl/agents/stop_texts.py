@@ -7,7 +7,7 @@ was sampled is taken away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +28,10 @@ class Stops:
             return text, None
         place, stop = min(places)
         return text[:place], stop
+
+    def begun(self, text: str) -> str:
+        """Of a text that goes on, what no stop text can take away."""
+        return self.cut(text)[0][: len(text) - held_back(text, self.texts)]
 
 
 class StopFinder:
@@ -52,6 +56,16 @@ class StopFinder:
         return output_ids[-1] not in stops.ids or (
             stops.cut(self._tokens.decode(output_ids))[1] is not None
         )
+
+
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of these marks."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)
 
 
 def can_end(token: str, stop: str) -> bool:

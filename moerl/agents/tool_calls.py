@@ -19,6 +19,10 @@ class AnswerParser(Protocol):
         """
         ...
 
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        """Reasoning and text of which `parse` gives a continuation, however this text goes on."""
+        ...
+
     def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
         """Of an answer that calls at least one of these; None: the format has none."""
         ...
@@ -31,6 +35,9 @@ class PlainAnswers:
         self, text: str, tools: Sequence[Json]
     ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
         return "", text, ()
+
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        return "", text
 
     def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
         return None

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from moerl.agents.answer_stream import AnswerStream
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
@@ -34,11 +35,18 @@ class TurnSampler:
         self._withdrawn: set[asyncio.Task[None]] = set()
         self.resumed = 0  # requests for the rest of an interrupted turn
 
-    async def sample(self, partial: PartialRollout, stops: Stops) -> SampledTurn:
-        """Raises RecordError, EngineError; then, and when it is cancelled, nothing is kept."""
+    async def sample(
+        self, partial: PartialRollout, stops: Stops, shown: AnswerStream | None = None
+    ) -> SampledTurn:
+        """Raises RecordError, EngineError; then, and when it is cancelled, nothing is kept.
+
+        shown: hears the tokens while they are sampled.
+        """
         try:
             while not partial.finished:
-                await self._extend(partial, stops)
+                await self._extend(partial, stops, shown)
+                if shown is not None and shown.has_lost(partial.output_ids.tolist()):
+                    raise EngineError("tokens that a client has seen are lost with their engine")
             return partial.turn()
         except BaseException:
             self._waste(partial.blob_uris())
@@ -48,8 +56,12 @@ class TurnSampler:
         """Wait for requests that are being ended."""
         await asyncio.gather(*self._withdrawn, return_exceptions=True)
 
-    async def _extend(self, partial: PartialRollout, stops: Stops) -> None:
-        reply = await self._ask(partial.request())
+    async def _extend(
+        self, partial: PartialRollout, stops: Stops, shown: AnswerStream | None
+    ) -> None:
+        if shown is not None:
+            shown.begin(partial.output_ids.tolist())
+        reply = await self._ask(partial.request(), shown)
         try:
             partial.add(reply)
         except RecordError:
@@ -64,10 +76,10 @@ class TurnSampler:
             finish = Finish.LENGTH if full else Finish.ABORT
             partial.segments[-1] = replace(last, finish=finish)
 
-    async def _ask(self, request: GenerateRequest) -> Segment:
-        call = asyncio.ensure_future(self._engine.generate([request]))
+    async def _ask(self, request: GenerateRequest, shown: AnswerStream | None) -> Segment:
+        call = asyncio.ensure_future(self._reply(request, shown))
         try:
-            (reply,) = await asyncio.shield(call)
+            reply = await asyncio.shield(call)
         except asyncio.CancelledError:
             task = asyncio.create_task(self._withdraw(request, call))
             self._withdrawn.add(task)
@@ -77,8 +89,16 @@ class TurnSampler:
             raise reply
         return reply
 
+    async def _reply(
+        self, request: GenerateRequest, shown: AnswerStream | None
+    ) -> Segment | RecordError:
+        if shown is not None:
+            return await self._engine.stream(replace(request, streams=True), shown.heard)
+        (reply,) = await self._engine.generate([request])
+        return reply
+
     async def _withdraw(
-        self, request: GenerateRequest, call: asyncio.Future[Sequence[Segment | RecordError]]
+        self, request: GenerateRequest, call: asyncio.Future[Segment | RecordError]
     ) -> None:
         """End a request whose client is gone."""
         with contextlib.suppress(EngineError, TimeoutError):
@@ -88,4 +108,4 @@ class TurnSampler:
                     await asyncio.wait([call], timeout=_AGAIN_S)
         call.cancel()
         with contextlib.suppress(EngineError, asyncio.CancelledError):
-            self._waste(uri for reply in await call for uri in blob_uris(reply))
+            self._waste(blob_uris(await call))

@@ -44,6 +44,16 @@ class TurnEngine(Protocol):
         """Replies to all requests, in order.  Raises EngineError when one fails."""
         ...
 
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """As `generate`, of one request that has `streams`.
+
+        heard: receives its tokens so far, now and then.  Its reply begins with them, unless they
+        were lost with their engine.
+        """
+        ...
+
     async def abort(self, names: Sequence[str]) -> None:
         """End these requests: `generate` returns their tokens so far."""
         ...

@@ -22,7 +22,7 @@ from moerl.controller.rollout_builder import own_uris
 from moerl.controller.task_group import TaskGroup
 from moerl.errors import EngineError, RecordError
 from moerl.messages import Answers, Engine
-from moerl.types import GenerateRequest, Segment
+from moerl.types import Array, GenerateRequest, Segment
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class EngineCalls:
         self._index, self._engine, self._tasks = index, engine, tasks
         self._limit_s, self._drop, self._stalled = progress_timeout_s, drop, stalled
         self._waiting: dict[str, Take] = {}
+        self._listeners: dict[str, Callable[[Array], None]] = {}  # of requests that stream
         self._cancelled: dict[str, Callable[[int], None]] = {}
         self._outbox: list[GenerateRequest] = []
         self._wake_sender, self._wake_receiver = asyncio.Event(), asyncio.Event()
@@ -76,6 +77,17 @@ class EngineCalls:
             self._started = True
             self._tasks.spawn(self._send_all())
             self._tasks.spawn(self._receive_all())
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """`ask` for one request.  heard: its tokens so far, with each message that has some."""
+        self._listeners[request.name] = heard
+        try:
+            (reply,) = await self.ask([request])
+        finally:
+            del self._listeners[request.name]
+        return reply
 
     async def ask(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails.
@@ -165,6 +177,9 @@ class EngineCalls:
         self._check_progress(answers.progress)
 
     async def _hand_out(self, answers: Answers) -> None:
+        for name, output_ids in answers.partial:
+            if heard := self._listeners.get(name):
+                heard(output_ids)
         for place, (name, reply) in enumerate(answers.replies, 1):
             if take := self._waiting.pop(name, None):
                 take(name, reply)

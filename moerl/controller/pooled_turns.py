@@ -23,7 +23,7 @@ from moerl.controller.engine_pool import EnginePhase, EngineState
 from moerl.controller.rollout_builder import blob_refs, blob_uris
 from moerl.errors import EngineError, RecordError
 from moerl.records.blob_store import sizes_of
-from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment, episode_of
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, Segment, episode_of
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,12 @@ class PooledTurns:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         return list(await asyncio.gather(*map(self._generate, requests)))
 
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """As `TurnEngine.stream`."""
+        return await self._generate(request, heard)
+
     @property
     def sampling(self) -> set[str]:
         """Episodes with a turn on an engine."""
@@ -121,21 +127,26 @@ class PooledTurns:
             if member := self._asked.get(name):
                 await member.engine.abort([name])
 
-    async def _generate(self, request: GenerateRequest) -> Segment | RecordError:
+    async def _generate(
+        self, request: GenerateRequest, heard: Callable[[Array], None] | None = None
+    ) -> Segment | RecordError:
         turns = self.episodes.setdefault(episode_of(request.rollout_id), EpisodeTurns())
         try:
             if turns.pin is not None:
-                return await self._pinned(request, turns, turns.pin)
+                return await self._pinned(request, turns, turns.pin, heard)
             if (known := await self._known(request)) is not None:
                 turns.add(known)
                 turns.engine = known.engine  # its prefix cache may have the turn
                 return known
-            return await self._sampled(request, turns)
+            return await self._sampled(request, turns, heard)
         finally:
             self._withdrawn.discard(request.name)
 
     async def _sampled(
-        self, request: GenerateRequest, turns: EpisodeTurns
+        self,
+        request: GenerateRequest,
+        turns: EpisodeTurns,
+        heard: Callable[[Array], None] | None,
     ) -> Segment | RecordError:
         self._waiting.add(request.name)
         try:
@@ -149,7 +160,7 @@ class PooledTurns:
         self._asked[request.name] = member
         turns.asked[request.name] = member.version.step
         try:
-            (reply,) = await member.calls.ask([request])
+            reply = await _reply(member, request, heard)
         except EngineError as error:
             self._rest(index, member, error)
             return _nothing(request, turns)
@@ -189,7 +200,11 @@ class PooledTurns:
         return not (self._blobs.find(sizes_of(refs)).gone or self._blobs.damaged(refs))
 
     async def _pinned(
-        self, request: GenerateRequest, turns: EpisodeTurns, pin: EnginePin
+        self,
+        request: GenerateRequest,
+        turns: EpisodeTurns,
+        pin: EnginePin,
+        heard: Callable[[Array], None] | None,
     ) -> Segment | RecordError:
         """A turn of an evaluation: elsewhere, or later, it is not.  Raises EngineError."""
         if member := self._pool.members.get(pin.engine):
@@ -200,7 +215,7 @@ class PooledTurns:
             raise pin.broken.result()
         self._asked[request.name] = member
         try:
-            (reply,) = await member.calls.ask([request])
+            reply = await _reply(member, request, heard)
         except EngineError as error:
             pin.breaks(error)
             raise
@@ -242,6 +257,16 @@ class PooledTurns:
         metrics.cached_tokens += reply.cached_tokens
         if request.num_sampled and len(reply.output_ids):
             metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
+
+
+async def _reply(
+    member: EngineState, request: GenerateRequest, heard: Callable[[Array], None] | None
+) -> Segment | RecordError:
+    """Raises EngineError."""
+    if heard is not None:
+        return await member.calls.stream(request, heard)
+    (reply,) = await member.calls.ask([request])
+    return reply
 
 
 def _nothing(request: GenerateRequest, turns: EpisodeTurns) -> Segment:

@@ -4,6 +4,10 @@ Implements `moerl.agents.tool_calls.AnswerParser`.  Make one before the event lo
 import takes seconds.  SGLang's server is not asked: it has no tokenizer, and the text that counts
 is that of the recorded tokens.
 
+Two things differ from SGLang's parsers, whose text can depend on what follows it: reasoning begins
+an answer or there is none, and text in front of a call keeps the white space that it begins with.
+So text can be shown while the rest is sampled.
+
 Read at 0.5.23: srt/function_call/function_call_parser.py, srt/parser/reasoning_parser.py.
 """
 
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moerl.engine import torchvision_fix
 from moerl.errors import ConfigError
@@ -19,10 +23,18 @@ from moerl.grammar import Grammar
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 
 log = logging.getLogger(__name__)
 
 Calls = tuple[tuple[str, str], ...]
+# Formats in which all text in front of a mark is text; of others no text is shown early.
+_MARKED_CALLS = frozenset(
+    ("qwen", "qwen25", "qwen3_coder", "hermes", "glm", "glm45", "glm47", "mimo")
+    + ("deepseekv3", "deepseekv31", "kimi_k2")
+)
+# What `_begun_reasoning` knows of SGLang's detectors; one that has its own is not shown early.
+_METHODS = ("detect_and_parse", "_detect_and_parse_impl", "_find_tool_start")
 
 
 class SglangAnswers:
@@ -37,6 +49,10 @@ class SglangAnswers:
         _check("call_format", call_format, FunctionCallParser.ToolCallParserEnum)
         _check("reasoning_format", reasoning_format, ReasoningParser.DetectorMap)
         self._call_format, self._reasoning_format = call_format, reasoning_format
+        self._call_mark = ""  # behind which no text is shown early; empty: there is no such mark
+        if call_format in _MARKED_CALLS:
+            detector: Any = FunctionCallParser.ToolCallParserEnum[call_format]()
+            self._call_mark = getattr(detector, "bot_token", "") or detector.tool_call_start_token
 
     def parse(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, str, Calls]:
         """Text in which no call can be read stays text, whatever it looks like."""
@@ -48,7 +64,21 @@ class SglangAnswers:
         except Exception as error:  # each format has its own errors, and the policy wrote the text
             log.debug("an answer has a call that SGLang cannot parse: %r", error)
             return reasoning, rest, ()
-        return (reasoning, left, calls) if calls else (reasoning, rest, ())
+        if not calls:
+            return reasoning, rest, ()
+        is_stripped = left and not left[0].isspace()
+        blank = rest[: len(rest) - len(rest.lstrip())] if is_stripped else ""
+        return reasoning, blank + left, calls
+
+    def begun(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, str]:
+        """As `AnswerParser.begun`."""
+        reasoning, rest = self._begun_reasoning(text)
+        if not tools or not self._call_format:
+            return reasoning, rest
+        if not self._call_mark:
+            return reasoning, ""
+        before = rest.partition(self._call_mark)[0]
+        return reasoning, _without_part(before, self._call_mark).rstrip()
 
     def call_grammar(self, tools: Sequence[dict[str, object]]) -> Grammar | None:
         """Of calls as this format writes them; where SGLang would force another one there is none.
@@ -71,8 +101,31 @@ class SglangAnswers:
         if not self._reasoning_format:
             return "", text
         parser = ReasoningParser(self._reasoning_format, stream_reasoning=False)
+        if _is_known(parser.detector) and not _thinks(parser.detector, text):
+            return "", text
         reasoning, rest = parser.parse_non_stream(text)
         return reasoning or "", rest or ""
+
+    def _begun_reasoning(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what follows it."""
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        if not self._reasoning_format:
+            return "", text
+        detector = ReasoningParser(self._reasoning_format, stream_reasoning=False).detector
+        if not _is_known(detector):
+            return "", ""
+        start = detector.think_start_token + detector.think_start_self_label
+        if not (_thinks(detector, text) or start.startswith(text.lstrip())):
+            return "", text
+        while text.startswith(start):
+            text = text[len(start) :]
+        if start.startswith(text.lstrip()):
+            return "", ""
+        reasoning, end, rest = text.partition(detector.think_end_token)
+        if end:
+            return reasoning, rest
+        return _without_calls(detector, reasoning), ""
 
     def _calls(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, Calls]:
         parser = self._parser(tools)
@@ -87,6 +140,36 @@ class SglangAnswers:
 
         offered = [Tool.model_validate(_without_nulls(tool)) for tool in tools]
         return FunctionCallParser(offered, self._call_format)
+
+
+def _is_known(detector: BaseReasoningFormatDetector) -> bool:
+    """Whether it finds reasoning as most of SGLang's do."""
+    from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
+
+    own = (getattr(type(detector), name, None) for name in _METHODS)
+    base = (getattr(BaseReasoningFormatDetector, name) for name in _METHODS)
+    return list(own) == list(base) and not detector._force_nonempty_content
+
+
+def _thinks(detector: BaseReasoningFormatDetector, text: str) -> bool:
+    is_forced = bool(detector.force_reasoning)
+    return is_forced or text.lstrip().startswith(detector.think_start_token)
+
+
+def _without_calls(detector: BaseReasoningFormatDetector, reasoning: str) -> str:
+    """Of reasoning that has no end yet: a call may end it, or the mark of which a part is there."""
+    call = detector._find_tool_start(reasoning)
+    if call >= 0:
+        return reasoning[:call]
+    marks = (detector.think_end_token, detector.tool_start_token or "")
+    return min((_without_part(reasoning, mark) for mark in marks), key=len)
+
+
+def _without_part(text: str, mark: str) -> str:
+    """The text without what may be the beginning of the mark, at its end."""
+    from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
+
+    return text[: len(text) - BaseReasoningFormatDetector._ends_with_partial_token(text, mark)]
 
 
 def _without_nulls(tool: dict[str, object]) -> dict[str, object]:

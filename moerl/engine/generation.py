@@ -25,7 +25,7 @@ from moerl.engine import grammars, in_flight, reply_parser
 from moerl.engine.health import EngineHealth
 from moerl.engine.record_files import FIELD, RecordReader
 from moerl.engine.reply_parser import InFlight, Records, Reply, SharedPrompts
-from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
+from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest, is_part
 from moerl.engine.weight_updates import Updates
 from moerl.errors import BlobError, EngineError, RecordError
 from moerl.records.blob_store import BlobStore
@@ -47,9 +47,13 @@ from moerl.types import (
 )
 
 _FEW_ROWS = 256  # of a record: at 48 layers a millisecond
+# Each part of a stream has all tokens so far, so long answers come in parts of more tokens: at most
+# _PARTS of them, and the bytes of all are at most _PARTS / 2 times those of the answer.
+_PARTS, _PART = 256, 8
 
 Seal = Callable[[int, dict[str, Any]], Coroutine[Any, Any, None]]  # place of the request, reply
 Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
+Tell = Callable[[GenerateRequest, Array], None]
 
 
 class Generation:
@@ -87,14 +91,18 @@ class Generation:
         """A new controller takes over: requests of the earlier one end with an error."""
         self._askers += 1
 
-    async def run(self, requests: Sequence[GenerateRequest], done: Done) -> None:
-        """done: receives each reply once, as soon as it is there."""
+    async def run(self, requests: Sequence[GenerateRequest], done: Done, tell: Tell) -> None:
+        """done: receives each reply once, as soon as it is there.
+
+        tell: receives the tokens so far of requests that stream, now and then before their reply.
+        """
         calls: dict[int, list[GenerateRequest]] = {}
         for request in requests:
             self._shared.expect(request)
             calls.setdefault(reply_parser.first_row(request), []).append(request)
         asker = self._askers
-        tasks = [asyncio.create_task(self._call(call, asker, done)) for call in calls.values()]
+        work = (self._call(call, asker, done, tell) for call in calls.values())
+        tasks = list(map(asyncio.create_task, work))
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -113,7 +121,9 @@ class Generation:
             ids = [self._sent[name] for name in wanted & self._sent.keys()]
             await asyncio.gather(*map(self._alive().abort, ids))
 
-    async def _call(self, requests: list[GenerateRequest], asker: int, done: Done) -> None:
+    async def _call(
+        self, requests: list[GenerateRequest], asker: int, done: Done, tell: Tell
+    ) -> None:
         """Run one batch; a batch that the server refuses as a whole is sent one by one."""
         left = {request.name: request for request in requests}
 
@@ -124,12 +134,12 @@ class Generation:
 
         try:
             await self._admitted(left, finish)
-            await self._send(list(left.values()), asker, finish)
+            await self._send(list(left.values()), asker, finish, tell)
         except BadRequest as error:
             if len(left) > 1:
                 alone = list(left.values())
                 left.clear()
-                await asyncio.gather(*(self._call([one], asker, done) for one in alone))
+                await asyncio.gather(*(self._call([one], asker, done, tell) for one in alone))
             for request in list(left.values()):
                 reason = "engine" if isinstance(error, FailedRequest) else "request"
                 told = RecordError(reason, f"{request.rollout_id}: {error}")
@@ -159,7 +169,9 @@ class Generation:
         )
         return self._piece(reply, request, self._updates.version, now, now)
 
-    async def _send(self, requests: list[GenerateRequest], asker: int, finish: Done) -> None:
+    async def _send(
+        self, requests: list[GenerateRequest], asker: int, finish: Done, tell: Tell
+    ) -> None:
         if not requests:
             return
         self._expect(asker)
@@ -187,7 +199,8 @@ class Generation:
         records.expect(ids.values())
         self._health.enter(len(requests))
         try:
-            await self._exchange(self._body(requests, list(ids.values())), seal)
+            body = self._body(requests, list(ids.values()))
+            await self._exchange(body, seal, lambda place, ids: tell(requests[place], ids))
         finally:
             for name in ids:
                 self._sent.pop(name, None)
@@ -203,14 +216,19 @@ class Generation:
             version=str(version),
         )
 
-    async def _exchange(self, body: dict[str, Any], seal: Seal) -> None:
+    async def _exchange(
+        self, body: dict[str, Any], seal: Seal, tell: Callable[[int, Array], None]
+    ) -> None:
         """Run one batch on the server; each reply is sealed while the others run."""
         failure: EngineError | None = None
         try:
             async with asyncio.TaskGroup() as replies:
 
                 def took(place: int, reply: dict[str, Any]) -> None:
-                    replies.create_task(seal(place, reply))
+                    if "stream_interval" in body["sampling_params"][place] and is_part(reply):
+                        tell(place, np.asarray(reply.get("output_ids", ()), np.int32))
+                    else:
+                        replies.create_task(seal(place, reply))
 
                 try:
                     await self._health.guard(self._alive().generate(body, took))
@@ -227,7 +245,8 @@ class Generation:
             "rid": list(ids),
             "input_ids": [request.token_ids.tolist() for request in requests],
             "sampling_params": [
-                _sampling(request.sampling) | _grammar(request) for request in requests
+                _sampling(request.sampling) | _grammar(request) | _parts(request)
+                for request in requests
             ],
             "return_logprob": [not truncated for truncated in truncates],
             "logprob_start_len": -1,
@@ -422,6 +441,13 @@ def _grammar(request: GenerateRequest) -> dict[str, Any]:
     if grammar is None:
         return {}
     return {grammar.kind: grammar.text, "custom_params": {grammars.SAMPLED: request.num_sampled}}
+
+
+def _parts(request: GenerateRequest) -> dict[str, Any]:
+    """After how many tokens a request that streams tells them."""
+    if not request.streams:
+        return {}
+    return {"stream_interval": max(_PART, request.sampling.max_new_tokens // _PARTS)}
 
 
 def _decode(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
 from moerl.types import (
+    Array,
     GenerateRequest,
     ModelShape,
     PolicyVersion,
@@ -228,7 +229,8 @@ class EngineHost:
 
         During a weight update they wait, and are then sent to the new version.
         """
-        task = asyncio.create_task(self._generation.run(requests, self._deliver))
+        work = self._generation.run(requests, self._deliver, self._tell)
+        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
@@ -236,6 +238,9 @@ class EngineHost:
         self, request: GenerateRequest, reply: Segment | RecordError | EngineError
     ) -> None:
         self._mailbox.put(request.name, reply)
+
+    def _tell(self, request: GenerateRequest, output_ids: Array) -> None:
+        self._mailbox.tell(request.name, output_ids)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -254,11 +259,14 @@ class EngineHost:
         """
         await self._in_time(self._generation.abort(names), "abort")
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], heard: Callable[[Array], None] | None = None
+    ) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails, and ends the rest.
 
         A record that breaks the contract is returned as its RecordError, without effect on the
         others.
+        heard: the tokens so far of the request that streams.
         """
         replies: dict[str, Segment | RecordError] = {}
 
@@ -267,8 +275,19 @@ class EngineHost:
                 raise reply
             replies[request.name] = reply
 
-        await self._generation.run(requests, take)
+        def tell(request: GenerateRequest, output_ids: Array) -> None:
+            if heard is not None:
+                heard(output_ids)
+
+        await self._generation.run(requests, take, tell)
         return [replies[request.name] for request in requests]
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        """As `TurnEngine.stream`."""
+        (reply,) = await self.generate([request], heard)
+        return reply
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         """A new controller takes over: end the calls of the previous one and seal none of them.

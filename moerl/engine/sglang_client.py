@@ -78,10 +78,12 @@ class EngineClient:
         """One batch (`input_ids` is a list of lists), streamed: each reply comes when it ended.
 
         Short answers end nearly together: they come in one piece, which costs the server less CPU.
-        took(place, reply): receives each reply once, with the place of its request.
+        took(place, reply): receives each reply once, with the place of its request; before it, of a
+        request that has a `stream_interval`, parts with the tokens so far (`is_part`).
         Raises BadRequest when the server refuses the batch, EngineError otherwise.
         """
-        if all(params["max_new_tokens"] <= _SHORT for params in body["sampling_params"]):
+        given = body["sampling_params"]
+        if all(p["max_new_tokens"] <= _SHORT and "stream_interval" not in p for p in given):
             replies = await self._post("/generate", body)
             wanted = len(body["rid"])
             if not isinstance(replies, list) or len(replies) != wanted:
@@ -93,15 +95,19 @@ class EngineClient:
         left = set(range(len(body["rid"])))
         streamed = body | {
             "stream": True,  # of the whole batch: no pieces of a reply, but for its first token
-            "sampling_params": [p | {"stream_interval": _WHOLE} for p in body["sampling_params"]],
+            "sampling_params": [{"stream_interval": _WHOLE} | params for params in given],
         }
         try:
             async with self._ask_for("POST", "/generate", streamed) as answer:
                 async for event in _events(answer.content):
-                    ended = _place(event, len(body["rid"]))
-                    if ended is not None and ended in left:
-                        left.discard(ended)
-                        took(ended, event)
+                    place = _place(event, len(body["rid"]))
+                    if place not in left:
+                        continue
+                    if not is_part(event):
+                        left.discard(place)
+                        took(place, event)
+                    elif "stream_interval" in given[place]:
+                        took(place, event)
         except _BROKEN as error:
             what = str(error) or type(error).__name__
             raise EngineError(f"engine /generate broke off: {what}") from error
@@ -203,11 +209,14 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
         raise EngineError(f"engine /generate: it ends within a reply: {bytes(rest[:100])!r}")
 
 
-def _place(event: Any, count: int) -> int | None:
-    """Place of the request that ended; None for the first token of one.
+def is_part(reply: Any) -> bool:
+    """Whether the request goes on, and these are its tokens so far."""
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    return isinstance(meta, dict) and "finish_reason" in meta and meta["finish_reason"] is None
 
-    Raises BadRequest when the server says that it refuses the batch.
-    """
+
+def _place(event: Any, count: int) -> int:
+    """Place of the request.  Raises BadRequest when the server says that it refuses the batch."""
     if not isinstance(event, dict):
         raise EngineError(f"engine /generate: an event is a {type(event).__name__}, want a reply")
     if "error" in event:
@@ -215,9 +224,7 @@ def _place(event: Any, count: int) -> int | None:
     place = event.get("index")
     if not isinstance(place, int) or not 0 <= place < count:
         raise EngineError(f"engine /generate: a reply to request {place} of {count}")
-    meta = event.get("meta_info")
-    is_part = isinstance(meta, dict) and "finish_reason" in meta and meta["finish_reason"] is None
-    return None if is_part else place
+    return place
 
 
 def _json(path: str, data: bytes) -> Any:

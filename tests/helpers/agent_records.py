@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,10 +40,20 @@ class Tap:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         replies = await self.world.host.generate(requests)
         for reply in replies:
-            assert isinstance(reply, Segment), reply
-            for piece in reply.pieces:
-                self.sampled[reply.rollout_id] += piece.output_ids.tolist()
+            self._note(reply)
         return replies
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[np.ndarray], None]
+    ) -> Segment | RecordError:
+        reply = await self.world.host.stream(request, heard)
+        self._note(reply)
+        return reply
+
+    def _note(self, reply: Segment | RecordError) -> None:
+        assert isinstance(reply, Segment), reply
+        for piece in reply.pieces:
+            self.sampled[reply.rollout_id] += piece.output_ids.tolist()
 
     async def abort(self, names: Sequence[str]) -> None:
         await self.world.host.abort(names)
@@ -79,11 +89,16 @@ async def update(world: World, wait_s: float) -> None:
 
     wait_s: from the first prefill on.
     """
-    health, server, seen = world.host._health, world.host._client, world.prefills()
-    assert server is not None
+    seen = world.prefills()
     while world.prefills() <= seen:
         await asyncio.sleep(0.02)
     await asyncio.sleep(wait_s)
+    await update_now(world)
+
+
+async def update_now(world: World) -> None:
+    health, server = world.host._health, world.host._client
+    assert server is not None
     health.admit.clear()
     while not health.idle.is_set():
         await server.abort_all()

@@ -50,6 +50,9 @@ class Counting:
     async def has_no_form(self) -> Observation:
         return Observation([{1: 2}])  # type: ignore[dict-item]
 
+    async def held_out(self) -> Observation:
+        return Observation([{"role": "user", "content": str(self.start.held_out)}])
+
     async def waits(self) -> Observation:
         await asyncio.sleep(1000)
         raise AssertionError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,8 @@ class ScriptedEngine:
 
     interrupt_at: the next calls end as aborted after so many tokens, each under a new version.
     hangs: calls wait until they are aborted.
+    tells: of a request that streams, after how many tokens it tells them; `told` waits there for
+    `goes_on`.
     """
 
     answers: deque[list[int]] = field(default_factory=deque)
@@ -29,6 +31,10 @@ class ScriptedEngine:
     hangs: bool = False
     fails: Exception | None = None
     version: int = 0
+    tells: int = 1
+    goes_on: asyncio.Event | None = None  # None: it never waits
+    told: list[int] = field(default_factory=list)  # number of tokens, each time
+    loses: int = 0  # tokens that were told and are not in the reply
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     _rest: dict[str, list[int]] = field(default_factory=dict)  # of interrupted turns
@@ -41,6 +47,35 @@ class ScriptedEngine:
         self, requests: Sequence[GenerateRequest]
     ) -> Sequence[Segment | RecordError]:
         return [await self._reply(request) for request in requests]
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[np.ndarray], None]
+    ) -> Segment | RecordError:
+        assert request.streams
+        reply = await self._reply(request)
+        if not isinstance(reply, Segment):
+            return reply
+        for count in range(self.tells, len(reply.output_ids), self.tells):
+            self.told.append(count)
+            heard(reply.output_ids[:count])
+            await asyncio.sleep(0)
+            if self.goes_on is not None:
+                await self._wait(request)
+        if self.loses:
+            kept, self.loses = len(reply.output_ids) - self.loses, 0
+            self._rest[request.rollout_id] = reply.output_ids[kept:].tolist()
+            return replace(reply, output_ids=reply.output_ids[:kept], finish=Finish.ABORT)
+        return reply
+
+    async def _wait(self, request: GenerateRequest) -> None:
+        """Until it goes on, or the request is aborted."""
+        assert self.goes_on is not None
+        self._ends[request.name] = asyncio.Event()
+        waits = [self.goes_on.wait(), self._ends[request.name].wait()]
+        tasks = list(map(asyncio.ensure_future, waits))
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     async def abort(self, names: Sequence[str]) -> None:
         self.aborted += names

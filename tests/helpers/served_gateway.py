@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 
 from moerl.agents.chat_messages import Json
@@ -18,6 +19,7 @@ from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
 from moerl.agents.other_models import OtherModels
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
+from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
 from moerl.grammar import Grammar
 from moerl.types import SamplingParams
@@ -44,6 +46,9 @@ class MarkedCalls:
             return "", text, ()
         body = json.loads(rest.partition("</tool_call>")[0])
         return "thought", before, ((body["name"], json.dumps(body["arguments"])),)
+
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        return ("", "") if tools else ("", text)
 
     def call_grammar(self, tools: Sequence[Json]) -> Grammar:
         return Grammar("structural_tag", " ".join(tool["function"]["name"] for tool in tools))
@@ -79,15 +84,17 @@ async def serve(
     sampling: SamplingParams = SAMPLING,
     no_grammar: str = "",
     models: Mapping[str, OtherModelConfig] | None = None,
+    parser: AnswerParser | None = None,
+    tokens: PromptTokens = TOKENS,
     **endpoint: Any,
 ) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     engine.say(*answers)
     policy = Policy(
         engine,
-        TOKENS,
-        StopFinder(TOKENS),
-        MarkedCalls(),
+        tokens,
+        StopFinder(tokens),
+        parser or MarkedCalls(),
         sampling,
         logprobs=lambda rollout: rollout.logprobs,
         no_grammar=no_grammar,
@@ -109,3 +116,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 def ids(text: str) -> list[int]:
     return TOKENS.encode(text).tolist()
+
+
+def anthropic_client(served: Served) -> anthropic.AsyncAnthropic:
+    url = served.gateway.base_url("e").removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=url, api_key=served.episode.key, max_retries=0)

@@ -69,9 +69,9 @@ def with_pool(task: TaskConfig, work: Callable[[EnvironmentPool], Awaitable[T]])
     return found
 
 
-async def begun(pool: EnvironmentPool, name: str) -> OpenEnvironment:
+async def begun(pool: EnvironmentPool, name: str, *, held_out: bool = False) -> OpenEnvironment:
     environment = await pool.open(name)
-    seen = await environment.reset(StartFields(name, "p", list(START)))
+    seen = await environment.reset(StartFields(name, "p", list(START), held_out=held_out))
     assert seen.messages == START
     return environment
 
@@ -99,6 +99,15 @@ def test_one_worker_holds_many_episodes_without_the_secrets_of_the_run(
     pid, opened, secret = first.split(" ")
     assert (opened, secret, last.split(" ")[1]) == ("300", "", "100")
     assert int(pid) != os.getpid()
+
+
+def test_a_worker_tells_an_environment_that_its_episode_is_held_out() -> None:
+    async def work(pool: EnvironmentPool) -> list[Observation | EpisodeEnd]:
+        opened = [await begun(pool, "0.0"), await begun(pool, "eval-0.0", held_out=True)]
+        return [await one.step(PolicyAnswer("held_out")) for one in opened]
+
+    said = with_pool(task_of(COUNTING), work)
+    assert said == [Observation([{"role": "user", "content": t}]) for t in ("False", "True")]
 
 
 def test_what_an_environment_does_wrong_costs_its_own_episode() -> None:
@@ -251,6 +260,7 @@ class Server:
 
     left: dict[str, int] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
+    held_out: dict[str, bool] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.Response:
         route, given = request.path.rpartition("/")[2], await request.json()
@@ -260,6 +270,7 @@ class Server:
             return web.Response(status=404)
         if route == "reset":
             self.left[episode] = 3
+            self.held_out[episode] = given["held_out"]
             return self.state(episode, None)
         fault = given["action"]["message"]
         if fault == "status":
@@ -303,8 +314,9 @@ def test_an_http_environment_and_what_its_server_does_wrong() -> None:
 
     async def plays(pool: EnvironmentPool) -> None:
         environment = await pool.open("0.0")
-        seen = await environment.reset(StartFields("0.0", "p", list(START)))
+        seen = await environment.reset(StartFields("0.0", "p", list(START), held_out=True))
         assert seen.messages == [{"role": "user", "content": "p\n\n3 left"}]
+        assert server.held_out == {"0.0": True}
         for left in (2, 1):
             step = await environment.step(PolicyAnswer("down"))
             expected = [{"role": "user", "content": f"{left} left"}]
@@ -347,6 +359,7 @@ class Here:
     fails: dict[str, EpisodeFailed] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    held_out: dict[str, bool] = field(default_factory=dict)
 
     async def start(self) -> None: ...
 
@@ -368,7 +381,7 @@ class _Here:
         return {"tool/calls": 2.0}
 
     async def reset(self, start: StartFields) -> Observation:
-        self.start = start
+        self.pool.held_out[self.name] = start.held_out
         return Observation(start.messages)
 
     async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
@@ -418,6 +431,24 @@ def test_turns_of_an_environment_are_one_chain_and_its_rewards_add_up() -> None:
     assert pool.closed == ["7.1"]
     (scored,) = play(task_of("a:B", reward="task"), Here(), ["7.1"])
     assert (scored.failure, scored.own_score) == ("", None), "task.reward scores it"
+
+
+def test_an_environment_is_told_that_its_episode_is_held_out() -> None:
+    pool = Here(steps=1)
+
+    async def body() -> None:
+        engine = ScriptedEngine()
+        engine.say(*[[SIZE - 1] * 4 for _ in range(2)])
+        episodes = runner(task_of("a:B"), pool)
+        await episodes.start(engine)
+        try:
+            await episodes.play("7.1", PROMPT)
+            await episodes.play("eval-0.1", PROMPT, SamplingParams(4, stop_token_ids=(END,)))
+        finally:
+            await episodes.close()
+
+    asyncio.run(body())
+    assert pool.held_out == {"7.1": False, "eval-0.1": True}
 
 
 def test_an_episode_ends_at_its_limits_with_the_rewards_so_far() -> None:

@@ -14,17 +14,12 @@ from moerl.agents import event_streams
 from moerl.agents.anthropic_messages import MessagesRequest
 from moerl.errors import EngineError
 from tests.helpers.chat_tokenizer import END
-from tests.helpers.served_gateway import ADD, CALL, HELLO, Served, ids, run, serve
+from tests.helpers.served_gateway import ADD, CALL, HELLO, Served, anthropic_client, ids, run, serve
 
 SCHEMA: Any = ADD["function"]["parameters"]
 TOOL: Any = {"name": "add", "input_schema": SCHEMA}
 FUNCTION: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}
 LOOP = ([*ids("so "), CALL, END], [*ids("14"), END])
-
-
-def anthropic_client(served: Served) -> anthropic.AsyncAnthropic:
-    url = served.gateway.base_url("e").removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=url, api_key=served.episode.key, max_retries=0)
 
 
 async def check_one_branch(served: Served) -> None:

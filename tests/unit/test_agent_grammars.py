@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import xgrammar
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.constrained.grammar_manager import GrammarManager
 
 from moerl.agents.agent_loop import no_grammar
 from moerl.config.task_programs import AgentConfig
@@ -170,6 +173,11 @@ class Matcher:
         if not self.matcher.accept_token(token):
             raise ValueError(f"token {token} is not allowed")
 
+    def copy(self) -> Matcher:
+        return Matcher(self.compiled)
+
+    def maybe_init_reasoning(self, reasoning: bool) -> None: ...
+
     def allowed(self) -> set[int]:
         bits = xgrammar.allocate_token_bitmask(1, SIZE)
         self.matcher.fill_next_token_bitmask(bits)
@@ -209,15 +217,19 @@ def admitted(manager: Manager, regex: str, ids_: list[int], sampled: int) -> Any
         custom_params={grammars.SAMPLED: sampled},
     )  # fmt: skip
     req = SimpleNamespace(
-        sampling_params=params, origin_input_ids=array("q", ids_), routed_experts_start_len=7
+        sampling_params=params,
+        origin_input_ids=array("q", ids_),
+        routed_experts_start_len=7,
+        require_reasoning=False,
     )
     req.failed = ""
 
     def abort(message: str) -> None:
         req.failed, req.grammar = message, None
+        req.to_finish = SimpleNamespace(message=message)
 
     req.set_finish_with_abort = abort
-    assert grammars.admit(Manager.process, manager, req) is False, "nothing waits in a queue"
+    assert grammars.admit(type(manager).process, manager, req) is False, "nothing waits in a queue"
     assert not manager.grammar_queue
     return req
 
@@ -243,6 +255,53 @@ def test_tokens_that_the_grammar_does_not_allow_end_the_request() -> None:
 
 def test_a_pattern_that_does_not_compile_ends_the_request_not_the_engine() -> None:
     assert "parenthesis" in admitted(Manager(), "(a", ids("p"), 0).failed
+
+
+class SlowManager(Manager):
+    """SGLang's own manager, and its backend: a thread compiles, and patterns with `z` take long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        backend = BaseGrammarBackend()
+        backend._init_value_dispatch = self._compiled  # type: ignore[method-assign]
+        self.sglang = GrammarManager.__new__(GrammarManager)
+        self.sglang.grammar_backend, self.sglang.grammar_queue = backend, self.grammar_queue
+        self.sglang.grammar_sync_size, self.grammar_backend = 1, backend  # type: ignore[assignment]
+
+    def _compiled(self, key: tuple[str, str], require_reasoning: bool) -> Any:
+        if "z" in key[1]:
+            self.may_end.wait()
+        return Matcher(self._compiler.compile_regex(key[1]))
+
+    def process(self, req: Any) -> bool:
+        return bool(self.sglang.process_req_with_grammar(req))
+
+
+def allowed(regex: str) -> set[int]:
+    found: set[int] = admitted(Manager(), regex, ids("p"), 0).grammar.allowed()
+    return found
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused_and_the_next_request_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "_COMPILE_S", 0.05)
+    manager = SlowManager()
+    try:
+        for _ in range(2):  # the second time it is known, and nothing is compiled
+            req = admitted(manager, "[x-z]{3}", ids("p"), 0)
+            assert req.failed.startswith("the grammar cannot be used: ")
+            assert "it was not compiled in 0.05 s" in req.failed
+            assert req.routed_experts_start_len == 0
+        monkeypatch.setattr(grammars, "_COMPILE_S", 60.0)
+        served = admitted(manager, "[a-c]{3}", ids("p"), 0)  # while the first one still compiles
+        assert served.grammar.allowed() == allowed("[a-c]{3}")
+    finally:
+        manager.may_end.set()
+    manager.sglang.clear()  # as an update of the weights does
+    again = admitted(manager, "[x-z]{3}", ids("p"), 0)
+    assert again.grammar.allowed() == allowed("[x-z]{3}"), "control: with time it is taken"
 
 
 def test_a_request_without_a_grammar_takes_sglangs_path() -> None:

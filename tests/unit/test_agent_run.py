@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.agents.agent_loop import PolicySettings
+from moerl.agents.agent_loop import EngineFar, PolicySettings
 from moerl.agents.agent_process import ProgramEnd, program_of, run_program
 from moerl.agents.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
@@ -25,10 +26,10 @@ from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
 from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.controller import Controller
-from moerl.controller.pooled_turns import EpisodeTurns, PooledTurns
+from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
 from moerl.controller.shown_turns import shown_turns
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import ConfigError
+from moerl.errors import ConfigError, RecordError
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from moerl.types import (
@@ -470,6 +471,55 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
         assert isinstance(reply, Segment)
         assert (len(reply.output_ids), reply.finish) == (0, Finish.ABORT)
         await controller.stop()
+
+    asyncio.run(body())
+
+
+class TellingEngine(StubEngine):
+    """Tells two tokens of requests that stream, and answers when these were heard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = asyncio.Event()
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
+        for one in requests:
+            if one.streams:
+                self.mailbox.tell(one.name, np.asarray([3, 3], np.int32))
+                await self.heard.wait()
+        return await super().generate(requests)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
+    tmp_path: Path, is_pinned: bool
+) -> None:
+    async def body() -> None:
+        engine = TellingEngine()
+        controller, _ = make(tmp_path, engine)
+        controller.context.pool.incarnation = 0
+        turns = PooledTurns(controller.context)
+        if is_pinned:
+            turns.episodes["8.0"] = EpisodeTurns(pin=EnginePin(0, V0))
+        here = asyncio.get_running_loop()
+        found = await asyncio.to_thread(asyncio.run, streamed(EngineFar(turns, here), engine))
+        assert found == [([3, 3], "another thread"), [3, 3, 3, 3]]
+        assert not controller.context.pool.members[0].calls._listeners
+        await controller.stop()
+
+    async def streamed(far: EngineFar, engine: TellingEngine) -> list[Any]:
+        found: list[Any] = []
+        main = threading.main_thread()
+
+        def heard(ids: np.ndarray) -> None:
+            same = threading.current_thread() is main
+            found.append((ids.tolist(), "the controller's" if same else "another thread"))
+            far.loop.call_soon_threadsafe(engine.heard.set)
+
+        reply = await far.stream(replace(request(0), streams=True), heard)
+        assert isinstance(reply, Segment)
+        await far.generate([request(1)])
+        return [*found, reply.output_ids.tolist()]
 
     asyncio.run(body())
 

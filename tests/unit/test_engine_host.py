@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +239,12 @@ def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> N
     asyncio.run(body())
 
 
-def test_replies_are_taken_as_they_come() -> None:
-    """Over a real socket, cut anywhere; the first token of a reply is not taken for the reply."""
+@pytest.mark.parametrize("streams", [False, True])
+def test_replies_are_taken_as_they_come(streams: bool) -> None:
+    """Over a real socket, cut anywhere; the first token of a reply is not taken for the reply.
+
+    A part is taken where it was asked for.
+    """
     part = b'data: {"index": 0, "meta_info": {"finish_reason": null}}\n\n'
     whole = (
         b'data: {"index": 1, "meta_info": {"finish_reason": {"type": "stop"}}, "text": "%s"}\n\n'
@@ -267,18 +272,53 @@ def test_replies_are_taken_as_they_come() -> None:
         taken: list[tuple[int, int]] = []
 
         def take(place: int, reply: dict[str, Any]) -> None:
-            taken.append((place, len(reply["text"])))
+            taken.append((place, len(reply.get("text", ""))))
             go_on.set()
 
         try:
-            asked = {"rid": ["a", "b"], "sampling_params": LONG}
+            given = [LONG[0] | ({"stream_interval": 8} if streams else {}), LONG[1]]
+            asked = {"rid": ["a", "b"], "sampling_params": given}
             await asyncio.wait_for(client.generate(asked, take), 10)
-            assert taken == [(1, 300_000), (0, 0)]
+            assert taken == [*([(0, 0)] if streams else []), (1, 300_000), (0, 0)]
         finally:
             await client.close()
             server.close()
 
     asyncio.run(body())
+
+
+def test_tokens_of_a_request_that_streams_come_before_its_reply(play: Any) -> None:
+    async def scenario(host: EngineHost) -> None:
+        client, seen = script(host), asyncio.Event()
+
+        async def generate(body: dict[str, Any], took: Any) -> None:
+            replies = await client.all_replies(body)
+            for place in range(len(replies)):
+                took(place, {"output_ids": [7, 8], "meta_info": {"finish_reason": None}})
+            await seen.wait()
+            for place, reply in enumerate(replies):
+                took(place, reply)
+
+        client.generate = generate
+        await host.submit([replace(ask("1.0"), streams=True)])
+        first = await host.collect()
+        assert [(name, ids.tolist()) for name, ids in first.partial] == [("1.0-s0", [7, 8])]
+        assert not first.replies
+        seen.set()
+        (reply,) = (await host.collect()).replies
+        assert (reply[0], type(reply[1])) == ("1.0-s0", Segment)
+        intervals = [body["sampling_params"][0].get("stream_interval") for body in client.calls]
+        assert intervals == [8]
+
+    play(scenario)
+
+
+def test_long_answers_come_in_parts_of_more_tokens() -> None:
+    """Each part has all tokens so far, so the number of parts is bounded."""
+    for most, interval in ((40, 8), (4096, 16), (65536, 256)):
+        asked = replace(ask("1.0"), sampling=SamplingParams(most), streams=True)
+        assert generation._parts(asked) == {"stream_interval": interval}
+    assert generation._parts(ask("1.0")) == {}
 
 
 def test_replies_are_handed_back_one_by_one(play: Any) -> None:
