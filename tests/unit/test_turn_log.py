@@ -37,6 +37,7 @@ from moerl.types import (
     Array,
     Finish,
     GenerateRequest,
+    GraphTurn,
     ModelShape,
     PolicyVersion,
     Prompt,
@@ -153,7 +154,9 @@ def test_finished_turns_are_given_out_and_the_open_one_is_sampled_again(
             assert len(engine.requests) == asked + 1
             assert two.counts == (2, 8, 0)
             turns = two.turns.episodes["8.0.r1-0"]
-            assert (turns.oldest, turns.newest) == (V0, V0), "the rules of staleness see them"
+            assert set(turns.oldest.values()) == {turns.newest} == {V0}, (
+                "the rules of staleness see them"
+            )
         async with life(tmp_path, engine, trainer_alive=True) as three:
             assert same(await three.ask([1, 2]), first), "of two controllers before"
             assert not same(await three.ask([9, 9], sibling=1), first)
@@ -594,7 +597,7 @@ class ThreeTurns(FakeRunner):
         self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
     ) -> PlayedEpisode:
         sibling = int(name.split(".")[1])
-        ids, turns = [*prompt.token_ids, sibling], list[PlayedTurn]()
+        ids, turns, graph = [*prompt.token_ids, sibling], list[PlayedTurn](), list[GraphTurn]()
         for number in range(3):
             partial = PartialRollout(
                 f"{name}.t{number}",
@@ -607,9 +610,13 @@ class ThreeTurns(FakeRunner):
                 (reply,) = await self.engine.generate([partial.request()])
                 assert isinstance(reply, Segment)
                 partial.add(reply)
-            turns.append(PlayedTurn(partial.turn(), number - 1 if number else None))
+            turn = PlayedTurn(partial.turn(), number - 1 if number else None)
+            parent = graph[-1].name if graph else ""
+            graph.append(turn.sampled.in_graph(partial.rollout_id, parent))
+            turns.append(turn)
             ids += [*map(int, partial.output_ids), 5]
-        return PlayedEpisode(name, prompt, tuple(turns), own_score=Score(float(sibling)))
+        score = Score(float(sibling))
+        return PlayedEpisode(name, prompt, tuple(turns), own_score=score, graph=tuple(graph))
 
     def end(self, name: str) -> None: ...
 
