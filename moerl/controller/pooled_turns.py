@@ -89,7 +89,7 @@ class PooledTurns:
     def __init__(self, context: Context) -> None:
         self._pool, self._tasks = context.pool, context.tasks
         self._step_metrics, self._buffer = context.step_metrics, context.buffer
-        self._log, self._blobs = context.services.journal.turns, context.services.blobs
+        self._turn_log, self._blobs = context.services.journal.turns, context.services.blobs
         self._history = context.lineage
         self._ends_run = not context.config.supervision.max_restarts
         self.episodes: dict[str, EpisodeTurns] = {}
@@ -172,14 +172,14 @@ class PooledTurns:
             turns.add(reply)
             self._count(request, reply)
             if reply.num_sampled and request.name not in self._withdrawn:
-                self._log.add(request, reply)
+                self._turn_log.add(request, reply)
         return reply
 
     async def _known(self, request: GenerateRequest) -> Segment | None:
         """The reply that an earlier controller got, renamed for this episode."""
-        while (reply := self._log.take(request)) is not None:
+        while (reply := self._turn_log.take(request)) is not None:
             if self._is_of_history(reply) and await asyncio.to_thread(self._is_whole, reply):
-                self._log.adopt(reply)
+                self._turn_log.adopt(reply)
                 self._step_metrics.turn_replayed(reply.num_sampled)
                 pieces = [replace(p, rollout_id=request.rollout_id, rest=()) for p in reply.pieces]
                 return replace(pieces[0], rest=tuple(pieces[1:]))

@@ -85,7 +85,9 @@ class TurnLog:
             (self.lost,) = self._query("select count(*) from replies").fetchone()
             if answer != "ok" or ended is None:
                 raise sqlite3.DatabaseError("the journal has damage" if answer == "ok" else answer)
-            self._read_all()
+            kept = self._read_all()
+            self.lost -= kept
+            log.info("%d turns of open episodes are kept, %d lost", kept, self.lost)
         except sqlite3.Error as error:
             log.error("turns of open episodes are sampled again, without %s: %s", self._path, error)
             self._start_again()
@@ -166,7 +168,9 @@ class TurnLog:
             earlier.uris -= blob_uris(reply)
 
     # --- plumbing ---------------------------------------------------------------------------------
-    def _read_all(self) -> None:
+    def _read_all(self) -> int:
+        """Number of replies that may be given out."""
+        kept = 0
         for number, *row in self._query(
             "select id, group_id, episode, request, body, digest from replies order by id"
         ):
@@ -175,10 +179,11 @@ class TurnLog:
             if (reply := _decoded(tuple(row))) is None:
                 log.error("a turn of group %s does not match its digest", group_id)
                 continue
-            self.lost -= 1
+            kept += 1
             earlier = self._earlier.setdefault(group_id, _EarlierReplies())
             earlier.rows.setdefault((episode, request), []).append(number)
             earlier.uris |= blob_uris(reply)
+        return kept
 
     def _open(self) -> None:
         self._db = sqlite3.connect(self._path, isolation_level=None)
