@@ -2,7 +2,9 @@
 
 By default a commit aborts the running requests one by one through /abort_request and waits for
 their partial output; with rollout.in_flight_mode in_place or retract they run through it
-(`moerl.engine.in_flight`).  Rejected: SGLang's engine-wide pause, which polls once a second.
+(`moerl.engine.in_flight`).  With adapter slots a commit adds an adapter and running requests end
+under theirs (`moerl.engine.adapter_slots`).  Rejected: SGLang's engine-wide pause, which polls once
+a second.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from moerl.engine import in_flight
+from moerl.engine.adapter_slots import AdapterSlots
 from moerl.engine.health import EngineHealth
 from moerl.engine.node_span import Follower
 from moerl.engine.sglang_client import EngineClient
@@ -58,11 +62,14 @@ class Updates:
         tracer: Tracer,
         *,
         mode: str,
+        slots: AdapterSlots | None = None,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """mode: of `moerl.engine.in_flight`; followers: the engine's other nodes."""
+        """mode: of `moerl.engine.in_flight`; slots: versions are adapters; followers: the engine's
+        other nodes.
+        """
         self._health, self._tracer, self._followers = health, tracer, followers
-        self.mode = mode
+        self.mode, self.slots = mode, slots
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
@@ -77,6 +84,8 @@ class Updates:
         """A new server that serves `version`."""
         self._server, self._client = server, client
         self.version, self.served = version, [version]
+        if self.slots is not None:
+            self.slots.clear()
 
     def detach(self) -> None:
         """Forget the server, which is being stopped."""
@@ -167,6 +176,9 @@ class Updates:
             raise self._health.failure()
         start_s, was_admitting = time.time(), self._health.cause is None
         mode = self.mode if was_admitting else ""
+        if self.slots is not None:
+            mode = in_flight.ADAPTER
+            await self._health.guard(self.slots.make_room(client, message.timeout_s))
         self.aborted = 0
         if not mode:
             self._health.admit.clear()
@@ -197,6 +209,8 @@ class Updates:
             raise
         finally:
             self.attempt = None
+        if self.slots is not None:
+            self.slots.add(message.version)
         self._health.reopen()
         self.version = message.version
         end_s = time.time()
