@@ -98,7 +98,8 @@ def _check_slots(config: Config) -> None:
 
 
 def _check_sending(config: Config) -> None:
-    """Each engine rank merges for itself, from the weights that it loaded."""
+    """Each engine rank uses the factors for itself, beside the weights that it loaded."""
+    slots = config.lora.serves_adapters
     wanted = _DTYPES[config.trainer.dtype]
     refused = (
         (
@@ -113,9 +114,12 @@ def _check_sending(config: Config) -> None:
         ),
         (
             "quantization" in config.engine.args,
-            "engines with quantised weights cannot merge factors",
+            "quantised weights were not tried below adapters"
+            if slots
+            else "engines with quantised weights cannot merge factors",
         ),
     )
     for holds, reason in refused:
         if holds:
-            raise ConfigError("lora.send", config.lora.send, f"{reason}, or use weights")
+            other = "set lora.delivery = merged" if slots else "use weights"
+            raise ConfigError("lora.send", config.lora.send, f"{reason}, or {other}")

@@ -8,8 +8,9 @@ weights one tensor at a time, and COMMIT computes them once more into the live o
 needs no second copy of what it serves beside W0.
 
 `SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
-whole factors and SGLang cuts them.  VERIFY digests W0; COMMIT reads the slot back and compares it
-with the factors by the layout tables: SGLang answers success before it has looked at a shape.
+whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back
+and compares it with the factors by the layout tables: SGLang answers success before it has looked
+at a shape.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Receiver:
         if extra:
             raise EngineError(f"{extra} digests more than the {number} buckets of this rank")
         if session.planned.merged is not None and not failed:
-            total = self._merged_total(session, session.planned.merged)
+            total = self._merged_total(session, session.planned.merged, total)
         with self._lock:
             if self._session is not session:
                 raise EngineError(f"the session of {message.version} ended while it was verified")
@@ -319,12 +319,16 @@ class Receiver:
         return self._adapters
 
     @torch.no_grad()
-    def _merged_total(self, session: _Session, whole: ReceiverPlan) -> int:
-        """Take the staged factors; digest of the weights that they give, before any is written."""
+    def _merged_total(self, session: _Session, whole: ReceiverPlan, sent: int) -> int:
+        """Take the staged factors; digest of the weights that they give, before any is written.
+
+        sent: digest of the factors, which counts where no weight has them.
+        """
         assert self._adapters is not None, "PREPARE made them"
         factors = self._adapters.factors
         CommitCopies(session.plan, session.starts, session.staging.buffer, factors).run()
-        return self._adapters.total(whole, self.model.tensors())
+        found = self._adapters.total(whole, self.model.tensors())
+        return found + sent if self._adapters.lora.serves_adapters else found
 
     def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
         kept = self._taken

@@ -32,6 +32,7 @@ from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 from tests.helpers import dither_oracle
+from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
 V1 = PolicyVersion(0, 1)

@@ -80,6 +80,6 @@ class _SumHook(Hook):
         """y plus s B (A x), each part of a fused layer in its own rows."""
         parts = self.low_rank(x.to(y.dtype)).split([one.b.shape[1] for one in self._factors], -1)
         for one, h_TR in zip(self._factors, parts, strict=True):
-            product = self._scale * torch.nn.functional.linear(h_TR, one.b.to(y.dtype))
+            product = self._adapters.scale * torch.nn.functional.linear(h_TR, one.b.to(y.dtype))
             y = y + product if one.index is None else y.index_add(-1, one.index, product)
         return y
