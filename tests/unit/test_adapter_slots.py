@@ -217,7 +217,7 @@ def test_a_request_without_a_loaded_adapter_is_refused(asked: object) -> None:
     registry = SimpleNamespace(get_all_adapters=lambda: {"moerl-v1.0": 1})
     manager = SimpleNamespace(enable_lora=True, lora_registry=registry)
     request = SimpleNamespace(lora_path=asked)
-    with pytest.raises(ValueError, match="the engine has moerl-v1.0; the base alone is not served"):
+    with pytest.raises(ValueError, match="the base alone is not served"):
         asyncio.run(adapter_hooks.check_named(original, manager, request))
     assert not passed
     request.lora_path = "moerl-v1.0"
@@ -227,6 +227,7 @@ def test_a_request_without_a_loaded_adapter_is_refused(asked: object) -> None:
     assert len(passed) == 2
 
 
+@pytest.mark.full
 def test_tokens_belong_to_the_adapter_whatever_is_committed_later() -> None:
     weight_versions = pytest.importorskip("sglang.srt.utils.weight_versions")
     req = SimpleNamespace(

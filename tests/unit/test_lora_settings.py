@@ -121,7 +121,7 @@ SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_p
     [
         (
             ["lora.targets=['*_proj', '*.v_proj']"],
-            r"lora\.targets: \['\*_proj'\].*adapters of q_proj",
+            r"lora\.targets = \['\*_proj'\] is not usable: engines serve",
         ),
         (["lora.targets=['*.experts.*']"], "q_proj, k_proj, v_proj, o_proj alone"),
         (["lora.send=weights"], "an adapter is its factors"),
