@@ -161,8 +161,8 @@ FEATURES = (
     Feature(
         "an adapter per version of the trainer",
         Verdict.PROVEN,
-        "with `lora.delivery=adapter`: a request runs under one adapter until it ends; its rows are "
-        "those of that adapter",
+        "with `lora.delivery=adapter`: a request runs under one adapter to its end, and its rows "
+        "are those of that adapter",
         proof="tests/e2e/test_lora_adapter_engine.py::"
         "test_two_versions_at_once_and_requests_end_under_theirs",
     ),

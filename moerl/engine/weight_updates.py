@@ -42,9 +42,10 @@ from moerl.messages import (
 from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
-from moerl.weight_sync.receiver_names import UNCHANGED
+from moerl.weight_sync.receiver_names import UNCHANGED, Committed
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
+_ROOM = 0.5  # share of a commit's time in which a slot may become free
 _VERSIONS = 256  # a request that runs through more versions is refused
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ class Updates:
         mode = self.mode if was_admitting else ""
         if self.slots is not None:
             mode = in_flight.ADAPTER
-            await self._health.guard(self.slots.make_room(client, message.timeout_s))
+            await self._health.guard(self.slots.make_room(client, _ROOM * message.timeout_s))
         self.aborted = 0
         if not mode:
             self._health.admit.clear()
@@ -213,13 +214,19 @@ class Updates:
             self.slots.add(message.version)
         self._health.reopen()
         self.version = message.version
+        return self._closed(done, start_s, idle_s, through=bool(mode))
+
+    def _closed(
+        self, done: Committed, start_s: float, idle_s: float, *, through: bool
+    ) -> UpdateClosed:
+        """What an update has cost.  through: requests ran on."""
         end_s = time.time()
-        pause_s = done.seconds if mode else end_s - idle_s
+        pause_s = done.seconds if through else end_s - idle_s
         self._tracer.add(
             "update",
             start_s,
             end_s,
-            version=str(message.version),
+            version=str(self.version),
             drain_s=idle_s - start_s,  # aborting running requests
             reach_s=done.begun_s - idle_s,  # request, forward pass in flight, claims of all ranks
             commit_s=done.seconds,
