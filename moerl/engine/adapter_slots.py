@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from moerl.config.lora_settings import SLOT_TARGETS, LoraConfig
@@ -18,16 +19,21 @@ from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver_names import UNCHANGED, adapter_name
 
 
-def slot_arguments(lora: LoraConfig, *, cuda: bool) -> dict[str, Any]:
-    """Server arguments of an engine with adapter slots; one slot more is for batches without."""
-    args: dict[str, Any] = {
+def slot_arguments(lora: LoraConfig, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Server arguments for adapter slots, none where weights are merged.
+
+    args: the server's others.  One slot more than versions is for batches without an adapter.
+    """
+    if not lora.serves_adapters:
+        return {}
+    slots: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": max(lora.rank, *lora.ranks.values()) if lora.ranks else lora.rank,
         "max_loras_per_batch": lora.slots + 1,
         "lora_target_modules": _modules(lora),
         "lora_strict_loading": True,
     }
-    return args if cuda else args | {"lora_backend": "torch_native"}
+    return slots | ({"lora_backend": "torch_native"} if args.get("device") == "cpu" else {})
 
 
 def _modules(lora: LoraConfig) -> list[str]:

@@ -125,8 +125,7 @@ class EngineHost:
                 span=span,
             )
             if self._context.lora.serves_adapters:
-                is_cuda = server.args.get("device") != "cpu"
-                server.args |= slot_arguments(self._context.lora, cuda=is_cuda)
+                server.args |= slot_arguments(self._context.lora, server.args)
             client = EngineClient(server.url)
             try:
                 await self._start_all_nodes(server.start(client), version, span)

@@ -228,8 +228,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
             model_type=model_type_of(folder),
         )
         head = host_of(placed.engines[0].node)
-        if config.lora.serves_adapters:
-            args |= slot_arguments(config.lora, cuda=args.get("device") != "cpu")
+        args |= slot_arguments(config.lora, args)
         args |= NodeSpan(0, config.engine.nodes, f"{head}:FREE").arguments()
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)

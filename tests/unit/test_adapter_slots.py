@@ -86,13 +86,14 @@ def test_a_version_that_the_server_has_not_is_refused() -> None:
 
 
 def test_the_server_has_a_slot_more_than_versions_for_batches_without_an_adapter() -> None:
-    args = slot_arguments(LORA, cuda=False)
+    args = slot_arguments(LORA, {"device": "cpu"})
     assert args["max_loras_per_batch"] == LORA.slots + 1
     assert args["max_lora_rank"] == 3
     assert args["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert args["lora_backend"] == "torch_native"
-    assert "lora_backend" not in slot_arguments(LORA, cuda=True)
-    head = slot_arguments(replace(LORA, targets=["*.o_proj"], ranks={"*": 8}), cuda=False)
+    assert "lora_backend" not in slot_arguments(LORA, {})
+    assert slot_arguments(replace(LORA, delivery="merged"), {"device": "cpu"}) == {}
+    head = slot_arguments(replace(LORA, targets=["*.o_proj"], ranks={"*": 8}), {})
     assert (head["lora_target_modules"], head["max_lora_rank"]) == (["o_proj"], 8)
 
 
