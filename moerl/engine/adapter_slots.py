@@ -106,5 +106,5 @@ class AdapterSlots:
     async def _unload_idle(self, client: Unloads) -> None:
         newest = max(self._running, default=None)
         for version in [v for v, count in self._running.items() if not count and v != newest]:
+            del self._running[version]  # first: an answer that is late leaves a spare slot
             await client.unload_adapter(adapter_name(str(version)))
-            del self._running[version]

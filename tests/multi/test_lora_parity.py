@@ -207,7 +207,7 @@ def test_routers_and_the_head_have_them(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=() if layout == "tp2" else pytest.mark.full)
+        pytest.param(layout, marks=() if layout == "one" else pytest.mark.full)
         for layout in ("one", "tp2", "pp2", "cp2", "pp2-tp2-ep2")
     ],
 )

@@ -20,6 +20,8 @@ from moerl.engine.adapter_slots import AdapterSlots, slot_arguments
 from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, hf_shapes, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes
+from moerl.trainer.model.lora import Factors
+from moerl.trainer.model.served_adapters import ServedAdapters
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.engine_adapters import SlotAdapters
@@ -238,3 +240,29 @@ def test_tokens_belong_to_the_adapter_whatever_is_committed_later() -> None:
     weight_versions.record_weight_version_events([req], "0.0")
     spans = weight_versions.compute_weight_version_spans(req.weight_version_events, "1.2", 5)
     assert [(span.version, span.start, span.end) for span in spans] == [("1.1", 0, 5)]
+
+
+# --- the trainer ----------------------------------------------------------------------------------
+def test_a_model_folder_has_the_products_and_the_trainer_its_base_again() -> None:
+    chance = torch.Generator().manual_seed(1)
+    weight, a, b = (
+        torch.nn.Parameter(torch.randn(shape, generator=chance))
+        for shape in ((6, 4), (2, 4), (6, 2))
+    )
+    adapters, base = ServedAdapters(LORA), weight.detach().clone()
+    adapters.register_parameter("a", a)
+    adapters.register_parameter("b", b)
+    adapters._merged.append((weight, (Factors(None, a, b, None),)))  # type: ignore[arg-type]
+    adapters.keep_base()
+    assert torch.equal(weight, base), "the weights stay W0"
+    with adapters.merged():
+        torch.testing.assert_close(weight.detach(), base + LORA.scale * (b @ a).detach())
+        assert not torch.equal(weight, base)
+    assert torch.equal(weight, base), "bit for bit"
+    assert adapters.is_on
+    with torch.no_grad():
+        a[0] += 1
+    changes = adapters.merge()
+    assert (changes.weights, changes.changed) == (8 + 12, 4), "elements of the factors"
+    adapters.unmerge()
+    assert not adapters.is_on, "the reference pass"

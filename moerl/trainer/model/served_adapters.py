@@ -52,6 +52,7 @@ class ServedAdapters(Adapters):
     def merged(self) -> Iterator[None]:
         """Within it the weights are W0 + s B A, as a model folder has them."""
         super().keep_base()
+        super().merge()
         try:
             yield
         finally:
