@@ -104,6 +104,7 @@ _ENGINE = (
 )
 _MODELS = ("tests/e2e/test_model_dsa.py", "tests/e2e/test_model_families.py")
 _RECIPES = (
+    "tests/e2e/test_lora_adapter_engine.py",
     "tests/e2e/test_lora_run.py",
     "tests/e2e/test_model_start_run.py",
     "tests/e2e/test_recipes.py",

@@ -13,6 +13,7 @@ from msgspec import Meta
 LARGEST = sys.float_info.max
 
 Count = Annotated[int, Meta(ge=1)]
+Several = Annotated[int, Meta(ge=2)]
 Natural = Annotated[int, Meta(ge=0)]
 
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]

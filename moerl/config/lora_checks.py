@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from moerl.config.lora_settings import SLOT_TARGETS
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
@@ -55,12 +57,49 @@ def check_lora(config: Config) -> None:
                 config.trainer.megatron[name],
                 "routers are frozen with lora, a loss of theirs was not tried; use 0",
             )
+    if lora.serves_adapters:
+        _check_slots(config)
     if lora.sends_factors and config.engine.count:
         _check_sending(config)
 
 
+def _check_slots(config: Config) -> None:
+    """What SGLang's adapter slots can serve, and how versions change under them."""
+    lora = config.lora
+    others = [name for name in lora.targets if re.split(r"[.*]", name)[-1] not in SLOT_TARGETS]
+    if others:
+        raise ConfigError(
+            "lora.targets",
+            others,
+            f"engines serve adapters of {', '.join(SLOT_TARGETS)} alone; name these, such as "
+            "*.q_proj, or use lora.delivery = merged",
+        )
+    in_flight = config.rollout.in_flight_mode
+    refused = (
+        (
+            lora.send != "factors",
+            f"lora.send = {lora.send}: an adapter is its factors; use factors",
+        ),
+        (lora.dithers, "lora.rounding = dither: no weight is rounded; use nearest"),
+        (
+            in_flight in ("in_place", "retract"),
+            f"rollout.in_flight_mode = {in_flight}: a request ends under the adapter that it began "
+            "with; use abort_resume or drain",
+        ),
+        (config.engine.nodes > 1, "engine.nodes above 1 was not tried with adapters; use 1"),
+        (
+            config.engine.attention_dp > 1,
+            "engine.args.attn_dp_size above 1 was not tried with adapters; leave it out",
+        ),
+    )
+    for holds, reason in refused:
+        if holds:
+            raise ConfigError("lora.delivery", "adapter", f"{reason}, or set it to merged")
+
+
 def _check_sending(config: Config) -> None:
-    """Each engine rank merges for itself, from the weights that it loaded."""
+    """Each engine rank uses the factors for itself, beside the weights that it loaded."""
+    slots = config.lora.serves_adapters
     wanted = _DTYPES[config.trainer.dtype]
     refused = (
         (
@@ -75,9 +114,12 @@ def _check_sending(config: Config) -> None:
         ),
         (
             "quantization" in config.engine.args,
-            "engines with quantised weights cannot merge factors",
+            "quantised weights were not tried below adapters"
+            if slots
+            else "engines with quantised weights cannot merge factors",
         ),
     )
     for holds, reason in refused:
         if holds:
-            raise ConfigError("lora.send", config.lora.send, f"{reason}, or use weights")
+            other = "set lora.delivery = merged" if slots else "use weights"
+            raise ConfigError("lora.send", config.lora.send, f"{reason}, or {other}")

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from moerl.config.bounds import Natural, NonNegative
+from moerl.config.bounds import Natural, NonNegative, Several
+
+SLOT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Modules whose adapters SGLang's slots serve without a kernel of Triton."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,20 @@ class LoraConfig:
     send: Literal["factors", "weights"] = "factors"
     """What a publish sends: A and B, which each engine rank merges, or the merged weights."""
 
+    delivery: Literal["merged", "adapter"] = "merged"
+    """Engines serve W0 + s B A as their weights, or W0 with an adapter of SGLang per version."""
+
+    slots: Several = 4  # adapters that an engine holds at once; with delivery = adapter
     rounding: Literal["nearest", "dither"] = "nearest"
     """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`)."""
 
     @property
     def sends_factors(self) -> bool:
         return self.rank > 0 and self.send == "factors"
+
+    @property
+    def serves_adapters(self) -> bool:
+        return self.rank > 0 and self.delivery == "adapter"
 
     @property
     def shares(self) -> bool:

@@ -49,7 +49,7 @@ def fingerprint(folder: Path) -> str:
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
     """What the factors are; how they began, travel and are rounded may change."""
-    left_out = ("send", "start", "rounding")
+    left_out = ("send", "start", "rounding", "delivery", "slots")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}
         if lora.rank

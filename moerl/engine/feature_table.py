@@ -159,6 +159,14 @@ FEATURES = (
         proof=_MODES + "test_segments_match_their_own_weights",
     ),
     Feature(
+        "an adapter per version of the trainer",
+        Verdict.PROVEN,
+        "with `lora.delivery=adapter`: a request runs under one adapter to its end, and its rows "
+        "are those of that adapter",
+        proof="tests/e2e/test_lora_adapter_engine.py::"
+        "test_two_versions_at_once_and_requests_end_under_theirs",
+    ),
+    Feature(
         "CUDA graphs",
         Verdict.NOT_RUN,
         "SGLang's defaults: a captured router writes into a fixed buffer, which is read after each "
@@ -368,10 +376,10 @@ FEATURES = (
         {"enable_two_batch_overlap": _OFF, "enable_single_batch_overlap": _OFF},
     ),
     Feature(
-        "LoRA",
+        "LoRA adapters from folders",
         Verdict.WITHOUT_REPLAY,
-        "a publish merges the trainer's adapters into the weights",
-        {"enable_lora": (None, False), "lora_paths": _NONE},
+        "requests would run under adapters that are not trained",
+        {"lora_paths": _NONE},
     ),
     Feature(
         "other quantised weights, or a quantised cache",

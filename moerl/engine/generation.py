@@ -177,7 +177,8 @@ class Generation:
         self._expect(asker)
         start_s, version, begin = time.time(), self._updates.version, self.tokens
         ids = {request.name: f"{request.name}.{next(self._serial)}." for request in requests}
-        records = self._readable()
+        records, slots = self._readable(), self._updates.slots
+        body = self._body(requests, list(ids.values()))
 
         async def seal(place: int, reply: dict[str, Any]) -> None:
             self._expect(asker)
@@ -195,16 +196,19 @@ class Generation:
             self._expect(asker)
             finish(request, self._segment(parsed, request, version, start_s, end_s))
 
+        if slots is not None:
+            body["lora_path"] = [slots.enter(version, len(requests))] * len(requests)
         self._sent |= ids
         records.expect(ids.values())
         self._health.enter(len(requests))
         try:
-            body = self._body(requests, list(ids.values()))
             await self._exchange(body, seal, lambda place, ids: tell(requests[place], ids))
         finally:
             for name in ids:
                 self._sent.pop(name, None)
             records.leave(ids.values())
+            if slots is not None:
+                slots.leave(version, len(requests))
             self._health.leave(len(requests))
         self._tracer.add(
             "generate",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moerl.engine import (
+    adapter_hooks,
     cpu_attention,
     cpu_dp_attention,
     cpu_experts,
@@ -64,6 +65,7 @@ _TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _FP8 = "sglang.srt.layers.quantization.fp8"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -89,7 +91,7 @@ HOOKS = (
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler._add_request_to_queue",
         "before",
-        in_flight.name_prefix,
+        in_flight.name_versions,
         When.ALWAYS,
     ),
     Hook(
@@ -120,6 +122,12 @@ HOOKS = (
     Hook(
         "sglang.srt.mem_cache.common.checkpoint_kv_cache", "around", own_slots.publish, When.ALWAYS
     ),
+    Hook(
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._validate_and_resolve_lora",
+        "around",
+        adapter_hooks.check_named,
+        When.ALWAYS,
+    ),
     Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
     Hook(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
@@ -127,6 +135,8 @@ HOOKS = (
         _leave_unpinned,
         When.CPU,
     ),
+    Hook(f"{_LORA}.__init__", "around", adapter_hooks.unpinned, When.CPU),
+    Hook(f"{_LORA}.prepare_lora_batch", "around", adapter_hooks.unpinned, When.CPU),
     Hook(
         "sglang.srt.entrypoints.engine._set_envs_and_config",
         "around",

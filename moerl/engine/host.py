@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.distributed.store_server import StoreServer
 from moerl.engine import in_flight
+from moerl.engine.adapter_slots import AdapterSlots, slot_arguments
 from moerl.engine.feature_table import PROVEN
 from moerl.engine.generation import Generation
 from moerl.engine.health import WATCH_S, EngineHealth, Pulse
@@ -56,6 +58,7 @@ class EngineContext:
     run: RunDir
     token: str = field(repr=False)
     in_flight_mode: str = "abort_resume"
+    lora: LoraConfig = field(default_factory=LoraConfig)
     # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -89,7 +92,10 @@ class EngineHost:
         self._health = EngineHealth(index)
         self._followers = followers
         self._ranks_meet: StoreServer | None = None  # of an engine on several nodes
-        self._updates = Updates(self._health, self._tracer, mode=mode, followers=self._followers)
+        slots = AdapterSlots(context.lora.slots) if context.lora.serves_adapters else None
+        self._updates = Updates(
+            self._health, self._tracer, mode=mode, slots=slots, followers=self._followers
+        )
         self.session = self._updates.session  # of a publish
         self._generation = Generation(
             context.shape, store, self._health, self._updates, self._tracer, routing=self._routing
@@ -119,6 +125,8 @@ class EngineHost:
                 log=self._context.run.logs / f"engine{self.index}.log",
                 span=span,
             )
+            if self._context.lora.serves_adapters:
+                server.args |= slot_arguments(self._context.lora, server.args)
             client = EngineClient(server.url)
             try:
                 await self._start_all_nodes(server.start(client), version, span)

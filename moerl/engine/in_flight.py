@@ -22,11 +22,14 @@ SGLang 0.5.23 has four gaps, which this module closes.
    otherwise in the second prefill, and later tokens read keys of that choice.  `drop_positions`
    returns none where the two differ, and the host refuses the record.
 3. Prefix cache.  It cannot be emptied under running requests, so a new request would read prefixes
-   of older weights.  `name_prefix` adds the version to every cache key.
+   of older weights.  `name_versions` adds the version to every cache key.
 
 4. Answered requests.  A request is answered while its last batch is still the scheduler's, so an
    update that follows the answer at once finds SGLang busy, and the cache is not emptied.  The
    pause of a retraction drops this batch, so every mode that empties the cache begins with it.
+
+A request under an adapter (lora.delivery = adapter) is of one version, whatever is committed while
+it runs: `name_versions` says so, and SGLang adds the adapter to its cache keys.
 
 All ranks of the engine execute the same steps.  Read at 0.5.23: srt/managers/scheduler.py,
 schedule_batch.py, scheduler_components/batch_result_processor.py, srt/utils/weight_versions.py.
@@ -36,6 +39,7 @@ Rejected: draining the overlap queue first (breaks the event loop), SGLang's pau
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,6 +49,7 @@ if TYPE_CHECKING:  # the host reads the modes here and needs no torch
 
 IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
 MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
+ADAPTER = "adapter"  # the base stays, requests end under the adapter that they began with
 
 _namespace = ""  # version whose prefixes may be read; empty = the cache is emptied at updates
 _audit = False
@@ -78,7 +83,7 @@ def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -
     if mode == IN_PLACE:
         _namespace = _version()
         for req in scheduler.waiting_queue:
-            name_prefix(scheduler, req)
+            _name_prefix(req)
         return Exchanged(True)
     flushed = bool(scheduler.flush_cache())
     _go_on(scheduler)
@@ -147,10 +152,24 @@ def _mark(live: Iterable[Any], pending: Container[int], before: str) -> None:
 
 
 # --- prefix cache ---------------------------------------------------------------------------------
-def name_prefix(scheduler: Any, req: Any, *_args: Any, **_fields: Any) -> None:
+def name_versions(_scheduler: Any, req: Any, *_args: Any, **_fields: Any) -> None:
     """BEFORE Scheduler._add_request_to_queue: prefixes are cached per weight version."""
+    _name_prefix(req)
+    if req.lora_id is not None:
+        _name_tokens(req)
+
+
+def _name_prefix(req: Any) -> None:
     if _namespace:
         req.extra_key = _namespace
+
+
+def _name_tokens(req: Any) -> None:
+    """All tokens are of the request's adapter, also those sampled after a later update."""
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    event = WeightVersionEvent(old_version=req.lora_id, num_output_tokens=sys.maxsize)
+    req.weight_version_events = [event]
 
 
 # --- routing rows ---------------------------------------------------------------------------------

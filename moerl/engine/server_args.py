@@ -53,6 +53,12 @@ _OWNED: dict[str, str] = {
     "ssl_certfile": "the host speaks plain HTTP",
     "encoder_only": "an engine generates",
     "is_embedding": "an engine generates",
+    "enable_lora": "set lora.delivery",
+    "max_lora_rank": "set lora.rank",
+    "max_loras_per_batch": "set lora.slots",
+    "max_loaded_loras": "set lora.slots",
+    "lora_target_modules": "set lora.targets",
+    "lora_backend": "the only one on a CPU is chosen",
     "config": "put the arguments into engine.args",
 }
 

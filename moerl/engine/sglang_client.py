@@ -141,6 +141,12 @@ class EngineClient:
         reply = await self._succeed("/update_weights_from_tensor", fields)
         return read_committed(str(reply.get("message")))
 
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when no request uses the adapter and all ranks have dropped it."""
+        reply: dict[str, Any] = await self._post("/unload_lora_adapter", {"lora_name": name})
+        if not reply.get("success"):
+            raise EngineError(f"engine /unload_lora_adapter: {reply.get('error_message', reply)}")
+
     async def server_info(self) -> dict[str, Any]:
         """Resolved arguments of the server by ServerArgs field name, its `version`, its state."""
         info: dict[str, Any] = await self._ask("GET", "/server_info")

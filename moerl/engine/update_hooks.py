@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from moerl.config.json_files import read_json
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.engine import in_flight
+from moerl.engine import adapter_hooks, in_flight
 from moerl.engine.weight_layout import check_modules, engine_layout, weights
 from moerl.errors import EngineError, MoerlError
 from moerl.layout import model_spec
@@ -98,12 +98,32 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
     begun_s, begin, cpu = time.time(), time.perf_counter(), time.thread_time()
-    done = in_flight.exchange(manager, mode, request, receiver.commit)
+    if mode == in_flight.ADAPTER:
+        done, refused = in_flight.Exchanged(True), _fill_slots(manager, receiver, request)
+        if refused:
+            return UpdateWeightsFromTensorReqOutput(success=False, message=refused)
+    else:
+        done = in_flight.exchange(manager, mode, request, receiver.commit)
     commit_s, cpu_s = time.perf_counter() - begin, time.thread_time() - cpu
     dist.barrier(group=manager.tp_cpu_group)
     cost = Committed(commit_s, done.recomputed, begun_s, cpu_s)
     message = msgspec.json.encode(cost).decode() + "\n"  # the client reads the first line
     return UpdateWeightsFromTensorReqOutput(success=done.flushed, message=message)
+
+
+def _fill_slots(manager: Any, receiver: Receiver, request: Any) -> str:
+    """An adapter on every rank, or why it is on none."""
+    cause, version = "", str(request.weight_version)
+    try:
+        receiver.commit()
+    except EngineError as error:
+        cause = str(error)
+    causes = all_gather_values(cause, str, manager.tp_cpu_group)
+    if not any(causes):
+        return ""
+    receiver.release()
+    adapter_hooks.remove(manager.tp_worker.model_runner, version)
+    return f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
 
 
 def around_request(original: Callable[..., Any], manager: Any, request: Any, *rest: Any) -> Any:
@@ -114,14 +134,16 @@ def around_request(original: Callable[..., Any], manager: Any, request: Any, *re
     name, _, mode = str(request.load_format).partition(".")
     if name != COMMIT or not mode:
         return original(manager, request, *rest)
-    return _commit_at_once(manager, request)
+    return _commit_at_once(manager, request, mode)
 
 
-async def _commit_at_once(manager: Any, request: Any) -> tuple[bool, str]:
+async def _commit_at_once(manager: Any, request: Any, mode: str) -> tuple[bool, str]:
     manager.auto_create_handle_loop()
     replies = await manager.update_weights_from_tensor_communicator(request)
     success = all(reply.success for reply in replies)
-    if success:
+    if success and mode == in_flight.ADAPTER:
+        await adapter_hooks.register(manager, str(request.weight_version))
+    elif success:
         manager._update_weight_version_if_provided(request.weight_version)
     return success, " | ".join(str(reply.message) for reply in replies)
 
@@ -172,7 +194,7 @@ def _refusing(cause: str) -> Callable[[Message], Message]:
 
 
 class SglangModel:
-    """`receiver.LiveModel` for a model runner."""
+    """`engine_adapters.LiveModel` for a model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -197,3 +219,11 @@ class SglangModel:
             DefaultModelLoader.postprocess_weights(self.module, device)
         else:
             raise EngineError(f"no hook {name!r} is known")
+
+    def slots(self, module: str) -> tuple[Tensor, Tensor]:
+        return adapter_hooks.slots(self._runner, module)
+
+    def serve_adapter(
+        self, version: str, tensors: dict[str, Tensor], config: dict[str, Any]
+    ) -> int:
+        return adapter_hooks.fill(self._runner, version, tensors, config)

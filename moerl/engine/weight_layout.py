@@ -70,8 +70,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ep_num_redundant_experts": ((0,), "experts then have several slots"),
     "init_expert_location": (("trivial",), "experts then have other slots than their numbers"),
     "elastic_ep_backend": ((None,), "experts then move between ranks while it runs"),
-    "enable_lora": ((None, False), "adapted modules have other names"),
-    "lora_paths": ((None, []), "adapted modules have other names"),
+    "lora_paths": ((None, []), "their requests would not be those of the trainer's adapters"),
     "cpu_offload_gb": ((0,), "offloaded weights are not where a plan writes"),
     "offload_group_size": ((-1,), "offloaded weights are not where a plan writes"),
     "enable_paged_experts": ((False,), "experts are then not all in memory"),
@@ -103,6 +102,7 @@ _PLAIN_METHODS = (
 )
 _BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
 _CACHE_METHOD = "Fp8KVCacheMethod"  # of every attention layer in a checkpoint of fp8 blocks
+_BESIDE_ADAPTER = ".base_layer."
 _METHOD_FLAGS = {
     "use_flashinfer_cutlass": "keeps w13 as [up; gate]",
     "use_triton_kernels": "keeps expert weights transposed",
@@ -299,9 +299,12 @@ def _check_block_weights(name: str, module: Any, kind: str) -> None:
 
 
 def weights(model: Any) -> dict[str, Any]:
-    """The parameters that an update writes: all except scales of the cache, which stay 1."""
+    """The parameters that an update writes: all except scales of the cache, which stay 1.
+
+    A module with adapter slots keeps its weight inside, under its own name.
+    """
     return {
-        name: parameter
+        name.replace(_BESIDE_ADAPTER, "."): parameter
         for name, parameter in model.named_parameters()
         if not getattr(parameter, "_skip_weight_check", False)
     }

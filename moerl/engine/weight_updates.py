@@ -2,7 +2,9 @@
 
 By default a commit aborts the running requests one by one through /abort_request and waits for
 their partial output; with rollout.in_flight_mode in_place or retract they run through it
-(`moerl.engine.in_flight`).  Rejected: SGLang's engine-wide pause, which polls once a second.
+(`moerl.engine.in_flight`).  With adapter slots a commit adds an adapter and running requests end
+under theirs (`moerl.engine.adapter_slots`).  Rejected: SGLang's engine-wide pause, which polls once
+a second.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from moerl.engine import in_flight
+from moerl.engine.adapter_slots import AdapterSlots
 from moerl.engine.health import EngineHealth
 from moerl.engine.node_span import Follower
 from moerl.engine.sglang_client import EngineClient
@@ -38,9 +42,10 @@ from moerl.messages import (
 from moerl.rpc import Keys, ask
 from moerl.trace import Tracer
 from moerl.types import PolicyVersion
-from moerl.weight_sync.receiver_names import UNCHANGED
+from moerl.weight_sync.receiver_names import UNCHANGED, Committed
 
 _ABORT_S = 0.05  # between abort calls while requests are still in flight
+_ROOM = 0.5  # share of a commit's time in which a slot may become free
 _VERSIONS = 256  # a request that runs through more versions is refused
 
 T = TypeVar("T")
@@ -58,11 +63,14 @@ class Updates:
         tracer: Tracer,
         *,
         mode: str,
+        slots: AdapterSlots | None = None,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """mode: of `moerl.engine.in_flight`; followers: the engine's other nodes."""
+        """mode: of `moerl.engine.in_flight`; slots: versions are adapters; followers: the engine's
+        other nodes.
+        """
         self._health, self._tracer, self._followers = health, tracer, followers
-        self.mode = mode
+        self.mode, self.slots = mode, slots
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
@@ -77,6 +85,8 @@ class Updates:
         """A new server that serves `version`."""
         self._server, self._client = server, client
         self.version, self.served = version, [version]
+        if self.slots is not None:
+            self.slots.clear()
 
     def detach(self) -> None:
         """Forget the server, which is being stopped."""
@@ -167,6 +177,9 @@ class Updates:
             raise self._health.failure()
         start_s, was_admitting = time.time(), self._health.cause is None
         mode = self.mode if was_admitting else ""
+        if self.slots is not None:
+            mode = in_flight.ADAPTER
+            await self._health.guard(self.slots.make_room(client, _ROOM * message.timeout_s))
         self.aborted = 0
         if not mode:
             self._health.admit.clear()
@@ -197,15 +210,23 @@ class Updates:
             raise
         finally:
             self.attempt = None
+        if self.slots is not None:
+            self.slots.add(message.version)
         self._health.reopen()
         self.version = message.version
+        return self._closed(done, start_s, idle_s, through=bool(mode))
+
+    def _closed(
+        self, done: Committed, start_s: float, idle_s: float, *, through: bool
+    ) -> UpdateClosed:
+        """What an update has cost.  through: requests ran on."""
         end_s = time.time()
-        pause_s = done.seconds if mode else end_s - idle_s
+        pause_s = done.seconds if through else end_s - idle_s
         self._tracer.add(
             "update",
             start_s,
             end_s,
-            version=str(message.version),
+            version=str(self.version),
             drain_s=idle_s - start_s,  # aborting running requests
             reach_s=done.begun_s - idle_s,  # request, forward pass in flight, claims of all ranks
             commit_s=done.seconds,

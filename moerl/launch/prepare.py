@@ -203,7 +203,8 @@ def with_start(config: Config, run: RunDir) -> Config:
 def _first_incarnation(config: Config, run: RunDir, *, resume: bool) -> int:
     """Version 0.0 is the model folder, which engines serve first: adapters begin as 1.0."""
     incarnation = next_incarnation(run, resume=resume)
-    begins_later = bool(config.lora.start) and incarnation == 0
+    has_adapter = bool(config.lora.start) or config.lora.serves_adapters
+    begins_later = has_adapter and incarnation == 0
     return next_incarnation(run, resume=True) if begins_later else incarnation
 
 

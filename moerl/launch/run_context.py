@@ -155,6 +155,7 @@ class RunContext:
             run=self.run,
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
+            lora=self.config.lora,
             devices=dict(devices or {}),
         )
 

@@ -32,6 +32,7 @@ from moerl.config.task_programs import AgentConfig
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
+from moerl.engine.adapter_slots import slot_arguments
 from moerl.engine.family_settings import model_type_of
 from moerl.engine.node_span import NodeSpan
 from moerl.engine.planned_layout import check_planned_layout
@@ -227,6 +228,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
             model_type=model_type_of(folder),
         )
         head = host_of(placed.engines[0].node)
+        args |= slot_arguments(config.lora, args)
         args |= NodeSpan(0, config.engine.nodes, f"{head}:FREE").arguments()
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)

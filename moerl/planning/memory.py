@@ -270,7 +270,7 @@ def _stage(
         snapshot=weights,
         offloaded=held.host * own,
         checkpoint=saved + held.saved * own,
-        base=width * adapted,
+        base=0 if training.lora.serves_adapters else width * adapted,
     )
 
 

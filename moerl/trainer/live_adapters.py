@@ -7,10 +7,14 @@ from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.trainer.hf_io.adapter_base import note_base
-from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter
-from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter, sglang_refusal
+from moerl.trainer.hf_io.adapter_files import (
+    gather_factors,
+    save_adapter,
+    save_sglang_adapter,
+)
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.sglang_adapter import sglang_refusal
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ def supervised(config: Config) -> Config:
     off = ReplayConfig(routing="off", sampling_mask=False)
     trainer = replace(config.trainer, minibatches=1)  # a batch is one optimizer step
     ref_models = RefModelsConfig()  # neither a reference nor a teacher is read
-    lora = replace(config.lora, send="weights")  # to none: no engine has to have its dtype
+    lora = replace(config.lora, send="weights", delivery="merged")  # to none: no engine is asked
     changed = replace(config, algorithm=algorithm, replay=off, trainer=trainer, lora=lora)
     return replace(changed, ref_models=ref_models)
 

@@ -303,7 +303,9 @@ class TrainLoop:
         parallel = self.parallel
         held = every_rank(self.model.spec, parallel.sizes, parallel.platform.layers)
         ranks = RankGroup(parallel.rank, parallel.control)
-        HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
+        self.learner.before_update()  # engines with adapters get W0, from the same tensors
+        with self.model.merged():
+            HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
     def _sent(self) -> dict[str, torch.Tensor]:
         """What a publish sends, and the weights that engines must have then."""

@@ -1,16 +1,24 @@
-"""Adapters of an engine rank: W0 in host memory, the factors of a version, and what both give.
+"""Adapters of an engine rank: the factors of a version, and how its engine serves them.
+
+`EngineAdapters` merges them (lora.delivery = merged): W0 in host memory, and what both give.
 
 W0 is copied once, before the first version is committed.  A version's weights are always computed
 from it: subtracting the factors before from rounded weights would drift.  VERIFY digests the merged
 weights one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank
 needs no second copy of what it serves beside W0.
+
+`SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
+whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back
+and compares it with the factors by the layout tables: SGLang answers success before it has looked
+at a shape.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -19,13 +27,40 @@ from torch import Tensor
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, hf_shapes, sglang_tiles
-from moerl.layout.adapters import engine_factors, factor_names, module_of
+from moerl.layout.adapters import engine_factors, factor_names, module_of, whole_factors
 from moerl.layout.tiles import Box, Named, Tile
 from moerl.weight_sync.buckets import Piece, seeds
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.sglang_adapter import sglang_form
 from moerl.weight_sync.transfer_plan import ReceiverPlan
+
+
+class LiveModel(Protocol):
+    """The weights that the engine serves."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live parameters by name; their memory may move between calls."""
+        ...
+
+    def run_hook(self, name: str) -> None:
+        """Run a function of the engine's loader, one of
+        `moerl.weight_sync.transfer_plan.post_load_hooks`.
+        """
+        ...
+
+    def slots(self, module: str) -> tuple[Tensor, Tensor]:
+        """The adapter slots of a module of the engine: A [slots, parts * rank, in] and
+        B [slots, out, rank].  Raises LayoutError where it has none.
+        """
+        ...
+
+    def serve_adapter(
+        self, version: str, tensors: dict[str, Tensor], config: dict[str, Any]
+    ) -> int:
+        """Fill a slot with an adapter in SGLang's form; returns its number.  Raises EngineError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +105,9 @@ class EngineAdapters:
         }
         self._merges = {name: [self._merge(tile) for tile in merges[name]] for name in adapted}
 
-    def commit(self, live: Mapping[str, Tensor]) -> None:
+    def commit(self, model: LiveModel, _version: str) -> None:
         """Write the merged weights, in place."""
+        live = model.tensors()
         for name in self._merges:
             self._write(name, live[name])
 
@@ -80,18 +116,15 @@ class EngineAdapters:
 
         whole: plan of whole weights.
         """
-        found: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
-        for region in whole.regions:
-            for piece, seed in zip(region.pieces, seeds(region), strict=True):
-                found[piece.dst_name].append((piece, seed))
-        total = 0
-        for name, pieces in found.items():
-            value = live[name]
-            if name in self._merges:
-                value = self.base[name].clone()
-                self._write(name, value)
-            total += sum(_digest(value[at(piece.dst_box)], seed) for piece, seed in pieces)
-        return total % 2**64
+
+        def merged(name: str) -> Tensor:
+            if name not in self._merges:
+                return live[name]
+            value = self.base[name].clone()
+            self._write(name, value)
+            return value
+
+        return _total(whole, merged)
 
     def _write(self, name: str, target: Tensor) -> None:
         base = self.base[name]
@@ -120,6 +153,85 @@ class EngineAdapters:
         )
 
 
+class SlotAdapters:
+    """Whole factors of an engine rank, for SGLang's adapter slots."""
+
+    def __init__(
+        self, spec: ModelSpec, engine: EngineLayout, rank: int, lora: LoraConfig, model: LiveModel
+    ) -> None:
+        """Raises LayoutError where the model has no slot for a factor."""
+        live = model.tensors()
+        if any(tensor.is_cuda for tensor in live.values()):
+            raise LayoutError(
+                "adapter slots were never filled on a GPU; use lora.delivery = merged"
+            )
+        self.lora, self._spec = lora, spec
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        adapted = {hf for hf in hf_shapes(spec) if lora.rank_of(module_of(hf))}
+        self._tiles = {
+            module_of(name): local.tiles
+            for name, local in named.items()
+            if any(tile.hf in adapted for tile in local.tiles)
+        }
+        dtypes = {live[f"{module}.weight"].dtype for module in self._tiles}
+        self.factors = {
+            name: torch.zeros(local.shape, dtype=dtype)
+            for name, local in whole_factors(spec, lora.rank_of).items()
+            for dtype in dtypes
+        }
+        self._config = sglang_form(self.factors, spec, lora)[1]
+        for module in self._tiles:
+            _check_slot_shape(module, model, self._tiles[module], self._config["r"])
+
+    def commit(self, model: LiveModel, version: str) -> None:
+        """Fill a slot of its own for the version.
+
+        Raises EngineError: the slot holds something else, and no request may use it.
+        """
+        tensors, config = sglang_form(self.factors, self._spec, self.lora)
+        slot = model.serve_adapter(version, tensors, config)
+        for module, tiles in self._tiles.items():
+            a, b = (every[slot] for every in model.slots(module))
+            parts = list(dict.fromkeys(tile.hf for tile in tiles))
+            for tile in tiles:
+                first = parts.index(tile.hf) * config["r"]
+                if not self._holds(tile, a[first : first + config["r"]], b):
+                    raise EngineError(f"{module}: its slot does not hold the factors of {version}")
+
+    def total(self, whole: ReceiverPlan, live: Mapping[str, Tensor]) -> int:
+        """Sum of the digests of all pieces of W0.  whole: plan of whole weights."""
+        return _total(whole, live.__getitem__)
+
+    def _holds(self, tile: Tile, a: Tensor, b: Tensor) -> bool:
+        """Whether the slot of a module has this tile's part of the factors.
+
+        a: [rank, in] of the tile's weight; b: [out, rank] of the module.  Parts without factors are
+        zero.
+        """
+        (rows, cols), (own_rows, own_cols) = tile.hf_box, tile.box
+        names = factor_names(module_of(tile.hf), shared=False)
+        if names[0] not in self.factors:
+            return not b[at((own_rows, range(b.shape[1])))].any()
+        whole_a, whole_b = (self.factors[name] for name in names)
+        rank = len(whole_a)
+        held_b = b[at((own_rows, range(rank)))]
+        same = torch.equal(held_b, whole_b[at((rows, range(rank)))])
+        return same and torch.equal(a[:rank, at((own_cols,))[0]], whole_a[:, at((cols,))[0]])
+
+
+def _check_slot_shape(module: str, model: LiveModel, tiles: tuple[Tile, ...], rank: int) -> None:
+    a, b = model.slots(module)
+    parts = len({tile.hf for tile in tiles})
+    rows = max(tile.box[0].stop for tile in tiles)
+    cols = max(tile.box[1].stop for tile in tiles)
+    fits = a.shape[1] >= parts * rank and a.shape[2] == cols
+    if not (fits and b.shape[1] == rows and b.shape[2] >= rank):
+        raise LayoutError(
+            f"{module}: its slots hold A {list(a.shape[1:])} and B {list(b.shape[1:])}, factors "
+            f"need [{parts * rank}, {cols}] and [{rows}, {rank}]"
+        )
+
+
 def check_same(known: LoraConfig, asked: LoraConfig) -> None:
     """Raises EngineError: W0 of other targets is gone."""
     if known != asked:
@@ -134,6 +246,19 @@ def _start(held: Named, name: str, dim: int) -> int:
 
 def _moved(part: range, first: int) -> slice:
     return slice(part.start - first, part.stop - first, part.step)
+
+
+def _total(whole: ReceiverPlan, value_of: Callable[[str], Tensor]) -> int:
+    """Sum of the digests of all pieces of a rank.  value_of: the tensor of a name, asked once."""
+    found: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
+    for region in whole.regions:
+        for piece, seed in zip(region.pieces, seeds(region), strict=True):
+            found[piece.dst_name].append((piece, seed))
+    total = 0
+    for name, pieces in found.items():
+        value = value_of(name)
+        total += sum(_digest(value[at(piece.dst_box)], seed) for piece, seed in pieces)
+    return total % 2**64
 
 
 def _digest(value: Tensor, seed: int) -> int:

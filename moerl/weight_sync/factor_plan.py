@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ConfigError
-from moerl.layout.adapters import engine_factors
+from moerl.layout.adapters import engine_factors, whole_factors
 from moerl.layout.shards import hf_shapes, sglang_tiles
 from moerl.layout.tiles import Box, Named, meet, num_elements
 from moerl.weight_sync.buckets import ITEMSIZE, Piece, cut
@@ -60,7 +60,7 @@ class FactorPlan:
         """16 hex digits, equal in every process for equal inputs."""
         lora = self.lora  # a whole number may be an integer on one side
         inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
-        inputs += [lora.rounding, lora.experts]
+        inputs += [lora.rounding, lora.experts, lora.delivery]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
@@ -88,8 +88,10 @@ class FactorPlan:
         return replace(whole, plan_id=self.id, regions=made, starts=starts_of(made), padding=())
 
     def factors(self, rank: int) -> Named:
-        """The factors that engine rank `rank` merges."""
+        """The factors that engine rank `rank` merges, or gives to its adapter slots."""
         spec, engine = self.weights.spec, self.weights.engine
+        if self.lora.serves_adapters:
+            return whole_factors(spec, self.lora.rank_of, shared=self.lora.shares)
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         shapes = hf_shapes(spec)
         return engine_factors(named, self.lora.rank_of, shapes, shared=self.lora.shares)

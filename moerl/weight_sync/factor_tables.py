@@ -168,7 +168,10 @@ class FactorTables:
                 held = [tile.hf_box for tile in local.tiles if tile.hf == weight.name]
                 boxes[rank, holder] += held
         for (rank, holder), held in boxes.items():
-            if held:
+            if held and self._lora.serves_adapters:  # SGLang cuts an adapter for each rank
+                rows, cols = map(range, self._shapes[weight.name])
+                yield rank, Wanted(holder, rows, cols)
+            elif held:
                 rows, cols = (hull(part) for part in zip(*held, strict=True))
                 yield rank, Wanted(holder, rows, cols)
 

@@ -92,8 +92,14 @@ class BucketPacker:
         plan: SenderPlan,
         snapshot: WeightSnapshot,
         merged: Callable[[int, PolicyVersion], int] | None = None,
+        *,
+        counts_factors: bool = False,
     ) -> None:
-        """merged: of a plan of factors, digests of what they give (`MergedTotals.total`)."""
+        """merged: of a plan of factors, digests of the weights that engines then have
+        (`MergedTotals.total`); counts_factors: those of the factors are added, as no weight has
+        them.
+        """
+        self.counts_factors = counts_factors
         self.plan, self.snapshot, self.merged = plan, snapshot, merged
         self.num_packed = 0  # buckets, of all versions
         self._regions = {region.dst: region for region in plan.regions}

@@ -268,7 +268,8 @@ class Destinations:
             rank, weights, merged = self._context.rank, self.snapshot.weights, None
             if isinstance(plan, FactorPlan):
                 merged = MergedTotals(plan.weights.sender(rank), weights).total
-            packer = BucketPacker(plan.sender(rank), weights, merged)
+            beside = self._lora is not None and self._lora.serves_adapters
+            packer = BucketPacker(plan.sender(rank), weights, merged, counts_factors=beside)
             self._packers[plan.id] = packer
         return packer
 

@@ -28,13 +28,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
@@ -55,7 +53,12 @@ from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
 from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
 from moerl.weight_sync.delta import DeltaError, apply
-from moerl.weight_sync.engine_adapters import EngineAdapters, check_same
+from moerl.weight_sync.engine_adapters import (
+    EngineAdapters,
+    LiveModel,
+    SlotAdapters,
+    check_same,
+)
 from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.staged_targets import check_targets
@@ -67,20 +70,6 @@ log = logging.getLogger(__name__)
 _RELAY_BYTES = 16 * 2**20  # bytes per put when a staging buffer is relayed
 
 MakeTransport = Callable[[str, str], Transport]  # name, folder of the transport disk
-
-
-class LiveModel(Protocol):
-    """The weights that the engine serves."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Live parameters by name; their memory may move between calls."""
-        ...
-
-    def run_hook(self, name: str) -> None:
-        """Run a function of the engine's loader, one of
-        `moerl.weight_sync.transfer_plan.post_load_hooks`.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +124,7 @@ class Receiver:
     _buckets: CommitBuckets | None = None
     _device: torch.device | None = None  # GPU of the live weights
     _plans: dict[str, _Planned] = field(default_factory=dict)
-    _adapters: EngineAdapters | None = None  # once factors were announced
+    _adapters: EngineAdapters | SlotAdapters | None = None  # once factors were announced
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # --- the control thread -----------------------------------------------------------------------
@@ -199,7 +188,7 @@ class Receiver:
         if extra:
             raise EngineError(f"{extra} digests more than the {number} buckets of this rank")
         if session.planned.merged is not None and not failed:
-            total = self._merged_total(session, session.planned.merged)
+            total = self._merged_total(session, session.planned.merged, total)
         with self._lock:
             if self._session is not session:
                 raise EngineError(f"the session of {message.version} ended while it was verified")
@@ -271,7 +260,7 @@ class Receiver:
             self.model.run_hook(hook)
         if session.planned.merged is not None:
             assert self._adapters is not None, "PREPARE made them"
-            self._adapters.commit(self.model.tensors())
+            self._adapters.commit(self.model, str(session.message.version))
         else:
             session.copies = self._copies(session)
             session.copies.run()
@@ -316,25 +305,30 @@ class Receiver:
             self._plans = {message.plan: _Planned(plan, seeds_, merged)}
         return self._plans[message.plan]
 
-    def _with_adapters(self, lora: LoraConfig) -> EngineAdapters:
+    def _with_adapters(self, lora: LoraConfig) -> EngineAdapters | SlotAdapters:
         """W0 is what this process loaded, whichever trainer asks."""
         if self._adapters is None:
             if self.total is not None:
                 raise EngineError("W0 is gone: whole weights were received; start the engine again")
-            context = self.context
-            self._adapters = EngineAdapters(
-                context.spec, context.engine, context.rank, lora, self.model.tensors()
-            )
+            who = self.context.spec, self.context.engine, self.context.rank, lora
+            if lora.serves_adapters:
+                self._adapters = SlotAdapters(*who, self.model)
+            else:
+                self._adapters = EngineAdapters(*who, self.model.tensors())
         check_same(self._adapters.lora, lora)
         return self._adapters
 
     @torch.no_grad()
-    def _merged_total(self, session: _Session, whole: ReceiverPlan) -> int:
-        """Take the staged factors; digest of the weights that they give, before any is written."""
+    def _merged_total(self, session: _Session, whole: ReceiverPlan, sent: int) -> int:
+        """Take the staged factors; digest of the weights that they give, before any is written.
+
+        sent: digest of the factors, which counts where no weight has them.
+        """
         assert self._adapters is not None, "PREPARE made them"
         factors = self._adapters.factors
         CommitCopies(session.plan, session.starts, session.staging.buffer, factors).run()
-        return self._adapters.total(whole, self.model.tensors())
+        found = self._adapters.total(whole, self.model.tensors())
+        return found + sent if self._adapters.lora.serves_adapters else found
 
     def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
         kept = self._taken

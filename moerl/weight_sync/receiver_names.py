@@ -23,6 +23,11 @@ class Committed:
     cpu_s: float = 0.0  # CPU time of `seconds`; the rest is waiting for a CPU or a GPU
 
 
+def adapter_name(version: str) -> str:
+    """Name of a version's adapter in SGLang's slots."""
+    return f"moerl-v{version}"
+
+
 def socket_path(folder: Path, rank: int) -> Path:
     """Socket of a rank's receiver; `folder` is the server's private scratch folder."""
     return folder / f"receiver-{rank}.sock"

@@ -96,7 +96,8 @@ class _RegionSender:
             self._memory.version = version
         total = sum(self._totals) % 2**64
         if self._packer.merged is not None:
-            total = self._packer.merged(self.region.dst, version)
+            factors = total if self._packer.counts_factors else 0
+            total = (factors + self._packer.merged(self.region.dst, version)) % 2**64
         return Moved(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
 
     def _map(self) -> list[MappedBucket] | None:

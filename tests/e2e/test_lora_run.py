@@ -255,6 +255,45 @@ def test_whole_weights_are_sent_and_another_run_starts_from_the_adapters(tmp_pat
     assert max(row["mismatch/abs_dlogp_max/lag_0"] for row in rows) <= GATE
 
 
+SLOTS = ["lora.delivery=adapter", "lora.targets=['*.q_proj', '*.k_proj', '*.v_proj', '*.o_proj']"]
+
+
+def test_a_run_over_adapter_slots_learns_and_continues(warm: Path, tmp_path: Path) -> None:
+    """Rollouts lag, an engine is killed, and the run goes on with merged weights."""
+    settings = [f"model.path={warm}", "run.steps=12", "checkpoint.every=4", *SLOTS]
+    settings += ["checkpoint.keep_versions=true", "algorithm.kl=k3", "algorithm.kl_coef=0.001"]
+    settings += ["supervision.backoff_s=0.1", "rollout.groups_per_step=8"]
+    settings += [f"trainer.parallel.{sizes}" for sizes in ("tp=2", "etp=1", "ep=2", "dp=1")]
+    run = start(tmp_path, "quickstart-lora", *settings, name="x")
+    run.wait_for(lambda: len(run.rows()) > 5)
+    os.kill(run.pids()["engine-0"], signal.SIGKILL)
+    assert run.finish(900) == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(12))
+    print("lag 0:", max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows))
+    assert max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows) <= GATE
+    assert any("mismatch/abs_dlogp_max/lag_0" in row for row in rows)
+    assert all(row["lora/changed_frac"] > 0.5 for row in rows if row["loss/grad_norm"] > 0)
+    assert not [key for row in rows for key in row if key.startswith("refused/")]
+    first, last = rows[0]["loss/kl_ref_k3"], rows[-1]["loss/kl_ref_k3"]
+    print(f"KL to the base: {first:.1e}, {last:.1e}")
+    assert first <= 1e-9 < last
+    digests = served(run)
+    assert len(digests) == len(set(digests.values())) > 8, "each update changed the adapter"
+    lora, source = lora_of(run), base_of(run)
+    base = {name: source.read(name) for name in source.names}
+    for version in digests:
+        factors = load_adapter(run.dir.adapter.with_name(version), source.spec, lora)
+        saved = load_file(run.dir.versions / version / "model.safetensors")
+        want = merged(base, factors, lora)
+        assert all(torch.equal(saved[name], want[name]) for name in saved), version
+    again = start(tmp_path, "--resume", str(run.dir.root), "run.steps=14", "lora.delivery=merged")
+    assert again.finish(400) == 0, again.text()
+    more = again.rows()[12:]
+    assert [row["step"] for row in more] == [12, 13]
+    assert max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in more) <= GATE
+
+
 def test_bf16_engines_serve_what_the_trainer_has(tmp_path: Path) -> None:
     settings = ["checkpoint.keep_versions=true", *SMALL, *BF16]
     run = start(tmp_path, "quickstart-lora", *settings, name="x")

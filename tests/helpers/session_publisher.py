@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.config.json_files import read_json
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.engine.host import EngineHost
 from moerl.layout import at, megatron_tiles, model_spec
@@ -27,6 +28,7 @@ from moerl.messages import (
 )
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, split
+from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import WeightSender
@@ -40,13 +42,23 @@ _DEADLINE_S = 60.0
 
 
 class Publisher:
-    """Sends whole versions, read from Hugging Face folders, through shared memory."""
+    """Sends whole versions, read from Hugging Face folders, through shared memory.
 
-    def __init__(self, host: EngineHost, folders: Mapping[PolicyVersion, Path]) -> None:
-        self._host, self._folders = host, folders
+    lora: versions are the factors, by Hugging Face name, in place of what differs in the folders.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        folders: Mapping[PolicyVersion, Path],
+        lora: LoraConfig | None = None,
+        factors: Mapping[PolicyVersion, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self._host, self._folders, self._lora, self._factors = host, folders, lora, factors or {}
         self._spec = model_spec(read_json(next(iter(folders.values())) / "config.json"))
         engine = EngineLayout(tp=host.config.tp)
-        self._plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY).sender(0)
+        plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY)
+        self._plan = (plan if lora is None else FactorPlan(plan, lora)).sender(0)
         self._shard = WeightSnapshot()
         transport = make("shm", address="127.0.0.1", folder="")
         self._sender = WeightSender(BucketPacker(self._plan, self._shard), transport)
@@ -65,6 +77,7 @@ class Publisher:
             policy=asdict(POLICY),
             layer_spec="local",
             timeout_s=_DEADLINE_S,
+            lora=self._lora,
         )
         prepared = await self._host.session(prepare)
         assert isinstance(prepared, UpdatePrepared)
@@ -81,8 +94,8 @@ class Publisher:
         assert not any(verified.failed), verified
         assert all(split(part) for part in digests)
 
-    async def commit(self, version: PolicyVersion) -> UpdateClosed:
-        closed = await self._host.session(CommitUpdate(self._host.index, version, _DEADLINE_S))
+    async def commit(self, version: PolicyVersion, timeout_s: float = _DEADLINE_S) -> UpdateClosed:
+        closed = await self._host.session(CommitUpdate(self._host.index, version, timeout_s))
         assert isinstance(closed, UpdateClosed)
         return closed
 
@@ -94,4 +107,4 @@ class Publisher:
             tensors[name] = torch.zeros(local.shape)
             for tile in local.tiles:
                 tensors[name][at(tile.box)] = whole[tile.hf][at(tile.hf_box)]
-        return tensors
+        return tensors | dict(self._factors.get(version, {}))

@@ -12,12 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.overrides import TorchFunctionMode
 
 from moerl.config.lora_settings import LoraConfig
 
@@ -25,18 +21,6 @@ LORA = LoraConfig(rank=4, alpha=6, rslora=True, ranks={"*.experts.*": 2})
 WIDE = {"moe_intermediate_size": 64}  # on a CPU SGLang pads experts of less than 32 x tp
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
-
-
-class Unpinned(TorchFunctionMode):
-    """There is no CUDA, so no memory is page-locked."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return func(*args, **options)
 
 
 def main(folder: Path) -> None:
@@ -64,7 +48,7 @@ def _model(folder: Path, family: str) -> Path:
 
 def _family(model: Path, family: str) -> dict[str, Any]:
     from moerl.trainer.hf_io.adapter_files import save_adapter, write_adapter
-    from moerl.trainer.hf_io.sglang_adapter import sglang_form
+    from moerl.weight_sync.sglang_adapter import sglang_form
     from tests.helpers.lora_oracle import random_factors, read_spec
 
     spec, factors = read_spec(model), random_factors(model, LORA)
@@ -101,6 +85,7 @@ def _filled(
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
 
+    from moerl.engine.adapter_hooks import Unpinned
     from tests.helpers.sglang_oracle import Case, opened
 
     args = Case(model.name, sizes.get("tp", 1), sizes.get("ep", 1), dtype="float32").server_args

@@ -19,14 +19,14 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import EngineError, TrainerError
+from moerl.errors import EngineError, LayoutError, TrainerError
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of
 from moerl.messages import (
@@ -156,6 +156,14 @@ class PlainModel:
 
     def run_hook(self, name: str) -> None:
         raise AssertionError(f"no hook is due for this family: {name}")
+
+    def slots(self, module: str) -> tuple[Tensor, Tensor]:
+        raise LayoutError(f"{module}: no slots")
+
+    def serve_adapter(
+        self, version: str, tensors: dict[str, Tensor], config: dict[str, Any]
+    ) -> int:
+        raise AssertionError(f"no adapter is due: {version}")
 
 
 class FaultyReceiver:

@@ -49,6 +49,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 DEFAULT = ("tp2-ep2",)
 SHARED = replace(LORA, experts="shared")
+SERVED = replace(
+    LORA,
+    targets=["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"],
+    ranks={"*.v_proj": 2},
+    delivery="adapter",
+)
 WIDE = replace(LORA, targets=[*LORA.targets, "*.mlp.gate", "lm_head"])
 FULL_RECOMPUTE = {
     "recompute_granularity": "full",
@@ -107,12 +113,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
-    """Of a family, with `shared` factors of experts, or `wide`: routers and head as targets."""
+    """Of a family, with `shared` factors of experts, `wide`: routers and head as targets, or
+    `served`: the factors' product is added to the output of frozen weights.
+    """
     return cache(
         lambda family, name: Trained(
             tmp_path_factory.mktemp(f"{family}-{name}"),
             family,
-            {"shared": SHARED, "wide": WIDE}[name],
+            {"shared": SHARED, "wide": WIDE, "served": SERVED}[name],
         )
     )
 
@@ -194,6 +202,37 @@ def test_routers_and_the_head_have_them(
     ]
     assert len(own) >= 6
     assert all(grad.any() for grad in own)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout == "one" else pytest.mark.full)
+        for layout in ("one", "tp2", "pp2", "cp2", "pp2-tp2-ep2")
+    ],
+)
+def test_adapters_beside_frozen_weights_have_them(
+    other: Callable[[str, str], Trained], layout: str
+) -> None:
+    """What engines with adapter slots compute."""
+    case = other("qwen3_moe", "served")
+    found = case.run(layout)
+    _check(case.gaps(found))
+    assert found["base_unchanged"]
+
+
+@pytest.mark.full
+def test_a_mistake_beside_frozen_weights_is_noticed(
+    other: Callable[[str, str], Trained],
+) -> None:
+    case = other("qwen3_moe", "served")
+    _check(case.gaps(case.run("tp2-ep2", megatron=FULL_RECOMPUTE)))
+    for broken in ("scale", "other_rank"):
+        layout = "one" if broken == "scale" else "tp2"
+        assert case.gaps(case.run(layout, broken=broken))["loss"] > 10 * LIMIT, broken
+    gaps = case.gaps(case.run("tp2", broken="no_tp_sum"))
+    assert gaps["loss"] <= LIMIT, "the loss does not see it"
+    assert max(gaps.values()) > 1e-2
 
 
 @pytest.mark.full

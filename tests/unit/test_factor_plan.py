@@ -32,6 +32,7 @@ from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 from tests.helpers import dither_oracle
+from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
 V1 = PolicyVersion(0, 1)
@@ -180,8 +181,9 @@ class Case:
         found = adapters.total(self.plan.weights.receiver(dst), live)
         before = _part(named, self.base, self.dtype)
         assert all(torch.equal(live[name], before[name]) for name in live), "VERIFY writes nothing"
-        adapters.commit(live)
-        adapters.commit(live)  # from W0 each time
+        model = PlainModel(live)
+        adapters.commit(model, "0.1")
+        adapters.commit(model, "0.1")  # from W0 each time
         return live, _part(named, self.merged, self.dtype), sent % 2**64, found, moved
 
 

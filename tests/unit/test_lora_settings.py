@@ -113,6 +113,39 @@ def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
     check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
 
 
+SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_proj']"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            ["lora.targets=['*_proj', '*.v_proj']"],
+            r"lora\.targets = \['\*_proj'\] is not usable: engines serve",
+        ),
+        (["lora.targets=['*.experts.*']"], "q_proj, k_proj, v_proj, o_proj alone"),
+        (["lora.send=weights"], "an adapter is its factors"),
+        (["lora.rounding=dither", "trainer.dtype=bf16"], "no weight is rounded"),
+        (["rollout.in_flight_mode=in_place"], "ends under the adapter that it began with"),
+        (["rollout.in_flight_mode=retract"], "use abort_resume or drain"),
+        (["engine.args={attn_dp_size: 2}", "engine.tp=2"], "attn_dp_size above 1 was not tried"),
+        (["engine.args={quantization: fp8}"], "not tried below adapters, or set lora.delivery"),
+        (["engine.dtype=bfloat16"], "engines in bfloat16 round another sum"),
+    ],
+)
+def test_what_adapter_slots_cannot_serve_is_refused(settings: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_lora(load_config("quickstart-lora", [*SLOTS, *settings]))
+    check_lora(load_config("quickstart-lora", [*SLOTS, *settings, "lora.rank=0"]))
+
+
+def test_adapter_slots_take_attention_alone() -> None:
+    check(load_config("quickstart-lora", SLOTS))
+    check(load_config("quickstart-lora", [*SLOTS, "rollout.in_flight_mode=drain"]))
+    with pytest.raises(ConfigError, match=r"lora\.slots"):
+        load_config("quickstart-lora", [*SLOTS, "lora.slots=1"])
+
+
 def test_adapters_belong_to_one_base(tmp_path: Path) -> None:
     for name in ("a", "b", "again"):
         (tmp_path / name).mkdir()
@@ -131,7 +164,9 @@ def _trained_from(folder: Path) -> Config:
 def test_how_factors_travel_may_change_at_a_resume() -> None:
     config = replace(Config(), lora=ON)
     saved = resume_facts(config)
-    check_resume(replace(config, lora=replace(ON, send="weights")), saved, reset_optimizer=False)
+    for change in ({"send": "weights"}, {"delivery": "adapter"}, {"slots": 8}):
+        other = replace(config, lora=replace(ON, **change))
+        check_resume(other, saved, reset_optimizer=False)
 
 
 def test_a_checkpoint_continues_with_its_own_adapters() -> None:

@@ -35,6 +35,7 @@ from moerl.layout.adapters import (
 )
 from moerl.layout.shards import stacked_forms
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
+from moerl.weight_sync.sglang_adapter import sglang_form
 
 _ROOT = "base_model.model."
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -122,6 +123,14 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / _FILE, {"format": "pt"})
     write_json(fresh / _CONFIG, dict(config))
     replace_folder(folder, fresh)
+
+
+def save_sglang_adapter(
+    folder: Path, factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig, base: str
+) -> None:
+    """Write what SGLang opens (`--lora-paths`), replacing a folder of the same name."""
+    tensors, config = sglang_form(factors, spec, lora)
+    write_adapter(folder, tensors, config | {"base_model_name_or_path": base})
 
 
 def load_adapter(folder: Path, spec: ModelSpec, lora: LoraConfig) -> dict[str, Tensor]:

@@ -21,12 +21,11 @@ from moerl.layout import hf_tiles
 from moerl.layout.adapters import factor_names, module_of
 from moerl.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_base import check_base
-from moerl.trainer.hf_io.adapter_files import load_adapter
+from moerl.trainer.hf_io.adapter_files import load_adapter, save_sglang_adapter
 from moerl.trainer.hf_io.foreign_adapter import read_foreign
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import pinned
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup
-from moerl.trainer.hf_io.sglang_adapter import save_sglang_adapter
 from moerl.trainer.hf_io.unmerge_adapter import (
     MergedFrom,
     check_equal,

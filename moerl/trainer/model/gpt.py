@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from moerl.trainer.model.lora import PREFIX, Adapters, Changes, attach_adapters
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
+from moerl.trainer.model.served_adapters import ServedAdapters
 from moerl.trainer.model.sparse_attention import sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 
@@ -108,6 +110,14 @@ class Model:
         for adapters in self.adapters:
             adapters.unmerge()
 
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Within it the weights are those of a model folder: adapters are a part of them."""
+        with ExitStack() as stack:
+            for adapters in self.adapters:
+                stack.enter_context(adapters.merged())
+            yield
+
     @property
     def call_args(self) -> dict[str, Any]:
         """Keep bf16 logits as they are: the rows that matter are cast later, alone."""
@@ -177,7 +187,10 @@ def _chunk(
         vp_stage=index if last else None,
     )
     gpt.to(parallel.device)
-    adapters = attach_adapters(gpt, index, spec, lora, parallel) if lora and lora.rank else None
+    adapters = None
+    if lora and lora.rank:
+        made = ServedAdapters(lora) if lora.serves_adapters else Adapters(lora)
+        adapters = attach_adapters(gpt, index, spec, made, lora, parallel)
     module = Float16Module(config, gpt) if half else gpt
     for router in gpt.modules():
         if hasattr(router, "_maintain_float32_expert_bias"):  # Float16Module casts buffers, too

@@ -28,7 +28,8 @@ Legend: T tokens (and batch), R rank.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -62,6 +63,7 @@ from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.sglang_adapter import sglang_refusal
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear | TopKRouter
 PREFIX = "lora."  # of the factors' names in a GPTModel
@@ -114,11 +116,14 @@ class Adapters(torch.nn.Module):
         weight = linear.weight
         assert isinstance(weight, torch.nn.Parameter)
         self._merged.append((weight, factors))
-        hook = _Hook(linear, factors, self.scale)
+        hook = self.hook(linear, factors)
         if isinstance(linear, TopKRouter):  # its output is a choice; the gradient is the logits'
             linear.gating = _Gating(linear.gating, hook)
         else:
             linear.register_forward_hook(hook)
+
+    def hook(self, linear: Linear, factors: tuple[Factors, ...]) -> Hook:
+        return Hook(linear, factors, self.scale)
 
     @property
     def adapted(self) -> tuple[torch.nn.Parameter, ...]:
@@ -130,6 +135,14 @@ class Adapters(torch.nn.Module):
         assert not self._base, "the base is kept once"
         self._base = [weight.detach().to("cpu", copy=True) for weight in self.adapted]
         self.merge()
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Within it the weights are W0 + s B A: they always are."""
+        yield
+
+    def drop_base(self) -> None:
+        self._base = []
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -212,7 +225,12 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(
-    gpt: GPTModel, chunk: int, spec: ModelSpec, lora: LoraConfig, parallel: Parallel
+    gpt: GPTModel,
+    chunk: int,
+    spec: ModelSpec,
+    adapters: Adapters,
+    lora: LoraConfig,
+    parallel: Parallel,
 ) -> Adapters:
     """Freeze a model chunk and give its targets factors, as `gpt.lora`.  Raises ConfigError.
 
@@ -231,7 +249,7 @@ def attach_adapters(
             "adapters of shared experts communicate as these do without it; not with lora",
         )
     gpt.requires_grad_(False)
-    adapters, prefix = Adapters(lora), f"chunk{chunk}." if sizes.vpp > 1 else ""
+    prefix = f"chunk{chunk}." if sizes.vpp > 1 else ""
     for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
         if name.startswith(prefix) and (
             parts := projections(local, lora.rank_of, shapes, shared=lora.shares)
@@ -286,6 +304,8 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
                 f"with an adapter of the head tp must cut {spec.vocab_size} entries without "
                 f"padding, they become {rows}; use a divisor, or tp 1",
             )
+    if lora.serves_adapters and (refusal := sglang_refusal(spec, lora)):
+        raise ConfigError("lora.delivery", lora.delivery, f"{refusal}; use merged")
     if sizes.etp not in (1, sizes.tp):
         raise ConfigError("trainer.parallel.etp", sizes.etp, f"with lora it is 1 or tp, {sizes.tp}")
     shapes = hf_shapes(spec)
@@ -302,7 +322,7 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
 
 
 # --- the gradient of a factor ---------------------------------------------------------------------
-class _Hook:
+class Hook:
     """After a frozen linear layer: the same output, with a way for gradients to its factors."""
 
     def __init__(self, linear: Linear, factors: tuple[Factors, ...], scale: float) -> None:
@@ -327,16 +347,21 @@ class _Hook:
 
     def through(self, x: Tensor, y: Tensor) -> Tensor:
         """y, with a way for its gradient to the factors; x: of the layer.  Routers widen theirs."""
-        a_all = torch.cat([one.a for one in self._factors]).to(y.dtype)
-        h_TR = torch.nn.functional.linear(x.detach().to(y.dtype), a_all)
-        if self._gathers:
-            h_TR = gather_from_sequence_parallel_region(h_TR, group=self._group)
-        if self._scatters:
-            h_TR = reduce_scatter_to_sequence_parallel_region(h_TR, group=self._group)
+        h_TR = self.low_rank(x.detach().to(y.dtype))
         bs = [one.b for one in self._factors]
         indices = [one.index for one in self._factors]
         made: Tensor = _StraightThrough.apply(y, h_TR, self._scale, indices, *bs)  # type: ignore[no-untyped-call]
         return made
+
+    def low_rank(self, x: Tensor) -> Tensor:
+        """[..., ranks of all factors] product of x and every A, for the positions of the output."""
+        a_all = torch.cat([one.a for one in self._factors]).to(x.dtype)
+        h_TR = torch.nn.functional.linear(x, a_all)
+        if self._gathers:
+            h_TR = gather_from_sequence_parallel_region(h_TR, group=self._group)
+        if self._scatters:
+            h_TR = reduce_scatter_to_sequence_parallel_region(h_TR, group=self._group)
+        return h_TR
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,7 +369,7 @@ class _Gating:
     """A router's `gating`: logits, with a way for their gradient to its factors."""
 
     plain: Callable[[Tensor], Tensor]
-    hook: _Hook
+    hook: Hook
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.plain(x)

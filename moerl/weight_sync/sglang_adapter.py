@@ -9,7 +9,6 @@ Read at SGLang 0.5.23, srt/lora/lora.py and mem_pool.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes
 from moerl.layout.adapters import adapter_shapes, factor_names
-from moerl.trainer.hf_io.adapter_files import write_adapter
 
 _LEAVES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # as SGLang calls them
 _TOGETHER = (
@@ -44,7 +42,7 @@ def sglang_form(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and adapter_config.json.  factors: by Hugging Face name.  Raises ModelError."""
     if refusal := sglang_refusal(spec, lora):
-        raise ModelError(f"adapter/sglang: {refusal}")
+        raise ModelError(f"an adapter for SGLang: {refusal}")
     shapes = hf_shapes(spec)
     factors = {  # one A and B for each expert, also where all of them share one
         f"{module}.lora_{x}": factors[name]
@@ -64,14 +62,6 @@ def sglang_form(
         "lora_dropout": 0.0,
         "bias": "none",
     }
-
-
-def save_sglang_adapter(
-    folder: Path, factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig, base: str
-) -> None:
-    """Write what SGLang opens (`--lora-paths`), replacing a folder of the same name."""
-    tensors, config = sglang_form(factors, spec, lora)
-    write_adapter(folder, tensors, config | {"base_model_name_or_path": base})
 
 
 def _together(module: str) -> list[str]:
