@@ -81,7 +81,6 @@ class Head:
     vocab_size: int  # of the model, padding excluded
     start: int = 0  # global id of the first entry
     group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
-    fp32: bool = False  # products in fp32, from a copy of each block's weights
     adapter: LowRank | None = None
 
     @property
@@ -295,21 +294,18 @@ class _Score(Function):
         head: Head = ctx.head
         scale_S = grads[0].to(tau_S.dtype) / tau_S
         wants_hidden, wants_weight, wants_low, wants_b = ctx.needs_input_grad[:4]
-        dtype = _product_dtype(hidden, head)
-        product = _Product(
-            hidden, head.weight, dtype, tau_S.dtype, sides=(wants_hidden, wants_weight)
-        )
+        product = _Product(hidden, head.weight, tau_S.dtype, sides=(wants_hidden, wants_weight))
         products = [product]
         if head.adapter is not None and low is not None:
-            scaled = head.adapter.scale * low.to(dtype)
+            scaled = head.adapter.scale * low
             products.append(
-                _Product(scaled, head.adapter.b, dtype, tau_S.dtype, sides=(wants_low, wants_b))
+                _Product(scaled, head.adapter.b, tau_S.dtype, sides=(wants_low, wants_b))
             )
         for block in ctx.blocks:
             grad = _logits(hidden, head, tau_S, block).sub_(log_z_S[block.rows, None]).exp_().neg_()
             own = (block.columns >= 0).to(grad.dtype)[:, None]
             grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
-            grad = grad.mul_(scale_S[block.rows, None]).to(dtype)
+            grad = grad.mul_(scale_S[block.rows, None]).to(hidden.dtype)
             for one in products:
                 one.add(block, grad)
         d_low = d_b = None
@@ -321,9 +317,11 @@ class _Score(Function):
 
 def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
     """[N, U] / temperature in the dtype of tau_S; _ABSENT outside of the mask."""
-    dtype = _product_dtype(hidden, head)
-    x_NH, w_UH = hidden[block.rows].to(dtype), head.weight[block.entries].to(dtype)
-    z_NU = (x_NH @ w_UH.T).to(tau_S.dtype).div_(tau_S[block.rows, None])
+    z_NU = (
+        (hidden[block.rows] @ head.weight[block.entries].T)
+        .to(tau_S.dtype)
+        .div_(tau_S[block.rows, None])
+    )
     if block.places is None:
         return z_NU
     absent = torch.ones(z_NU.numel(), dtype=torch.bool, device=z_NU.device)
@@ -386,16 +384,10 @@ class _Product:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        dtype: torch.dtype,
-        sum_dtype: torch.dtype,
-        *,
-        sides: tuple[bool, bool],
+        self, x: Tensor, weight: Tensor, sum_dtype: torch.dtype, *, sides: tuple[bool, bool]
     ) -> None:
-        """dtype: of the products.  sides: whether the gradients of x and of w are wanted."""
-        self._x, self._weight, self._dtype = x, weight, dtype
+        """sides: whether the gradients of x and of w are wanted."""
+        self._x, self._weight = x, weight
         self._in_buffer = hasattr(weight, "grad_added_to_main_grad")
         self._d_x = torch.zeros_like(x, dtype=sum_dtype) if sides[0] else None
         self._d_w: Tensor | None = None
@@ -406,10 +398,10 @@ class _Product:
     def add(self, block: _Block, grad_NU: Tensor) -> None:
         rows, entries = block.rows, block.entries
         if self._d_x is not None:
-            w_UH = self._weight[entries].to(self._dtype)
+            w_UH = self._weight[entries].to(self._x.dtype)
             self._d_x.index_add_(0, rows, (grad_NU @ w_UH).to(self._d_x.dtype))
         if self._d_w is not None:
-            part_UH = (grad_NU.T @ self._x[rows].to(self._dtype)).to(self._d_w.dtype)
+            part_UH = (grad_NU.T @ self._x[rows]).to(self._d_w.dtype)
             if isinstance(entries, slice):
                 self._d_w[entries] += part_UH
             else:
@@ -424,11 +416,6 @@ class _Product:
         # an embedding's gradient is added to it where the two are one weight
         tied = getattr(self._weight, "zero_out_wgrad", False)
         return d_x, torch.zeros_like(self._weight) if tied else torch.empty_like(self._weight)
-
-
-def _product_dtype(hidden: Tensor, head: Head) -> torch.dtype:
-    """Of the head's matrix products."""
-    return torch.float32 if head.fp32 and hidden.dtype == torch.bfloat16 else hidden.dtype
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

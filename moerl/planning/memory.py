@@ -15,9 +15,9 @@ Legend (of one rank; bytes unless stated otherwise)
     counterpart with the distributed optimizer, or 1
     activations  with full recompute, the input of each layer for each microbatch in flight (pp -
     stage of them, 1F1B), and the activations inside one layer; without it inside every layer
-    head         on the last stage (3 b + 4) t h, hidden states of all tokens, as if all were
-    sampled, and their gradient; b h V / tp, the gradient of a trained head on its way to the buffer;
-    three blocks of logits
+    head         on the last stage (3 b + 4) t h, hidden states of tokens, as if all were sampled,
+    and their gradient; b h V / tp, a placeholder for the gradient of a trained head; three blocks
+    of logits
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
     adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;

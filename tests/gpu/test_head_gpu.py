@@ -10,11 +10,11 @@ import torch
 from tests.helpers import device_checks as checks
 from tests.helpers.device_figures import Figure
 
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 
 
 @dtypes
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 33), (130, 1000), (64, 151_936)])
 def test_values_and_gradients(
     dtype: torch.dtype, id_dtype: torch.dtype, rows: int, vocab: int
