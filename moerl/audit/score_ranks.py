@@ -189,17 +189,19 @@ class _Scorer:
         self.live: Routes = {}
 
     def run(self, variants: list[str]) -> None:
-        self._score("live", self._live_logits(), variants)
+        self._score("live", self._live_states(), variants)
         for kind in dict.fromkeys(VARIANTS[name][0] for name in variants):
             if kind != "live":
                 routes = self._altered(kind)
-                self._score(kind, self._replayed_logits(routes, kind), variants)
+                self._score(kind, self._replayed_states(routes, kind), variants)
 
-    def _live_logits(self) -> Tensor:
+    def _live_states(self) -> Tensor:
         from moerl.trainer.passes import forward
 
         self._load_positions("live")
-        logits = forward.logits(self.model, self.model.module, self.batch, self.index, Mode.RECORD)
+        hidden = forward.hidden_states(
+            self.model, self.model.module, self.batch, self.index, Mode.RECORD
+        )
         choices = {layer: self.replay.live(self.index, layer) for layer in self.replay.layers}
         self.live = to_host({layer: choice.ids for layer, choice in choices.items()})
         margins = to_host({layer: choice.margin.float() for layer, choice in choices.items()})
@@ -223,7 +225,7 @@ class _Scorer:
         self.totals.counts["tokens"] += int(self.real.sum())
         self.totals.counts["tokens_agree"] += int(agree.sum())
         self.replay.clear()
-        return logits
+        return hidden
 
     def _per_token(self, differs: Routes, touched: Routes) -> None:
         """Record which sampled tokens a routing difference can reach, and mask sizes."""
@@ -253,13 +255,13 @@ class _Scorer:
                 self.index, lambda layer: batch.attended(layer).roll(back, 1), batch.num_fed
             )
 
-    def _replayed_logits(self, routes: Routes, kind: str) -> Tensor:
+    def _replayed_states(self, routes: Routes, kind: str) -> Tensor:
         from moerl.trainer.passes import forward
 
         self._load_positions(kind)
         self.replay.load(self.index, forward.local_rows(routes, self.ranks))
         with _executed(self.model) as executed:
-            logits = forward.logits(
+            hidden = forward.hidden_states(
                 self.model, self.model.module, self.batch, self.index, Mode.REPLAY
             )
         for layer, used in to_host(executed).items():
@@ -275,9 +277,9 @@ class _Scorer:
         self.replay.finish_step()
         if self.model.indexers is not None:
             self.model.indexers.finish_step()
-        return logits
+        return hidden
 
-    def _score(self, kind: str, logits: Tensor, variants: list[str]) -> None:
+    def _score(self, kind: str, hidden: Tensor, variants: list[str]) -> None:
         from moerl.trainer.passes import forward
 
         for name in variants:
@@ -287,7 +289,7 @@ class _Scorer:
             batch = self.batch
             if not masked:
                 batch = replace(batch, mask_offsets=None, mask_ids=None)
-            scores = forward.sampled_logprobs(self.model, logits, batch, self.ranks)
+            scores = forward.sampled_logprobs(self.model, hidden, batch, self.ranks)
             logprob = scores.logprob.cpu()
             for row, rollout in enumerate(batch.rollouts):
                 values = logprob[batch.seq == row].float().numpy()

@@ -2,8 +2,8 @@
 
     python -m moerl.kernels.build
 
-`cpu` from csrc/*.cpp by the C++ compiler, `cuda` from csrc/*.cu by nvcc.  A target whose compiler
-is missing is skipped with a message; a failing compiler is an error.  Libraries are written to
+`cpu` from csrc/*.cpp by the C++ compiler.  A target whose compiler is missing is skipped with a
+message; a failing compiler is an error.  Libraries are written to
 `built/` in this folder, named after a hash of their sources and flags, so an outdated one is never
 loaded.  A library exports C functions on plain pointers and is opened with ctypes; no torch header
 is read, so a build takes seconds and stays valid across torch versions.
@@ -65,18 +65,6 @@ TARGETS = {
         "*.cpp",
         ("c++", "g++", "clang++"),
         (*_COMMON, "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
-    ),
-    # Machine code for sm_80 and sm_90, and PTX that later ones compile when they load it.
-    "cuda": Target(
-        "cuda",
-        "*.cu",
-        ("nvcc", "/usr/local/cuda/bin/nvcc"),
-        (
-            *_COMMON,
-            "-Xcompiler=-fPIC,-fvisibility=hidden",
-            "-gencode=arch=compute_80,code=sm_80",
-            "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-        ),
     ),
 }
 

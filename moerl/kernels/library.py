@@ -1,7 +1,7 @@
 """Open a built library, or say why there is none.
 
     >>> lib = library("cpu")
-    >>> if lib is not None: lib.moerl_kept_gather(...)
+    >>> if lib is not None: lib.moerl_changed(...)
 
 Only a library built from the current sources is opened.
 """
@@ -16,7 +16,7 @@ from moerl.kernels.build import BUILT, TARGETS
 
 @cache
 def library(target: str) -> ctypes.CDLL | None:
-    """The library of `cpu` or `cuda`, None when it was not built; cached per process.
+    """The library of `cpu`, None when it was not built; cached per process.
 
     A library that was built and cannot be opened is an OSError: falling back to Python would hide
     a fault of this machine.

@@ -370,7 +370,7 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
     room = slot.node.group.device_gb
     title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
     table = Table(title=title, padding=0)  # all columns of a large run fit the width
-    columns = ["weights", "gradients", "optimizer", "activations", "logits", "replay", "others"]
+    columns = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
     columns = [
         c for c in (*columns, "buckets", "runtime") if any(getattr(rank, c) for rank in ranks)
     ]

@@ -44,7 +44,7 @@ def _libraries(facts: GpuFacts) -> Iterator[Row]:
 
 
 def _compiler(facts: GpuFacts) -> Iterator[Row]:
-    """nvcc is needed until our kernels are built, and for what engines compile at their start."""
+    """nvcc is needed for what engines compile at their start."""
     if facts.nvcc and _major(facts.nvcc) != _major(facts.torch_cuda):
         found = f"{facts.nvcc}, torch is built for CUDA {facts.torch_cuda}"
         yield "nvcc", found, f"put nvcc of CUDA {_major(facts.torch_cuda)} first on PATH"
@@ -52,8 +52,6 @@ def _compiler(facts: GpuFacts) -> Iterator[Row]:
         yield "nvcc", "not found", f"{SETUP}, or install CUDA's compiler"
     else:
         yield "nvcc", facts.nvcc, ""
-    if not facts.kernels:
-        yield "kernels", "moerl's CUDA kernels are not built", "python -m moerl.kernels.build"
 
 
 def _major(version: str) -> int:

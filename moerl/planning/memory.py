@@ -15,7 +15,9 @@ Legend (of one rank; bytes unless stated otherwise)
     counterpart with the distributed optimizer, or 1
     activations  with full recompute, the input of each layer for each microbatch in flight (pp -
     stage of them, 1F1B), and the activations inside one layer; without it inside every layer
-    logits       10 t V / tp on the last stage: bf16, fp32 and their gradient
+    head         on the last stage (3 b + 4) t h, hidden states of tokens, as if all were sampled,
+    and their gradient; b h V / tp, a placeholder for the gradient of a trained head; three blocks
+    of logits
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
     adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;
@@ -56,6 +58,9 @@ Recompute = Literal["none", "selective", "full"]
 RUNTIME = 3_000_000_000
 """CUDA context, NCCL buffers, allocator waste; what people report for 8-GPU nodes, 2 to 4 GB."""
 
+
+LOGITS_OF_A_BLOCK = 1 << 24
+"""Logits in fp32 that exist at a time (`moerl/algorithms/head_logprob.py`)."""
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -114,7 +119,7 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int
+    head: int
     replay: int
     others: int  # reference, teacher and critic on the same ranks
     buckets: int  # of a publish
@@ -127,7 +132,7 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """On the device."""
-        parts = (self.static, self.activations, self.logits, self.replay, self.others)
+        parts = (self.static, self.activations, self.head, self.replay, self.others)
         return sum(parts) + self.buckets + self.runtime
 
     @property
@@ -198,7 +203,7 @@ def trainer_memory(
 def ref_model_memory(
     spec: ModelSpec, layout: ParallelConfig, training: Training
 ) -> tuple[TrainerMemory, ...]:
-    """The same for a model that only scores: weights, activations inside one layer, logits.
+    """The same for a model that only scores: weights, activations inside one layer, head.
 
     Without gradients no activations are kept between layers; routers are live, nothing is adapted.
     """
@@ -261,7 +266,7 @@ def _stage(
         gradients=4 * sum(trained),
         optimizer=held.device * own,
         activations=_activations(spec, layout, training, stage),
-        logits=(10 if half else 12) * tokens * vocab if last else 0,
+        head=_head(spec, training, tokens, vocab) if last else 0,
         replay=_num_routers(spec, layout, stage)
         * (8 * (tokens // layout.tp) * spec.experts_per_token),
         others=0,
@@ -272,6 +277,14 @@ def _stage(
         checkpoint=saved + held.saved * own,
         base=0 if training.lora.serves_adapters else width * adapted,
     )
+
+
+def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
+    """Bytes beside weights and buffers.  vocab: entries of this rank."""
+    width = 2 if training.dtype == "bf16" else 4
+    states = (3 * width + 4) * tokens * spec.hidden
+    passing = 0 if training.lora.rank else width * vocab * spec.hidden
+    return states + passing + 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
 
 
 def _factors(

@@ -55,7 +55,7 @@ def main() -> None:
         )
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    log.info(describe(place.name))
+    log.info(describe("cpu"))
     # `prepare` must run before any import of megatron
     from moerl.trainer.join_run import join_run
     from moerl.trainer.model import parallel

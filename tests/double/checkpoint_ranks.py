@@ -21,9 +21,7 @@ from tests.double.load import load
 load()
 
 
-from moerl.algorithms import masked_logprob  # noqa: E402
 from moerl.config.schema import Config, ModelConfig  # noqa: E402
-from moerl.kernels.library import library  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.model import platform  # noqa: E402
 from tests.double.on_checkpoint import (  # noqa: E402
@@ -57,7 +55,6 @@ def main() -> None:
     place = platform.prepare("cuda", local_rank=rank, layers="local")
     from moerl.trainer.model import parallel
 
-    vars(masked_logprob)["library"] = lambda _target: library("cpu")  # its pointers are the host's
     ranks = parallel.start(TWO_RANKS.parallel, place, timeout_s=60)
     store = BlobStore(folder / f"blobs-{rank}", "n0")
     plan = make_plan(store, dp_size=TWO_RANKS.parallel.dp, max_tokens=48)

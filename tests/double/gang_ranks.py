@@ -26,10 +26,8 @@ PLACE = platform.prepare(NAME, local_rank=RANK, layers="local")
 
 import torch  # noqa: E402
 
-from moerl.algorithms import masked_logprob  # noqa: E402
 from moerl.config.schema import AlgorithmConfig, Config  # noqa: E402
 from moerl.data.packing import Microbatch  # noqa: E402
-from moerl.kernels.library import library  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner import critic, step  # noqa: E402
@@ -59,9 +57,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 def main() -> None:
-    if ON_DOUBLE:  # its pointers are the host's
-        vars(masked_logprob)["library"] = lambda _target: library("cpu")
-    else:
+    if not ON_DOUBLE:
         attention.replace(everywhere=True)
     plan = make_plan(STORE)
     for number, name in enumerate(NAMES):

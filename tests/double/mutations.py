@@ -158,7 +158,7 @@ REF_BLUNDERS = (
     Blunder(
         "temperatures on the host",
         "moerl.trainer.passes.forward", "sampled_logprobs",
-        "upload(batch.temperature[batch.held], device)", "batch.temperature[batch.held]",
+        "upload(batch.temperature[batch.held], hidden_MH.device)", "batch.temperature[batch.held]",
     ),
 )  # fmt: skip
 CRITIC = "moerl.trainer.learner.critic"

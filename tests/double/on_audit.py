@@ -13,11 +13,10 @@ from tests.double.watch import PAGEABLE, WAITS, watch
 pytest_plugins = ("tests.double.trainer_fixtures",)
 
 VARIANTS = len(SOUND_VARIANTS) + 2
-# In a microbatch: ids and margins of the live pass, executed experts of three replayed ones; the
-# status of the masked head of four variants, the range check of the others; scores of each.
+# In a microbatch: ids and margins of the live pass, executed experts of three replayed ones; scores
+# of each variant.
 PER_MICROBATCH = {
     "moerl/algorithms/device_copies.py": 5,
-    "moerl/algorithms/masked_logprob.py": VARIANTS,
     "moerl/audit/score_ranks.py": VARIANTS,
 }
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("tests.double.trainer_fixtures",)
 
-MASKED = "moerl/algorithms/masked_logprob.py"  # the status of the compiled masked head
 COPIES = "moerl/algorithms/device_copies.py"  # numbers of a whole pass, to the host
 CRITIC = "moerl/trainer/learner/critic.py"  # the critic's sums of a step
 STEP_SUMS = "moerl/trainer/learner/step_sums.py"  # the policy's
@@ -106,22 +105,20 @@ def test_scores_and_a_step_with_them_are_those_of_the_cpu(scored: Trained, on_cp
     assert largest_difference(found["gradients"], on_cpu["gradients"]) > 0.1
 
 
-def test_a_score_waits_once_per_microbatch(scored: Trained) -> None:
+def test_a_score_does_not_wait(scored: Trained) -> None:
     batches = batches_of(scored, scored.plan)
     assert batches.num_microbatches > 1
     for policy in scored.learner.ref_models.values():
         with watch() as seen:
             policy.logprobs(batches)
-        check_waits(seen, {MASKED: batches.num_microbatches})
+        check_waits(seen, {})
 
 
-def test_separate_ranks_wait_once_more_for_each_model(
-    separate: SeparateRanks, on_cpu: Numbers
-) -> None:
+def test_separate_ranks_wait_once_for_each_model(separate: SeparateRanks, on_cpu: Numbers) -> None:
     plan = separate.trainer.plan
     with watch() as seen:
         separate.loop.score(plan)
-    check_waits(seen, {MASKED: 2 * plan.num_microbatches, COPIES: 2})
+    check_waits(seen, {COPIES: 2})
     assert largest_difference(separate.scores(plan), on_cpu["ref models"]["scores"]) == 0
 
 
@@ -161,7 +158,7 @@ def test_scores_of_a_whole_batch_wait_once_for_each_use(valued: Trained) -> None
     plan = valued.plan
     with watch() as seen:
         valued.learner.gradients(plan)
-    check_waits(seen, {MASKED: 3 * plan.num_microbatches, COPIES: 5, STEP_SUMS: 1})
+    check_waits(seen, {COPIES: 5, STEP_SUMS: 1})
 
 
 # --- seeded blunders ------------------------------------------------------------------------------

@@ -25,10 +25,8 @@ from tests.double.watch import PAGEABLE, WAITS, watch
 
 pytest_plugins = ("tests.double.trainer_fixtures",)
 
-MASKED = "moerl/algorithms/masked_logprob.py"
 # Waits in a step: (for each microbatch, once).  R2 has a pass more, whose routes go to the host.
 USUAL = {
-    MASKED: (1, 0),
     "moerl/trainer/learner/step_sums.py": (0, 1),
     "moerl/algorithms/device_copies.py": (0, 1),
     "moerl/trainer/learner/optimizer.py": (0, 1),
@@ -37,11 +35,11 @@ MORE = {
     # attention that stands in for Transformer Engine's, which takes lengths on the device
     "packed rows": {"moerl/trainer/model/local_modules.py": (1, 0)},
     "router losses": {"moerl/trainer/passes/router_losses.py": (0, 1)},
-    "routes of the proximal policy": {MASKED: (2, 0), "moerl/trainer/passes/proximal.py": (1, 0)},
+    "routes of the proximal policy": {"moerl/trainer/passes/proximal.py": (1, 0)},
 }
-# Both passes of the probe's microbatch; live ids of all layers, where they differ, both scores and
+# Of the probe: live ids of all layers, where they differ, both scores and
 # those at lag 0.
-PROBE = {MASKED: 2, "moerl/trainer/passes/probe.py": 5}
+PROBE = {"moerl/trainer/passes/probe.py": 5}
 TOKENS = 24
 
 

@@ -23,12 +23,10 @@ from moerl.config.schema import (
     TinyModel,
     TrainerConfig,
 )
-from moerl.kernels.library import library
 from moerl.layout import LayerSpec
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model import platform
 from moerl.types import BatchPlan
-from tests.helpers.device_figures import on_gpu
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner
@@ -79,15 +77,11 @@ def prepare(
     """Load the model of the folder and plan a batch of random records."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     place = platform.prepare(where, layers=layers)
-    from moerl.algorithms import masked_logprob
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import gpt, parallel
     from tests.helpers.trainer_support import make_plan
 
-    if not on_gpu():
-        # the double's device pointers are host pointers, so the CPU's library reads them
-        vars(masked_logprob)["library"] = lambda _target: library("cpu")
     vars(parallel)["rank_store"] = lambda _timeout: dist.HashStore()  # the only rank
     config = Config(
         model=ModelConfig(path=str(folder / MODEL)),

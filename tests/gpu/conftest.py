@@ -1,7 +1,6 @@
 """Everything here needs CUDA: elsewhere it is skipped, and the reason is printed.
 
-On the device double (`pytest -p tests.double.plugin`) the same tests run with small sizes, with the
-kernels of the CPU, whose pointers the double shares.
+On the device double (`pytest -p tests.double.plugin`) the same tests run with small sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.kernels.build import TARGETS, BuildError, build
 from tests.helpers.bare_imports import hide_other_packages
 from tests.helpers.device_figures import Figure, machine, on_double
 
@@ -22,31 +20,8 @@ HERE = Path(__file__).parent
 BARE = "MOERL_GPU_CHECK_BARE"  # environment variable: import nothing but what a bare check brings
 
 
-def _use_host_kernels() -> None:
-    """Before modules of tests ask which implementations there are."""
-    from moerl.algorithms import masked_logprob
-    from moerl.kernels.library import library
-    from tests.helpers import device_checks, kernel_implementations
-
-    for module in (masked_logprob, device_checks):
-        vars(module)["library"] = lambda _target: library("cpu")
-    vars(kernel_implementations)["TARGETS"] = {"cuda": TARGETS["cpu"]}
-
-
-def _build_kernels() -> None:
-    """A compiler that fails is told by the tests of kernels; others run with torch's form."""
-    for name, target in TARGETS.items():
-        if name == "cpu" or not on_double():
-            try:
-                print(f"kernels, {name}: {build(target)}")
-            except BuildError as error:
-                print(f"kernels, {name}: {error}")
-
-
 if os.environ.get(BARE):
     hide_other_packages()
-if on_double():
-    _use_host_kernels()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,7 +40,6 @@ def where(record_testsuite_property: Callable[[str, object], None]) -> None:
     """Say once where the numbers come from; plain fp32 products, no TF32."""
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = False
-        _build_kernels()
         record_testsuite_property("machine", json.dumps(machine()))
         print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
 

@@ -1,4 +1,4 @@
-"""Checks of kernels and replay on a device: tests/gpu runs them on CUDA, tests/unit on the CPU.
+"""Checks of the head and replay on a device: tests/gpu runs them on CUDA, tests/unit on the CPU.
 
 Needs torch, numpy and this project's torch-only modules, not megatron.  A check asserts with its
 numbers in the message and returns what it measured, which the GPU tests print.
@@ -9,22 +9,22 @@ Legend: N tokens, D hidden, E experts, K experts per token, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms.masked_logprob import (
+from moerl.algorithms.head_logprob import (
+    Head,
     SamplingMask,
     Scores,
-    _BuiltPart,
-    _KeptSets,
     full_logprobs,
     kept_logprobs,
 )
 from moerl.errors import RecordError
-from moerl.kernels.library import library
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.replay import RouteReplay
 
@@ -33,27 +33,33 @@ Csr = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Logits, their sampling masks and sampled tokens, on one device."""
+    """Hidden states, a head, sampling masks and sampled tokens, on one device."""
 
-    logits: Tensor  # [N, V]
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
     offsets: Tensor
     ids: Tensor
     sampled: Tensor
     tau: Tensor
 
-    def score(self, logits: Tensor, implementation: str, **other: Tensor) -> Scores:
-        return kept_logprobs(
-            logits,
-            self.sampled,
-            SamplingMask(other.get("offsets", self.offsets), other.get("ids", self.ids)),
-            temperature_S=other.get("tau", self.tau),
-            implementation=implementation,
-        )
+    def score(self, hidden: Tensor, head: Head, **other: Tensor) -> Scores:
+        mask = SamplingMask(other.get("offsets", self.offsets), other.get("ids", self.ids))
+        tau = other.get("tau", self.tau)
+        return kept_logprobs(hidden, head, self.sampled, mask, temperature_S=tau)
+
+    def full(self, hidden: Tensor, head: Head) -> Scores:
+        return full_logprobs(hidden, head, self.sampled, temperature_S=self.tau)
 
     def to(self, device: str, dtype: torch.dtype) -> Case:
-        """The same numbers elsewhere."""
-        moved = (t.to(device) for t in (self.offsets, self.ids, self.sampled))
-        return Case(self.logits.to(device, dtype), *moved, self.tau.to(device, torch.float64))
+        """The same numbers elsewhere; the record stays on the host."""
+        return Case(
+            self.hidden.to(device, dtype),
+            self.weight.to(device, dtype),
+            self.offsets,
+            self.ids,
+            self.sampled,
+            self.tau.to(device, torch.float64),
+        )
 
 
 def make_case(
@@ -67,114 +73,109 @@ def make_case(
     sets[-1] = torch.arange(vocab)
     picks = [int(torch.randint(0, len(one), (1,), generator=generator)) for one in sets]
     return Case(
-        (torch.randn(rows, vocab, generator=generator) * 3).to(device, dtype),
-        torch.tensor([0, *(len(one) for one in sets)]).cumsum(0).to(device),
-        torch.cat(sets).to(device, id_dtype),
-        torch.stack([one[pick] for one, pick in zip(sets, picks, strict=True)]).to(device),
+        torch.randn(rows, 16, generator=generator).to(device, dtype),
+        torch.randn(vocab, 16, generator=generator).to(device, dtype),
+        torch.tensor([0, *(len(one) for one in sets)]).cumsum(0),
+        torch.cat(sets).to(id_dtype),
+        torch.stack([one[pick] for one, pick in zip(sets, picks, strict=True)]),
         (torch.rand(rows, generator=generator) + 0.5).to(device),
     )
 
 
-def gradient(case: Case, logits: Tensor, implementation: str) -> tuple[Scores, Tensor]:
-    leaf = logits.detach().clone().requires_grad_()
-    scores = case.score(leaf, implementation)
-    weights = torch.linspace(-1, 2, len(scores.logprob), device=leaf.device)
+def gradients(
+    case: Case, score: Callable[[Tensor, Head], Scores]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-probability, entropy, gradient of the hidden states, gradient of the weight)."""
+    hidden, weight = (t.detach().clone().requires_grad_() for t in (case.hidden, case.weight))
+    scores = score(hidden, Head(weight, len(weight)))
+    weights = torch.linspace(-1, 2, len(scores.logprob), device=hidden.device)
     (scores.logprob * weights.to(scores.logprob.dtype)).sum().backward()
-    assert leaf.grad is not None
-    return scores, leaf.grad
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return scores.logprob.detach(), scores.entropy, hidden.grad, weight.grad
 
 
-# --- kernels --------------------------------------------------------------------------------------
-def kernel_equals_fp64(case: Case, implementation: str) -> float:
-    """Against torch in fp64 on the CPU, from the same stored logits; repeats bitwise."""
-    exact, exact_grad = gradient(case.to("cpu", torch.float64), case.logits.cpu().double(), "torch")
-    scores, grad = gradient(case, case.logits, implementation)
-    again, grad_again = gradient(case, case.logits, implementation)
-    assert torch.equal(scores.logprob, again.logprob)
-    assert torch.equal(scores.entropy, again.entropy)
-    assert torch.equal(grad, grad_again)
-    # torch adds a row up in fp32: 1e-5 for 150,000 ids, where the compiled passes keep 1e-7
-    single = 4e-6 if implementation == "built" else 1e-4
-    rtol = 1e-12 if case.logits.dtype == torch.float64 else single
-    stored = {torch.bfloat16: 2.0**-8}.get(case.logits.dtype, rtol)
-    close = torch.testing.assert_close
-    close(scores.logprob.cpu().double(), exact.logprob, rtol=rtol, atol=rtol)
-    close(scores.entropy.cpu().double(), exact.entropy, rtol=rtol, atol=10 * rtol)
-    close(grad.cpu().double(), exact_grad, rtol=stored + rtol, atol=rtol)
-    keep = torch.zeros(case.logits.shape, dtype=torch.bool, device=case.logits.device)
-    owner = torch.repeat_interleave(case.offsets.diff())
-    keep[owner, case.ids.long()] = True
-    assert not grad[~keep].any(), "a gradient reached an entry that was not kept"
-    return float((scores.logprob.detach().cpu().double() - exact.logprob.detach()).abs().max())
+# --- head -----------------------------------------------------------------------------------------
+def head_equals_fp64(case: Case) -> float:
+    """Against logits as [N, V] in fp64 on the CPU, from the same stored numbers; repeats bitwise.
 
-
-def shards_join(case: Case, num_shards: int) -> None:
-    """Vocabulary shards, each through the compiled passes, reduced here: as one piece, bitwise but
-    for the order of a sum of `num_shards` numbers.
+    Returns the largest error of a log-probability.  In bf16 logits are rounded once.
     """
-    device = case.logits.device.type
-    lib = library(device)
-    assert lib is not None, f"the {device} kernels are not built"
-    tau = case.tau.to(torch.float64 if case.logits.dtype == torch.float64 else torch.float32)
-    rows = torch.arange(len(case.sampled), device=case.logits.device)
-    width = -(-case.logits.shape[1] // num_shards)
-    parts = []
-    for shard in range(num_shards):
-        kept = _KeptSets(case.sampled, case.offsets, case.ids, shard * width)
-        local = case.logits[:, shard * width : (shard + 1) * width].contiguous()
-        parts.append(_BuiltPart(local, rows, kept, tau, lib))
-    top = torch.stack([part.top() for part in parts]).amax(0)
-    total, weighted, picked = torch.stack([part.sums(top) for part in parts]).sum(0)
-    want = case.score(case.logits, "built")
-    rtol = 1e-12 if tau.dtype == torch.float64 else 4e-6
-    close = torch.testing.assert_close
-    close(picked - total.log(), want.logprob, rtol=rtol, atol=rtol)
-    close(total.log() - weighted / total, want.entropy, rtol=rtol, atol=10 * rtol)
+    exact, dtype = case.to("cpu", torch.float64), case.hidden.dtype
+    keep = torch.zeros(len(exact.hidden), len(exact.weight), dtype=torch.bool)
+    keep[torch.repeat_interleave(exact.offsets.diff()), exact.ids.long()] = True
+    worst = 0.0
+    for score, mask, of in (
+        (case.score, keep, exact.score),
+        (case.full, torch.ones_like(keep), exact.full),
+    ):
+        want = gradients(exact, partial(by_logits, exact, mask))
+        found = gradients(case, score)
+        again = gradients(case, score)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        for a, b in zip(gradients(exact, of), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        bound = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5, torch.float64: 1e-11}[dtype]
+        for a, b in zip(found, want, strict=True):
+            scale = max(1.0, float(b.abs().max()))
+            assert float((a.cpu().double() - b).abs().max()) <= bound * scale
+        unkept = ~keep.any(0) if of == exact.score else torch.zeros(len(case.weight)).bool()
+        assert not found[3].cpu()[unkept].any(), "a gradient reached an entry that nobody kept"
+        worst = max(worst, float((found[0].cpu().double() - want[0]).abs().max()))
+    return worst
 
 
-def gradcheck_and_its_controls(device: str, implementation: str) -> None:
+def by_logits(case: Case, keep: Tensor, hidden: Tensor, head: Head) -> Scores:
+    """The plain form: all logits, a dense mask, torch's log_softmax."""
+    z = (hidden @ head.weight.T / case.tau[:, None]).masked_fill(~keep, -torch.inf)
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~keep, 0.0)).sum(-1)
+    return Scores(log_p.gather(1, case.sampled[:, None])[:, 0], entropy.detach(), None)
+
+
+def gradcheck_and_its_controls(device: str) -> None:
     """Finite differences in fp64; the gradient of a set with one id less, and of another
     temperature, must not pass.
     """
     case = make_case(device, torch.float64, torch.int64, 5, 16, 6)
-    z = case.logits.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: case.score(z, implementation).logprob, (z,))
+    x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    right = lambda x, w, **other: case.score(x, Head(w, 16), **other).logprob  # noqa: E731
+    assert torch.autograd.gradcheck(right, (x, w))
     row = int((case.offsets.diff() > 1).nonzero()[0])
     at = int(case.offsets[row])
     at += int(case.ids[at]) == int(case.sampled[row])
     less = torch.cat([case.ids[:at], case.ids[at + 1 :]])
-    offsets = case.offsets - (torch.arange(len(case.offsets), device=device) > row).long()
+    offsets = case.offsets - (torch.arange(len(case.offsets)) > row).long()
     for wrong in ({"ids": less, "offsets": offsets}, {"tau": case.tau * 1.02}):
 
-        def mixed(z: Tensor, wrong: dict[str, Tensor] = wrong) -> Tensor:
-            other = case.score(z, implementation, **wrong).logprob
-            return other + (case.score(z, implementation).logprob - other).detach()
+        def mixed(x: Tensor, w: Tensor, wrong: dict[str, Tensor] = wrong) -> Tensor:
+            other: Tensor = right(x, w, **wrong)
+            return other + (right(x, w) - other).detach()
 
-        assert not torch.autograd.gradcheck(mixed, (z,), raise_exception=False), list(wrong)
+        assert not torch.autograd.gradcheck(mixed, (x, w), raise_exception=False), list(wrong)
 
 
-def broken_records_are_refused(device: str, implementation: str) -> None:
+def broken_records_are_refused(device: str) -> None:
     case = make_case(device, torch.float32, torch.int32, 6, 50, 5)
     foreign = torch.where(case.ids == case.ids[0], (case.ids + 1) % 50, case.ids)
     flipped = case.ids.flip(0)
     for ids in (foreign, flipped):
         with pytest.raises(RecordError) as caught:
-            case.score(case.logits, implementation, ids=ids)
+            case.score(case.hidden, Head(case.weight, 50), ids=ids)
         assert caught.value.reason in ("mask_sampled", "mask_duplicate")
 
 
 def full_entropy_is_that_of_all_logits(device: str) -> None:
-    case = make_case(device, torch.bfloat16, torch.int32, 9, 3000, 20)
-    scores = kept_logprobs(
-        case.logits, case.sampled, SamplingMask(case.offsets, case.ids),
-        temperature_S=case.tau, full_entropy_of=2990,
-    )  # fmt: skip
-    full = full_logprobs(
-        case.logits, case.sampled.clamp(max=2989),
-        temperature_S=case.tau, vocab_size=2990,
-    )  # fmt: skip
-    log_p = (case.logits[:, :2990].double() / case.tau[:, None].double()).log_softmax(-1)
+    case = make_case(device, torch.float32, torch.int32, 9, 3000, 20)
+    head, sampled = Head(case.weight, 2990), case.sampled.clamp(max=2989)
+    log_p = case.hidden.double() @ case.weight[:2990].double().T / case.tau[:, None].double()
+    log_p = log_p.log_softmax(-1)
     want = -(log_p.exp() * log_p).sum(-1)
+    mask = SamplingMask(torch.arange(10), sampled)
+    scores = kept_logprobs(
+        case.hidden, head, sampled, mask, temperature_S=case.tau, full_entropy=True
+    )
+    full = full_logprobs(case.hidden, head, sampled, temperature_S=case.tau)
     assert scores.full_entropy is not None
     assert full.full_entropy is not None
     for got in (scores.full_entropy, full.full_entropy):
@@ -215,10 +216,10 @@ class ToyMoe:
     def parameters(self) -> dict[str, Tensor]:
         return vars(self)
 
-    def logits(
+    def hidden(
         self, tokens: Tensor, replay: RouteReplay, mode: Mode
     ) -> tuple[Tensor, list[Tensor]]:
-        """[N, V] and the ids each layer executed; routers in fp32, as in trainers."""
+        """[N, D] before the head and the ids executed by layer; routers in fp32, as in trainers."""
         h = self.embed[tokens]
         past = torch.ones(len(tokens), len(tokens), device=h.device).tril()
         past = (past / past.sum(-1, keepdim=True)).to(h.dtype)
@@ -237,7 +238,7 @@ class ToyMoe:
                 picked = outer.gather(1, ids[..., None].expand(-1, -1, D))
                 h = h + (gate[..., None] * picked).sum(1)
                 executed.append(ids)
-        return h @ self.head, executed
+        return h, executed
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,8 @@ def record(model: ToyMoe, device: str) -> Recorded:
     tokens = torch.randint(0, V, (TOKENS,), generator=generator).to(device)
     replay = fresh_replay()
     engine = model.to(torch.bfloat16)
-    logits, executed = engine.logits(tokens, replay, Mode.RECORD)
+    hidden, executed = engine.hidden(tokens, replay, Mode.RECORD)
+    logits = hidden @ engine.head
     order = logits.float().softmax(-1).sort(descending=True)
     before = order.values.cumsum(-1) - order.values
     keep = torch.zeros_like(before, dtype=torch.bool).scatter(1, order.indices, before <= 0.7)
@@ -267,7 +269,7 @@ def record(model: ToyMoe, device: str) -> Recorded:
     kept = torch.where(keep, logits.float(), torch.full_like(before, -torch.inf)).cpu()
     labels = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0].to(device)
     logprob = kept_logprobs(
-        logits, labels, SamplingMask(offsets, ids),
+        hidden, Head(engine.head.T, V), labels, SamplingMask(offsets, ids),
         temperature_S=torch.ones(TOKENS, device=device),
     ).logprob  # fmt: skip
     routes = {layer: ids.detach() for layer, ids in enumerate(executed)}
@@ -291,13 +293,13 @@ def trainer_logprob(
     if routes is not None:
         replay.load(0, routes)
     mode = Mode.RECORD if routes is None else Mode.REPLAY
-    logits, executed = model.logits(recorded.tokens, replay, mode)
-    tau = torch.full((TOKENS,), temperature, device=logits.device)
+    hidden, executed = model.hidden(recorded.tokens, replay, mode)
+    tau, head = torch.full((TOKENS,), temperature, device=hidden.device), Head(model.head.T, V)
     if not masked:
-        scores = full_logprobs(logits, recorded.labels, temperature_S=tau, vocab_size=V)
+        scores = full_logprobs(hidden, head, recorded.labels, temperature_S=tau)
     else:
         scores = kept_logprobs(
-            logits, recorded.labels, SamplingMask(recorded.offsets, recorded.ids),
+            hidden, head, recorded.labels, SamplingMask(recorded.offsets, recorded.ids),
             temperature_S=tau,
         )  # fmt: skip
     return scores.logprob, executed

@@ -176,8 +176,8 @@ def record_live(
     model, live = learner.model, {}
     assert model.replay is not None
     batch = pack_microbatch(one_microbatch(records.groups, 1), 0, 0, learner.store)
-    logits = forward.logits(model, model.module, batch, 0, Mode.RECORD)
-    logprob = forward.sampled_logprobs(model, logits, batch, learner.parallel).logprob
+    hidden = forward.hidden_states(model, model.module, batch, 0, Mode.RECORD)
+    logprob = forward.sampled_logprobs(model, hidden, batch, learner.parallel).logprob
     ids = torch.stack([choice.ids for choice in model.replay.take_live(0).values()]).byte()
     for row, rollout in enumerate(batch.rollouts):
         mine = ids[:, row :: len(batch.tokens)][:, : rollout.num_tokens - 1]
@@ -309,8 +309,8 @@ def watching(learner: Learner, alter: Callable[..., Any] | None) -> Iterator[See
 
         return hook
 
-    def scored(model: Model, logits: Any, batch: Microbatch, ranks: Parallel, **asked: Any) -> Any:
-        scores = score(model, logits, batch, ranks, **asked)
+    def scored(model: Model, hidden: Any, batch: Microbatch, ranks: Parallel, **asked: Any) -> Any:
+        scores = score(model, hidden, batch, ranks, **asked)
         for row, rollout in enumerate(batch.rollouts):
             values = scores.logprob.detach()[batch.seq == row].clone()
             seen.logprobs[rollout.rollout_id] = values
@@ -493,7 +493,7 @@ def control_logprobs(learner: Learner, plan: BatchPlan) -> dict[str, dict[str, t
     assert model.replay is not None
     for index in range(plan.num_microbatches):
         batch = pack_microbatch(plan, 0, index, learner.store)
-        forward.logits(model, model.module, batch, index, Mode.RECORD)
+        forward.hidden_states(model, model.module, batch, index, Mode.RECORD)
         live = {layer: model.replay.live(index, layer).ids for layer in model.replay.layers}
         model.replay.clear()
         routes = batch.routes(model.replay.layers)
@@ -503,13 +503,13 @@ def control_logprobs(learner: Learner, plan: BatchPlan) -> dict[str, dict[str, t
             prompt[row, : rollout.prompt_len] = True
         where = prompt.T.reshape(-1, 1)
         mixed = {layer: torch.where(where, live[layer], ids) for layer, ids in routes.items()}
-        for name, logits, scored in (
+        for name, hidden, scored in (
             ("right", right, batch),
             ("response_only", replayed(learner, batch, index, mixed), batch),
             ("no_mask", right, replace(batch, mask_offsets=None, mask_ids=None)),
-            ("other_temperature", right, colder(batch, right)),
+            ("other_temperature", right, colder(batch, right[0] @ model.head(ranks.tp).weight.T)),
         ):
-            logprob = forward.sampled_logprobs(model, logits, scored, ranks).logprob
+            logprob = forward.sampled_logprobs(model, hidden, scored, ranks).logprob
             for row, rollout in enumerate(batch.rollouts):
                 found[name][rollout.rollout_id] = logprob[batch.seq == row]
     return dict(found)
@@ -519,20 +519,19 @@ def replayed(learner: Learner, batch: Microbatch, index: int, routes: Rows) -> t
     model = learner.model
     assert model.replay is not None
     model.replay.load(index, routes)
-    logits = forward.logits(model, model.module, batch, index, Mode.REPLAY)
+    hidden = forward.hidden_states(model, model.module, batch, index, Mode.REPLAY)
     model.replay.finish_step()
-    return logits
+    return hidden
 
 
-def colder(batch: Microbatch, logits: torch.Tensor) -> Microbatch:
+def colder(batch: Microbatch, logits_MV: torch.Tensor) -> Microbatch:
     """What top-p 0.8 would leave of the recorded sampling masks at a third of the temperature."""
     assert batch.mask_offsets is not None
     assert batch.mask_ids is not None
-    flat = logits.flatten(0, 1)[batch.sampled_rows]
     kept = []
     for token, (begin, end) in enumerate(pairwise(batch.mask_offsets.tolist())):
         ids = batch.mask_ids[begin:end]
-        p, order = (flat[token, ids] / 0.3).softmax(0).sort(descending=True)
+        p, order = (logits_MV[token, ids] / 0.3).softmax(0).sort(descending=True)
         ids = ids[order[p.cumsum(0) - p <= 0.8]]
         kept.append(torch.unique(torch.cat([ids, batch.sampled[token : token + 1]])))
     offsets = torch.tensor([0, *(len(row) for row in kept)]).cumsum(0)

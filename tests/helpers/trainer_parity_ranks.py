@@ -129,8 +129,8 @@ def _logprobs(learner: Learner, plan: BatchPlan, mode: Mode, shift: int) -> dict
                 for layer, ids in batch.routes(model.replay.layers).items()
             }
             model.replay.load(index, forward.local_rows(routes, ranks))
-        logits = forward.logits(model, model.module, batch, index, mode)
-        logprob = forward.sampled_logprobs(model, logits, batch, ranks).logprob
+        hidden = forward.hidden_states(model, model.module, batch, index, mode)
+        logprob = forward.sampled_logprobs(model, hidden, batch, ranks).logprob
         for row, rollout in enumerate(batch.rollouts):
             mine[rollout.rollout_id] = logprob[batch.seq == row]
     model.replay.clear()

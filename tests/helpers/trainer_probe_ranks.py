@@ -59,8 +59,8 @@ def _record(model: Model, plan: BatchPlan, ranks: parallel.Parallel, store: Blob
     """The plan as an engine with these very weights would have recorded it."""
     assert model.replay is not None
     batch = pack_microbatch(plan, 0, 0, store)
-    logits = forward.logits(model, model.module, batch, 0, Mode.RECORD)
-    logprob = forward.sampled_logprobs(model, logits, batch, ranks)[0]
+    hidden = forward.hidden_states(model, model.module, batch, 0, Mode.RECORD)
+    logprob = forward.sampled_logprobs(model, hidden, batch, ranks)[0]
     count = len(batch.tokens)
     live = torch.stack([model.replay.live(0, layer).ids for layer in range(LAYERS)])
     model.replay.clear()

@@ -51,7 +51,7 @@ def test_every_bare_check_ran_on_the_double(report: dict[str, Any]) -> None:
 
 def test_figures_are_numbers_with_units(report: dict[str, Any]) -> None:
     of = {check["name"]: check["figures"] for check in report["checks"]}
-    for name in ("speed", "kernel-speed", "replay", "step", "step-replay", "commit", "delta"):
+    for name in ("speed", "head-speed", "replay", "step", "step-replay", "commit", "delta"):
         assert of[name], name
         for figure in of[name]:
             assert figure["unit"]

@@ -53,6 +53,8 @@ REFUSED = [
     ({"moe_z_loss_coeff": 0.1}, False, "with replayed routes"),
     ({"cuda_graph_impl": "local"}, True, "a captured router is replayed without asking"),
     ({"enable_cuda_graph": True}, True, "not with routing replay"),
+    ({"defer_embedding_wgrad_compute": True}, False, "the head computes its own gradient"),
+    ({"fp8_output_proj": True}, False, "the head's products are in the trainer's dtype"),
 ]
 RECOMPUTE = {
     "recompute_granularity": "full",

@@ -23,7 +23,6 @@ WHOLE = GpuFacts(
     driver_cuda="13.0",
     torch_cuda="13.0",
     nvcc="13.0",
-    kernels=True,
     libraries={
         "cuDNN": "9.24.0.43",
         "NCCL": "2.30.7",
@@ -107,7 +106,6 @@ def test_a_whole_node_has_nothing_wrong() -> None:
         ({"torch_cuda": ""}, "CUDA: torch is missing or built for the CPU -> run tools/setup.sh"),
         ({"nvcc": ""}, "nvcc: not found"),
         ({"nvcc": "12.8"}, "nvcc: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13"),
-        ({"kernels": False}, "kernels: moerl's CUDA kernels are not built -> python -m"),
     ],
 )
 def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:

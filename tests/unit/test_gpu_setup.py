@@ -104,7 +104,6 @@ def test_transformer_engine_is_compiled_once_for_the_torch_of_the_lock(project: 
         "install .",
         "check",
         f"kernels with {project.root / home}/bin/nvcc",
-        "check",
     ]
     assert "--no-build-isolation" in (project.stub / "wheel_arguments").read_text()
     cpath = (project.stub / "cpath").read_text().strip().split(":")

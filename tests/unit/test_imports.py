@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "records": set(),
     "layout": set(),
-    "algorithms": {"kernels"},
+    "algorithms": set(),
     "data": {"records", "layout"},
     "scoring": {"data"},
     "weight_sync": {"distributed", "kernels", "layout"},
@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "agents": {"scoring", "controller"},
     "observe": set(),
     "launch": {
-        "kernels", "records", "layout", "data", "engine", "trainer", "scoring", "controller",
+        "records", "layout", "data", "engine", "trainer", "scoring", "controller",
         "observe", "agents",
     },
     "audit": {

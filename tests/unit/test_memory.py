@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from moerl.algorithms import head_logprob
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.memory import (
+    LOGITS_OF_A_BLOCK,
     Training,
     engine_memory,
     layer_activations,
@@ -89,9 +91,15 @@ def test_recompute_and_sharding_save_what_they_should() -> None:
     assert plain[0].activations > 1.9 * plain[1].activations, "two microbatches in flight"
     whole = trainer_memory(spec, layout, Training(distributed_optimizer=False))
     assert plain[0].optimizer < whole[0].optimizer / 2
-    assert (plain[0].logits, plain[1].logits > 0) == (0, True)
+    assert (plain[0].head, plain[1].head > 0) == (0, True)
+    all_logits = 10 * 8192 * spec.vocab_size // 4  # bf16, fp32 and their gradient
+    assert plain[1].head < all_logits / 4
     long = trainer_memory(spec, layout, Training(tokens=16384))
     assert long[0].activations == pytest.approx(2 * plain[0].activations, rel=0.01)
+
+
+def test_the_size_of_a_block_is_that_of_the_head() -> None:
+    assert head_logprob._BLOCK == LOGITS_OF_A_BLOCK
 
 
 def test_kv_bytes_of_a_token() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
+from moerl.algorithms.head_logprob import Head, SamplingMask, kept_logprobs
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import LossInputs, pack_microbatch, version_lag
@@ -24,6 +24,7 @@ from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingPara
 from tests.helpers.random_rollouts import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
 
 V5 = PolicyVersion(0, 5)
+SAME = Head(torch.eye(VOCAB, dtype=torch.float64), VOCAB)  # its logits are its input
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_rank_without_rows_gets_one_row_of_padding(store: BlobStore) -> None:
     assert packed.read.routing == packed.read.mask == 0
 
 
-def test_masked_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -> None:
+def test_kept_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -> None:
     """Logits that depend on the fed-in token and its position; scored token by token outside."""
     torch.manual_seed(0)
     table = torch.randn(VOCAB, 20, VOCAB, dtype=torch.float64)
@@ -142,8 +143,8 @@ def test_masked_logprob_of_a_known_policy_through_the_packer(store: BlobStore) -
 
     def score(rows: torch.Tensor) -> torch.Tensor:
         return kept_logprobs(
-            logits, packed.sampled, SamplingMask(packed.mask_offsets, packed.mask_ids),
-            temperature_S=packed.temperature, rows_S=rows,
+            logits.flatten(0, 1)[rows], SAME, packed.sampled,
+            SamplingMask(packed.mask_offsets, packed.mask_ids), temperature_S=packed.temperature,
         )[0]  # fmt: skip
 
     want = []
@@ -175,8 +176,8 @@ def test_rows_of_tasks_with_other_sampling_share_a_microbatch(store: BlobStore) 
 
     def score(temperature: torch.Tensor) -> torch.Tensor:
         return kept_logprobs(
-            logits, packed.sampled, SamplingMask(packed.mask_offsets, packed.mask_ids),
-            temperature_S=temperature, rows_S=packed.sampled_rows,
+            logits.flatten(0, 1)[packed.sampled_rows], SAME, packed.sampled,
+            SamplingMask(packed.mask_offsets, packed.mask_ids), temperature_S=temperature,
         )[0]  # fmt: skip
 
     want = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moerl.algorithms.masked_logprob import SamplingMask, kept_logprobs
+from moerl.algorithms.head_logprob import Head, SamplingMask, kept_logprobs
 from moerl.errors import RecordError, TrainerError
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.replay import LayerReplay, RouteReplay
@@ -270,7 +270,8 @@ def _policy(router: torch.Tensor, experts: torch.Tensor, head: torch.Tensor) -> 
     gate = chosen.softmax(1)
     hidden = torch.einsum("nk,nkij,nj->ni", gate, experts[ids], x).tanh()
     return kept_logprobs(
-        hidden @ head.T,
+        hidden,
+        Head(head, len(head)),
         torch.tensor([0, 3, 6, 1, 1]),
         SamplingMask(
             torch.tensor([0, 2, 5, 6, 8, 10]), torch.tensor([0, 2, 1, 3, 5, 6, 1, 4, 1, 2])

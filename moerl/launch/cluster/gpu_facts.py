@@ -14,8 +14,6 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moerl.kernels.build import TARGETS
-
 # By purpose: the distributions of which one must be there, for the CUDA that torch is built for
 LIBRARIES = {
     "cuDNN": "nvidia-cudnn-cu{major}",
@@ -36,7 +34,6 @@ class GpuFacts:
     driver_cuda: str = ""  # newest CUDA that the driver runs
     torch_cuda: str = ""  # CUDA that torch is built for; empty for a CPU build
     nvcc: str = ""
-    kernels: bool = False  # our CUDA kernels are built
     libraries: dict[str, str] = field(default_factory=dict)  # by purpose
 
 
@@ -49,7 +46,6 @@ def gpu_facts() -> GpuFacts:
         driver_cuda=_found(r"CUDA Version: ([\d.]+)", smi),
         torch_cuda=torch_cuda,
         nvcc=_nvcc(major),
-        kernels=TARGETS["cuda"].library().is_file(),
         libraries={
             purpose: _version(name.format(major=major)) for purpose, name in LIBRARIES.items()
         },

@@ -278,18 +278,18 @@ class Learner:
         """wide: compute also the entropy over the whole vocabulary."""
         scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
-        output = forward.run_chunk(
+        output = forward.run_to_head(
             self.model, scheduled.chunk, ddp, scheduled.batch, scheduled.microbatch, mode
         )
         self._count_routes(sums, scheduled)
         return output, partial(self._loss, scheduled, known, wide, sums)
 
     def _loss(
-        self, scheduled: ScheduledPass, known: Known, wide: bool, sums: StepSums, logits: Tensor
+        self, scheduled: ScheduledPass, known: Known, wide: bool, sums: StepSums, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = scheduled.batch
         scores = forward.sampled_logprobs(
-            self.model, logits, batch, self.parallel, full_entropy=wide
+            self.model, hidden, batch, self.parallel, full_entropy=wide
         )
         logprob_N, device = scores.logprob, scores.logprob.device
         tokens = Tokens(

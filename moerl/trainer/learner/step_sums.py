@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.device_copies import Download
+from moerl.algorithms.head_logprob import Scores
 from moerl.algorithms.loss import SUM_NAMES
-from moerl.algorithms.masked_logprob import Scores
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.tokens import Sequences
 from moerl.data.packing import Microbatch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -19,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moerl.algorithms.head_logprob import Head
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import ddp_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
@@ -43,7 +45,7 @@ class Chunk:
     index: int  # 0-based on this rank
     gpt: GPTModel  # bare: parameter names of the layout tables
     module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
-    has_loss: bool  # its output is logits
+    has_loss: bool  # it ends in the output layer
     lora: Adapters | None = None  # None: all weights are trained
 
 
@@ -57,7 +59,7 @@ class Model:
     tiles: Named  # layout of this rank's parameters
     replay: RouteReplay | None  # None: routers are always live
     indexers: IndexerReplay | None  # None: attention is dense, or its indexers are always live
-    vocab_start: int  # first vocabulary entry of this rank's logits
+    vocab_start: int  # first vocabulary entry of this rank's head
     half: bool
 
     @property
@@ -85,6 +87,18 @@ class Model:
     def adapters(self) -> tuple[Adapters, ...]:
         """Of each chunk; () where all weights are trained."""
         return tuple(chunk.lora for chunk in self.chunks if chunk.lora is not None)
+
+    def head(self, group: dist.ProcessGroup) -> Head:
+        """The head of a rank of the last stage.  group: tensor-parallel ranks."""
+        chunk = self.chunks[-1]
+        gpt, tied = chunk.gpt, chunk.gpt.share_embeddings_and_output_weights
+        return Head(
+            gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight,
+            self.spec.vocab_size,
+            self.vocab_start,
+            group,
+            adapter=None if chunk.lora is None else chunk.lora.head,
+        )
 
     def keep_base(self) -> None:
         """The loaded weights are those that adapters change."""
@@ -120,7 +134,7 @@ class Model:
 
     @property
     def call_args(self) -> dict[str, Any]:
-        """Keep bf16 logits as they are: the rows that matter are cast later, alone."""
+        """Keep the output in bf16; the head casts what it needs."""
         return {"fp32_output": False} if self.half else {}
 
 

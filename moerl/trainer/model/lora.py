@@ -5,7 +5,8 @@ same merge is bit for bit what was trained on, and a forward pass costs what it 
 LoRA.  `Adapters.merge` computes it after each update from W0, which is kept in host memory; the
 previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
 layer sends the gradient of its output straight through the rounding (to the nearest, or with a
-dither) to the factors:
+dither) to the factors; that of the head is taken by `moerl.algorithms.head_logprob`, which has its
+logits by blocks:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
@@ -15,7 +16,7 @@ from the tiles of its weights; only tensors of width `rank` are communicated:
     layer               A on a rank   B on a rank   h                        summed over TP
     column parallel     whole         its rows      gathered                 A
     row parallel        its columns   whole         reduce-scattered         B
-    head                whole         its rows      gathered                 A
+    head                whole         its rows      of sampled tokens        A
     router              whole         whole         -                        A and B
     whole on each rank  whole         whole         -                        A and B
     expert              as cut by ETP               -                        the whole one, if cut
@@ -47,6 +48,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd import Function
 
+from moerl.algorithms.head_logprob import LowRank
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
@@ -107,15 +109,21 @@ class Adapters(torch.nn.Module):
         super().__init__()
         self.scale, self._dithers = lora.scale, lora.dithers
         self.tiles: Named = {}  # by parameter name
+        self.head: LowRank | None = None
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
         self._base: list[Tensor] = []
 
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
-        """Give a linear layer factors and a hook."""
+        """Give a linear layer factors, and a hook unless it is the head."""
         factors = tuple(self._factors(linear, part) for part in parts)
         weight = linear.weight
         assert isinstance(weight, torch.nn.Parameter)
         self._merged.append((weight, factors))
+        if parts[0].module == HEAD:
+            (one,) = factors
+            assert len(one.b) <= len(weight), "factors of the head's own entries, in their order"
+            self.head = LowRank(one.a, one.b, self.scale)
+            return
         hook = self.hook(linear, factors)
         if isinstance(linear, TopKRouter):  # its output is a choice; the gradient is the logits'
             linear.gating = _Gating(linear.gating, hook)

@@ -28,6 +28,8 @@ from moerl.trainer.model.sparse_attention import sparse_fields
 _REFUSED: dict[str, str] = {
     "moe_enable_routing_replay": "moerl attaches its own replay; remove it",
     "mtp_num_layers": "multi-token prediction is not supported; null",
+    "defer_embedding_wgrad_compute": "the head computes its own gradient, in blocks; remove it",
+    "fp8_output_proj": "the head's products are in the trainer's dtype; remove it",
     "calculate_per_token_loss": "moerl needs plain gradient sums; remove it",
     "finalize_model_grads_func": "it is a function, set by moerl; remove it",
     "grad_scale_func": "it is a function, set by moerl; remove it",

@@ -1,33 +1,36 @@
 """One microbatch through a model chunk: replayed routes in, log-probabilities out.
 
-With context parallelism a rank has the logits of a part of the positions.  The log-probabilities
+The last chunk of a policy returns hidden states of sampled tokens, and the head works on those
+alone (`moerl.algorithms.head_logprob`): no logits of tokens that nobody trains.
+
+With context parallelism a rank has a part of the positions.  The log-probabilities
 of all sampled tokens of the data-parallel rank are joined before the loss, so every loss, also one
 over whole sequences, is written as for one rank.
 
-Legend: B rows, S slots, V vocabulary entries of this rank, N sampled tokens of the data-parallel
-rank, M of them on this rank.
+Legend: B rows, S slots, H hidden, N sampled tokens of the data-parallel rank, M of them on this
+rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.autograd import Function
 
 from moerl.algorithms.device_copies import upload
-from moerl.algorithms.masked_logprob import (
-    SamplingMask,
-    Scores,
-    VocabShard,
-    full_logprobs,
-    kept_logprobs,
-)
+from moerl.algorithms.head_logprob import SamplingMask, Scores, full_logprobs, kept_logprobs
 from moerl.data.grid import Grid, Span
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
@@ -88,10 +91,10 @@ def run_chunk(
     microbatch: int,
     mode: Mode,
 ) -> Tensor:
-    """Forward pass of one model chunk: [B, S, V] logits from the last, hidden states otherwise.
+    """Forward pass of one model chunk: its hidden states, or what its output layer makes of them.
 
     module: `chunk.module` or what wraps it.  Causal attention keeps right padding unseen, so no
-    mask is passed.  Logits are in the model's precision, vocabulary padding included.
+    mask is passed.
     """
     device = next(module.parameters()).device
     inputs = (upload(batch.tokens, device), upload(batch.positions, device), None)
@@ -115,12 +118,57 @@ def run_chunk(
     return output
 
 
-def logits(
+def run_to_head(
+    model: Model,
+    chunk: Chunk,
+    module: torch.nn.Module,
+    batch: Microbatch,
+    microbatch: int,
+    mode: Mode,
+) -> Tensor:
+    """`run_chunk` of a policy: the last chunk returns [1, M, H], the input of its head."""
+    if not chunk.has_loss:
+        return run_chunk(model, chunk, module, batch, microbatch, mode)
+    rows = upload(batch.sampled_rows, next(module.parameters()).device)
+    with _without_logits(chunk.gpt.output_layer, rows):
+        return run_chunk(model, chunk, module, batch, microbatch, mode)
+
+
+def hidden_states(
     model: Model, module: torch.nn.Module, batch: Microbatch, microbatch: int, mode: Mode
 ) -> Tensor:
-    """Forward pass of a model that is one chunk.  Returns [B, S, V]."""
+    """`run_to_head` of a model that is one chunk."""
     assert len(model.chunks) == 1, f"this rank holds {len(model.chunks)} model chunks"
-    return run_chunk(model, model.chunks[0], module, batch, microbatch, mode)
+    return run_to_head(model, model.chunks[0], module, batch, microbatch, mode)
+
+
+@contextmanager
+def _without_logits(output_layer: ColumnParallelLinear, rows_M: Tensor) -> Iterator[None]:
+    """Inside, an output layer returns its input at some positions.
+
+    It is called as before, because hooks of that call fetch its weight (`overlap_param_gather`).
+    """
+    vars(output_layer)["forward"] = partial(_input_rows, output_layer, rows_M)
+    try:
+        yield
+    finally:
+        del vars(output_layer)["forward"]
+
+
+def _input_rows(
+    output_layer: ColumnParallelLinear, rows_M: Tensor, hidden_SBH: Tensor, **_unused: Any
+) -> tuple[Tensor, None]:
+    """[M, 1, H] at positions of the flattened [B, S]; the second result is the layer's bias.
+
+    Backward joins the gradients of all vocabulary shards, as the layer's own does.
+    """
+    if output_layer.sequence_parallel:
+        hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=output_layer.tp_group)
+    else:
+        hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH, group=output_layer.tp_group)
+    slots, rows = hidden_SBH.shape[:2]
+    places_M = rows_M % slots * rows + rows_M // slots
+    return hidden_SBH.flatten(0, 1).index_select(0, places_M)[:, None], None
 
 
 def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
@@ -143,7 +191,7 @@ def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
 
 def sampled_logprobs(
     model: Model,
-    logits_BSV: Tensor,
+    hidden_1MH: Tensor,
     batch: Microbatch,
     parallel: Parallel,
     *,
@@ -152,31 +200,18 @@ def sampled_logprobs(
     """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
     Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
-    full_entropy: compute also the entropy over the vocabulary (with sampling masks, one more pass
-    over all logits).
+    hidden_1MH: what `run_to_head` returned.  full_entropy: compute also the entropy over the
+    vocabulary (with sampling masks, one more pass through the head).
     """
-    device = logits_BSV.device
-    sampled = upload(batch.sampled[batch.held], device)
-    temperature = upload(batch.temperature[batch.held], device)
-    shard = VocabShard(model.vocab_start, parallel.tp)
+    hidden_MH, head = hidden_1MH[0], model.head(parallel.tp)
+    sampled = batch.sampled[batch.held]
+    temperature = upload(batch.temperature[batch.held], hidden_MH.device)
     if batch.mask_offsets is None or batch.mask_ids is None or not len(batch.held):
-        scores = full_logprobs(
-            logits_BSV,
-            sampled,
-            temperature_S=temperature,
-            vocab_size=model.spec.vocab_size,
-            shard=shard,
-            rows_S=batch.sampled_rows,
-        )
+        scores = full_logprobs(hidden_MH, head, sampled, temperature_S=temperature)
     else:
+        mask = SamplingMask(batch.mask_offsets, batch.mask_ids)
         scores = kept_logprobs(
-            logits_BSV,
-            sampled,
-            SamplingMask(batch.mask_offsets, batch.mask_ids),
-            temperature_S=temperature,
-            shard=shard,
-            rows_S=batch.sampled_rows,
-            full_entropy_of=model.spec.vocab_size if full_entropy else None,
+            hidden_MH, head, sampled, mask, temperature_S=temperature, full_entropy=full_entropy
         )
     if not full_entropy:  # all ranks join the same number of parts
         scores = scores._replace(full_entropy=None)

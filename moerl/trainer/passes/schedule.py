@@ -213,16 +213,16 @@ def score(
     """
     found: dict[int, Tensor] = {}
 
-    def keep(scheduled: ScheduledPass, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        scores = forward.sampled_logprobs(model, logits, scheduled.batch, batches.parallel)
+    def keep(scheduled: ScheduledPass, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        scores = forward.sampled_logprobs(model, hidden, scheduled.batch, batches.parallel)
         found[scheduled.microbatch] = scores.logprob
-        return logits.new_zeros(()), no_tokens(logits.device), {}
+        return hidden.new_zeros(()), no_tokens(hidden.device), {}
 
     def step(
         scheduled_passes: Iterator[ScheduledPass], module: torch.nn.Module
     ) -> tuple[Tensor, LossOf]:
         scheduled = next_pass(scheduled_passes)
-        output = forward.run_chunk(
+        output = forward.run_to_head(
             model, scheduled.chunk, module, scheduled.batch, scheduled.microbatch, mode
         )
         if after is not None:

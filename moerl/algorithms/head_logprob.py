@@ -1,0 +1,443 @@
+"""Log-probabilities of sampled tokens from their hidden states; logits exist block by block only.
+
+The output layer and the log-softmax are one autograd.Function over blocks of logits, [rows,
+entries of the vocabulary].  Forward keeps sums per row; backward computes each block again and adds
+its part of the gradients, so neither logits nor their gradient exist as [tokens, vocabulary].
+
+Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
+scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
+its own logits.  Rows that keep few entries are taken some at a time, and the head projects onto the
+union of what they keep.  Rows that keep more go through runs of the vocabulary, as rows without a
+mask do: a matrix product costs less there than the copy of so many rows of the weight.
+
+The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
+Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
+in Megatron's vocabulary-parallel cross entropy).  Every rank gets the whole result and returns the
+gradient through its own entries only.
+
+Blocks are planned on the host, where the record is, so nothing here waits for the device.
+Rejected: a dense [S, V] mask; one dot product per kept entry (its gradient of the weight adds rows
+in no fixed order on CUDA); a kernel of its own (products of this size are the library's).
+The recomputation in backward is that of Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
+
+Legend: S sampled tokens, H hidden, V vocabulary entries of this shard, R rank of an adapter; of a
+block: N rows, U entries of the vocabulary, Z kept entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup, ReduceOp
+
+from moerl.algorithms.device_copies import upload
+from moerl.errors import RecordError
+
+_BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
+_ROWS = 1 << 15  # rows of a block, at most
+_UNION = 8192  # kept entries of the rows that share a block
+_FEW = 256  # rows that keep at most 1 / 256 of the vocabulary share blocks
+_ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
+
+
+class Scores(NamedTuple):
+    """[S] each, fp32 (fp64 for fp64 hidden states), natural log, equal on all ranks of a tp group.
+
+    Only the log-probability is differentiable.
+    """
+
+    logprob: Tensor
+    entropy: Tensor  # of the distribution the log-probability belongs to
+    full_entropy: Tensor | None  # over the whole vocabulary, when asked for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The recorded sampling mask of each sampled token, as CSR."""
+
+    offsets: Tensor  # [S + 1] i64, rising from 0 to nnz
+    ids: Tensor  # [nnz] i64 or i32, global vocabulary ids, ascending in a row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """An adapter of the head, which its weight already contains: a way for gradients alone."""
+
+    a: Tensor  # [R, H]
+    b: Tensor  # [V, R], padding excluded
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """The output layer's entries on this rank."""
+
+    weight: Tensor  # [V, H], padding included
+    vocab_size: int  # of the model, padding excluded
+    start: int = 0  # global id of the first entry
+    group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
+    adapter: LowRank | None = None
+
+    @property
+    def width(self) -> int:
+        """Entries of this rank without padding."""
+        return min(max(self.vocab_size - self.start, 0), len(self.weight))
+
+
+def kept_logprobs(
+    hidden_SH: Tensor,
+    head: Head,
+    sampled_S: Tensor,
+    mask: SamplingMask,
+    *,
+    temperature_S: Tensor,
+    full_entropy: bool = False,
+) -> Scores:
+    """Log-probability and entropy of each sampled token over its recorded sampling mask.
+
+    hidden_SH: bf16, fp32 or fp64, the input of the output layer that produced each token.
+    sampled_S: i64 global ids.  sampled_S and the mask belong on the host.  full_entropy: also the
+    entropy over the vocabulary, one more pass through the whole head.
+    Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`.
+    """
+    sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
+    _check_mask(sampled, offsets, ids)
+    blocks = _kept_blocks(sampled, offsets, ids, head)
+    scores = _score(hidden_SH, head, temperature_S, blocks)
+    if not full_entropy:
+        return scores
+    with torch.no_grad():
+        nowhere = torch.full_like(sampled, -1)
+        every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head))
+    return scores._replace(full_entropy=every.entropy)
+
+
+def full_logprobs(
+    hidden_SH: Tensor, head: Head, sampled_S: Tensor, *, temperature_S: Tensor
+) -> Scores:
+    """The same over the whole vocabulary, padding entries (global id >= vocab_size) excluded.
+
+    Raises RecordError `token_range`.
+    """
+    sampled = sampled_S.cpu()
+    if bool(((sampled < 0) | (sampled >= head.vocab_size)).any()):
+        raise RecordError("token_range", f"a sampled token lies outside 0..{head.vocab_size - 1}")
+    scores = _score(hidden_SH, head, temperature_S, _full_blocks(sampled, head))
+    return scores._replace(full_entropy=scores.entropy)
+
+
+# --- blocks of logits -----------------------------------------------------------------------------
+class _Block(NamedTuple):
+    rows: Tensor  # [N] i64, sampled tokens
+    columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
+    places: Tensor | None  # [Z] i64, kept entries in the flattened block; None: all are kept
+    entries: Tensor | slice  # [U] i64 ascending, or a run of them; local to this shard
+
+
+def _full_blocks(sampled: Tensor, head: Head) -> list[_Block]:
+    """Every row with every entry of this shard."""
+    return [
+        _Block(rows, _columns(sampled[rows] - head.start, part), None, part)
+        for rows in torch.arange(len(sampled)).split(_ROWS)
+        for part in _runs(head.width, len(rows))
+    ]
+
+
+def _kept_blocks(sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head) -> list[_Block]:
+    """The kept entries of this shard, each in one block."""
+    owner = torch.repeat_interleave(offsets.diff())
+    mine = (ids >= head.start) & (ids < head.start + head.width)
+    kept = _Kept(owner[mine], ids[mine] - head.start, sampled - head.start)
+    counts = torch.bincount(kept.owner, minlength=len(sampled))
+    is_many = counts * _FEW > head.width
+    few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
+    blocks = kept.unions(few, counts)
+    for rows in many.split(_ROWS):
+        blocks += kept.runs(rows, _runs(head.width, len(rows)))
+    return blocks
+
+
+class _Kept(NamedTuple):
+    """Kept entries of this shard, in the order of their rows."""
+
+    owner: Tensor  # [nnz] i64, rising
+    ids: Tensor  # [nnz] i64, local, ascending in a row
+    sampled: Tensor  # [S] i64, local; others' tokens lie outside
+
+    def unions(self, rows: Tensor, counts: Tensor) -> list[_Block]:
+        """Blocks of rows with all that any of them keeps."""
+        owner, ids = self._of(rows)
+        sizes = _sizes(counts[rows])
+        ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
+        lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
+        pieces = zip(rows.split(sizes), owner.split(lengths), ids.split(lengths), strict=True)
+        return [self._union(some, of - of[0], kept) for some, of, kept in pieces]
+
+    def _union(self, rows: Tensor, owner: Tensor, ids: Tensor) -> _Block:
+        entries, columns = torch.unique(ids, return_inverse=True)
+        sampled = self.sampled[rows]
+        found = torch.searchsorted(entries, sampled).clamp(max=len(entries) - 1)
+        own = torch.where(entries[found] == sampled, found, -1)
+        return _Block(rows, own, owner * len(entries) + columns, entries)
+
+    def runs(self, rows: Tensor, parts: list[slice]) -> list[_Block]:
+        """Blocks of rows with runs of equal length of the vocabulary."""
+        if not parts:
+            return []
+        owner, ids = self._of(rows)
+        number = ids // (parts[0].stop - parts[0].start)
+        order = number.argsort(stable=True)
+        lengths = torch.bincount(number, minlength=len(parts)).tolist()
+        pieces = zip(parts, owner[order].split(lengths), ids[order].split(lengths), strict=True)
+        return [
+            _Block(
+                rows,
+                _columns(self.sampled[rows], part),
+                of * (part.stop - part.start) + kept - part.start,
+                part,
+            )
+            for part, of, kept in pieces
+        ]
+
+    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries of some rows, each with the number of its row among them."""
+        where = torch.full((len(self.sampled),), -1)
+        where[rows] = torch.arange(len(rows))
+        number = where[self.owner]
+        return number[number >= 0], self.ids[number >= 0]
+
+
+def _sizes(counts: Tensor) -> list[int]:
+    """How many rows go together: as long as they keep at most _UNION entries."""
+    sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
+    while begin < len(counts):
+        end = max(int(torch.searchsorted(sums, before + _UNION, right=True)), begin + 1)
+        sizes.append(end - begin)
+        begin, before = end, int(sums[end - 1])
+    return sizes
+
+
+def _runs(width: int, num_rows: int) -> list[slice]:
+    if not num_rows:
+        return []
+    size = max(1, _BLOCK // num_rows)
+    return [slice(begin, min(begin + size, width)) for begin in range(0, width, size)]
+
+
+def _columns(local: Tensor, part: slice) -> Tensor:
+    """Where tokens are in a run of the vocabulary; -1: outside of it."""
+    inside = (local >= part.start) & (local < part.stop)
+    return torch.where(inside, local - part.start, -1)
+
+
+def _upload(blocks: list[_Block], device: torch.device) -> list[_Block]:
+    """All of them in one copy."""
+    parts = [t for block in blocks for t in block if isinstance(t, Tensor)]
+    if device.type == "cpu" or not parts:
+        return blocks
+    moved = iter(upload(torch.cat(parts), device).split([len(part) for part in parts]))
+    return [
+        _Block(
+            next(moved),
+            next(moved),
+            None if block.places is None else next(moved),
+            block.entries if isinstance(block.entries, slice) else next(moved),
+        )
+        for block in blocks
+    ]
+
+
+# --- the head -------------------------------------------------------------------------------------
+def _score(hidden: Tensor, head: Head, temperature: Tensor, blocks: list[_Block]) -> Scores:
+    blocks = _upload(blocks, hidden.device)
+    low = b = None
+    if head.adapter is not None and torch.is_grad_enabled():
+        low = torch.nn.functional.linear(hidden.detach(), head.adapter.a.to(hidden.dtype))
+        b = head.adapter.b
+    logprob_S, entropy_S = _Score.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, low, b, temperature, head, blocks
+    )
+    return Scores(logprob_S, entropy_S, None)
+
+
+class _Score(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        low: Tensor | None,
+        b: Tensor | None,
+        temperature: Tensor,
+        head: Head,
+        blocks: list[_Block],
+    ) -> tuple[Tensor, Tensor]:
+        tau_S = temperature.to(_compute_dtype(hidden))
+        sums = _RowSums(tau_S)
+        for block in blocks:
+            sums.add(block, _logits(hidden, head, tau_S, block))
+        log_z_S, entropy_S = sums.join(head.group)
+        ctx.save_for_backward(hidden, low, tau_S, log_z_S.to(tau_S.dtype))
+        ctx.head, ctx.blocks = head, blocks
+        entropy_S = entropy_S.to(tau_S.dtype)
+        ctx.mark_non_differentiable(entropy_S)
+        return (sums.picked - log_z_S).to(tau_S.dtype), entropy_S
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, low, tau_S, log_z_S = ctx.saved_tensors
+        head: Head = ctx.head
+        scale_S = grads[0].to(tau_S.dtype) / tau_S
+        wants_hidden, wants_weight, wants_low, wants_b = ctx.needs_input_grad[:4]
+        product = _Product(hidden, head.weight, tau_S.dtype, sides=(wants_hidden, wants_weight))
+        products = [product]
+        if head.adapter is not None and low is not None:
+            scaled = head.adapter.scale * low
+            products.append(
+                _Product(scaled, head.adapter.b, tau_S.dtype, sides=(wants_low, wants_b))
+            )
+        for block in ctx.blocks:
+            grad = _logits(hidden, head, tau_S, block).sub_(log_z_S[block.rows, None]).exp_().neg_()
+            own = (block.columns >= 0).to(grad.dtype)[:, None]
+            grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
+            grad = grad.mul_(scale_S[block.rows, None]).to(hidden.dtype)
+            for one in products:
+                one.add(block, grad)
+        d_low = d_b = None
+        if head.adapter is not None and low is not None:
+            d_low, d_b = products[1].gradients()
+            d_low = None if d_low is None else (d_low * head.adapter.scale).to(low.dtype)
+        return *product.gradients(), d_low, d_b, None, None, None
+
+
+def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
+    """[N, U] / temperature in the dtype of tau_S; _ABSENT outside of the mask."""
+    z_NU = (
+        (hidden[block.rows] @ head.weight[block.entries].T)
+        .to(tau_S.dtype)
+        .div_(tau_S[block.rows, None])
+    )
+    if block.places is None:
+        return z_NU
+    absent = torch.ones(z_NU.numel(), dtype=torch.bool, device=z_NU.device)
+    absent.index_fill_(0, block.places, False)
+    return z_NU.masked_fill_(absent.view_as(z_NU), _ABSENT)
+
+
+class _RowSums:
+    """Over the entries seen so far, by row, in fp64: a row may lie in many blocks."""
+
+    def __init__(self, like_S: Tensor) -> None:
+        self.top = torch.full_like(like_S, _ABSENT, dtype=torch.float64)  # maximum z
+        self.total = torch.zeros_like(self.top)  # sum of exp(z - top)
+        self.weighted = torch.zeros_like(self.top)  # sum of exp(z - top) * (z - top)
+        self.picked = torch.zeros_like(self.top)  # z of the sampled token
+
+    def add(self, block: _Block, z_NU: Tensor) -> None:
+        """Add a block of logits, which is then used up."""
+        rows, columns = block.rows, block.columns
+        own = z_NU.gather(1, columns.clamp(min=0)[:, None])[:, 0]
+        self.picked[rows] += torch.where(columns >= 0, own, 0).double()
+        top = z_NU.amax(-1)
+        e_NU = z_NU.sub_(top[:, None]).exp()
+        total, weighted = e_NU.sum(-1).double(), z_NU.mul_(e_NU).sum(-1).double()
+        before, top = self.top[rows], top.double()
+        after = torch.maximum(before, top)
+        parts = (
+            _about(after, before, self.total[rows], self.weighted[rows]),
+            _about(after, top, total, weighted),
+        )
+        self.top[rows] = after
+        self.total[rows], self.weighted[rows] = (a + b for a, b in zip(*parts, strict=True))
+
+    def join(self, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Over all shards: log of the sum of exp(z), and the entropy."""
+        if group is not None and dist.get_world_size(group) > 1:
+            top = self.top.clone()
+            dist.all_reduce(top, ReduceOp.MAX, group=group)
+            own = _about(top, self.top, self.total, self.weighted)
+            sums = torch.stack([*own, self.picked])
+            dist.all_reduce(sums, group=group)
+            self.top = top
+            self.total, self.weighted, self.picked = sums
+        log_total = self.total.log()
+        return self.top + log_total, log_total - self.weighted / self.total
+
+
+def _about(after: Tensor, top: Tensor, total: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums about one maximum as sums about a larger one."""
+    shift = top - after
+    scale = shift.exp()
+    return total * scale, (weighted + total * shift) * scale
+
+
+class _Product:
+    """Gradients of `x @ w.T` from blocks of the gradient of the result.
+
+    Those of the weight go into Megatron's gradient buffer where there is one, as its own layers do
+    with `gradient_accumulation_fusion`.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, sum_dtype: torch.dtype, *, sides: tuple[bool, bool]
+    ) -> None:
+        """sides: whether the gradients of x and of w are wanted."""
+        self._x, self._weight = x, weight
+        self._in_buffer = hasattr(weight, "grad_added_to_main_grad")
+        self._d_x = torch.zeros_like(x, dtype=sum_dtype) if sides[0] else None
+        self._d_w: Tensor | None = None
+        if sides[1]:
+            buffer = getattr(weight, "main_grad", None) if self._in_buffer else None
+            self._d_w = torch.zeros_like(weight, dtype=sum_dtype) if buffer is None else buffer
+
+    def add(self, block: _Block, grad_NU: Tensor) -> None:
+        rows, entries = block.rows, block.entries
+        if self._d_x is not None:
+            w_UH = self._weight[entries].to(self._x.dtype)
+            self._d_x.index_add_(0, rows, (grad_NU @ w_UH).to(self._d_x.dtype))
+        if self._d_w is not None:
+            part_UH = (grad_NU.T @ self._x[rows]).to(self._d_w.dtype)
+            if isinstance(entries, slice):
+                self._d_w[entries] += part_UH
+            else:
+                self._d_w.index_add_(0, entries, part_UH)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and of w, in their dtypes; of w a placeholder when the buffer has it already."""
+        d_x = None if self._d_x is None else self._d_x.to(self._x.dtype)
+        if self._d_w is None or not self._in_buffer:
+            return d_x, None if self._d_w is None else self._d_w.to(self._weight.dtype)
+        setattr(self._weight, "grad_added_to_main_grad", True)  # noqa: B010
+        # an embedding's gradient is added to it where the two are one weight
+        tied = getattr(self._weight, "zero_out_wgrad", False)
+        return d_x, torch.zeros_like(self._weight) if tied else torch.empty_like(self._weight)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+# --- the record -----------------------------------------------------------------------------------
+def _check_mask(sampled: Tensor, offsets: Tensor, ids: Tensor) -> None:
+    if len(offsets) != len(sampled) + 1:
+        raise RecordError(
+            "mask_rows", f"{len(offsets) - 1} mask rows for {len(sampled)} sampled tokens"
+        )
+    if not bool((offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()):
+        raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {len(ids)}")
+    owner = torch.repeat_interleave(offsets.diff())
+    found = torch.bincount(owner[ids == sampled[owner]], minlength=len(sampled))
+    if not bool((found == 1).all()):
+        row = int((found != 1).long().argmax())
+        raise RecordError(
+            "mask_sampled", f"mask row {row} keeps its own token {int(found[row])} times, want once"
+        )
+    wrong = (ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])
+    if bool(wrong.any()):
+        row = int(owner[int(wrong.long().argmax())])
+        raise RecordError("mask_duplicate", f"mask row {row} is not ascending and unique")

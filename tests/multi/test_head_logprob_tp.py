@@ -1,0 +1,193 @@
+"""The head cut over 1, 2 and 4 gloo processes, against all logits on one in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from moerl.algorithms import head_logprob
+from moerl.algorithms.head_logprob import (
+    Head,
+    LowRank,
+    SamplingMask,
+    Scores,
+    full_logprobs,
+    kept_logprobs,
+)
+from moerl.algorithms.mismatch import MismatchSums
+
+S, V, H, R, WORLD = 40, 2400, 24, 3, 4
+PADDED = 2408
+SHARDS = (1, 2, 4)
+KINDS = ("few", "one", "all", "mixed", "full")
+BLOCKS = {"one block": {}, "small blocks": {"_BLOCK": 900, "_ROWS": 11, "_UNION": 30}}
+EXACT = 1e-6
+
+
+class Found(NamedTuple):
+    """Sums of the last three over ranks are gradients; the weight's are of a rank's own entries."""
+
+    logprob: Tensor
+    entropy: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
+    d_a: Tensor
+    d_b: Tensor
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"hidden": (S, H), "weight": (PADDED, H), "a": (R, H), "b": (V, R)}
+    return {
+        name: torch.randn(*shape, generator=generator) / (1 if name == "hidden" else H**0.5)
+        for name, shape in shapes.items()
+    } | {"tau": torch.rand(S, generator=generator) + 0.5}
+
+
+def record(kind: str) -> tuple[Tensor, Tensor]:
+    """Kept entries [S, V] and sampled tokens; the first rows keep nothing on the first rank."""
+    generator = torch.Generator().manual_seed(5)
+    share = {"few": 0.003, "one": 0.0, "all": 1.0, "mixed": 0.02, "full": 1.0}[kind]
+    keep = torch.rand(S, V, generator=generator) < share
+    if kind == "mixed":
+        keep[::3] = torch.rand(S, V, generator=generator)[::3] < 0.001
+        keep[5] = True
+    sampled = torch.randint(0, V, (S,), generator=generator)
+    if kind != "all":
+        keep[:3, : V // 4] = kind == "full"
+        sampled[:3] = V - 1
+    keep[torch.arange(S), sampled] = True
+    return keep, sampled
+
+
+def csr(keep: Tensor) -> SamplingMask:
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), keep.sum(1).cumsum(0)])
+    return SamplingMask(offsets, keep.nonzero()[:, 1].int())
+
+
+def by_logits(kind: str) -> Found:
+    keep, sampled = record(kind)
+    x, w, a, b, tau = (t.double().requires_grad_() for t in tensors().values())
+    tau = tau.detach()
+    # the adapter is in the weight already: no change of value, its gradient
+    changed = w[:V] + 0.5 * (b @ a - (b @ a).detach())
+    z = (x @ changed.T / tau[:, None]).masked_fill(~keep, -torch.inf)
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~keep, 0.0)).sum(-1)
+    logprob = log_p.gather(1, sampled[:, None])[:, 0]
+    (logprob * torch.linspace(-1, 2, S)).sum().backward()
+    return Found(logprob.detach(), entropy.detach(), *(t.grad for t in (x, w, a, b)))
+
+
+def by_blocks(
+    kind: str, rank: int, size: int, group: dist.ProcessGroup | None, shift: int = 0
+) -> Found:
+    keep, sampled = record(kind)
+    width = PADDED // size
+    part = slice(rank * width, (rank + 1) * width)
+    x, w, a, b, tau = tensors().values()
+    x, w, a, b = (t.clone().requires_grad_() for t in (x, w[part], a, b[part]))
+    head = Head(w, V, part.start, group, adapter=LowRank(a, b, 0.5))
+    scores = scored(kind, x, head, keep, sampled, tau, shift)
+    (scores.logprob * torch.linspace(-1, 2, S)).sum().backward()
+    return Found(scores.logprob.detach(), scores.entropy, *(t.grad for t in (x, w, a, b)))
+
+
+def scored(
+    kind: str, x: Tensor, head: Head, keep: Tensor, sampled: Tensor, tau: Tensor, shift: int
+) -> Scores:
+    if kind == "full":
+        return full_logprobs(x, head, sampled, temperature_S=tau)
+    if shift:
+        keep = keep.roll(shift, 1)
+        keep[torch.arange(S), sampled] = True
+    return kept_logprobs(x, head, sampled, csr(keep), temperature_S=tau)
+
+
+def _rank(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    found = {}
+    for size in SHARDS:
+        group = dist.new_group(range(size))
+        for blocks, sizes in BLOCKS.items():
+            before = {name: getattr(head_logprob, name) for name in sizes}
+            vars(head_logprob).update(sizes)
+            for kind in KINDS if rank < size else ():
+                found[size, blocks, kind] = by_blocks(kind, rank, size, group)
+            vars(head_logprob).update(before)
+        if rank < size:
+            found[size, "shifted", "few"] = by_blocks("few", rank, size, group, shift=1)
+    d = torch.arange(4.0) * (rank + 1) * 0.1
+    sums = MismatchSums.of(-d, torch.zeros(4), torch.tensor([0, 1, 3, 9]))
+    torch.save((found, sums.all_reduce(dist.group.WORLD).metrics()), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+Ranks = list[tuple[dict[tuple[int, str, str], Found], dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Ranks:
+    """What each process computed: scores and gradients, joined mismatch metrics."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(_rank, (free_port(), folder), nprocs=WORLD, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+def joined(ranks: Ranks, size: int, blocks: str, kind: str) -> Found:
+    every = [found[size, blocks, kind] for found, _ in ranks[:size]]
+    first = every[0]
+    for other in every:  # equal bitwise: every rank computes the same loss
+        assert torch.equal(other.logprob, first.logprob)
+        assert torch.equal(other.entropy, first.entropy)
+    d_hidden, d_a = (sum(getattr(one, name) for one in every) for name in ("d_hidden", "d_a"))
+    d_weight, d_b = (
+        torch.cat([getattr(one, name) for one in every]) for name in ("d_weight", "d_b")
+    )
+    return Found(first.logprob, first.entropy, d_hidden, d_weight, d_a, d_b)
+
+
+def errors(found: Found, want: Found) -> dict[str, float]:
+    """Largest difference, relative to the largest number of its kind where that is above 1."""
+    return {
+        name: float((a.double() - b).abs().max() / b.abs().max().clamp(min=1))
+        for name, a, b in zip(Found._fields, found, want, strict=True)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("size", SHARDS)
+def test_shards_give_what_all_logits_give(ranks: Ranks, size: int, blocks: str, kind: str) -> None:
+    found = errors(joined(ranks, size, blocks, kind), by_logits(kind))
+    print(found)
+    assert max(found.values()) <= EXACT, found
+
+
+@pytest.mark.parametrize("size", SHARDS)
+def test_control_sets_shifted_by_one_id_are_wrong(ranks: Ranks, size: int) -> None:
+    found = errors(joined(ranks, size, "shifted", "few"), by_logits("few"))
+    assert min(found.values()) > 100 * EXACT, found
+
+
+def test_control_a_shard_without_its_group_is_wrong() -> None:
+    alone = by_blocks("full", 1, 2, None).logprob
+    assert float((alone - by_logits("full").logprob).abs().max()) > 0.1
+
+
+def test_mismatch_sums_of_all_ranks_are_those_of_their_tokens(ranks: Ranks) -> None:
+    d = torch.cat([torch.arange(4.0) * (rank + 1) * 0.1 for rank in range(WORLD)])
+    lag = torch.tensor([0, 1, 3, 9] * WORLD)
+    want = MismatchSums.of(-d, torch.zeros(len(d)), lag).metrics()
+    for _, got in ranks:
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert abs(got[name] - value) < 1e-12, name
