@@ -101,8 +101,8 @@ def test_a_dead_controller_costs_open_turns_only(tmp_path: Path, kept: bool) -> 
 @pytest.mark.parametrize("durability", ["node", "shared"])
 def test_a_resume_goes_on_with_open_episodes(tmp_path: Path, durability: str) -> None:
     """Every process is killed at once; journal and blobs of this machine are left."""
-    settings = [f"rollout.durability={durability}", "checkpoint.every=1"]
-    run = begin(tmp_path, *settings)
+    run = begin(tmp_path, f"rollout.durability={durability}", "checkpoint.every=1")
+    run.wait_for(lambda: any(run.dir.checkpoints.glob("step-*")) and len(finished(run)) >= TURNS)
     members = run.members()
     for member in members:
         try:

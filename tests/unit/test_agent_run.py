@@ -234,7 +234,7 @@ def runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
     tokens = PromptTokens(chat_tokenizer())
     sampling = SamplingParams(4, stop_token_ids=(END,))
     settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens=4000, audit=False)
-    settings = replace(settings, logprobs=lambda rollout: rollout.logprobs)
+    settings = replace(settings, logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
     return AgentPrograms(task, settings, tmp_path / "agents.log")
 
 

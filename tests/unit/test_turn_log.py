@@ -50,7 +50,7 @@ from moerl.types import (
 )
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.sealing_engine import SealingEngine
-from tests.unit.test_agent_run import FakeRunner, until
+from tests.unit.test_agent_run import AGENT, FakeRunner, runner, until
 from tests.unit.test_controller import CONFIG, hello, make, running, train
 from tests.unit.test_controller_restart import successor
 
@@ -621,35 +621,44 @@ class ThreeTurns(FakeRunner):
     def end(self, name: str) -> None: ...
 
 
-@pytest.mark.parametrize("replies", [1, 5, 9, 13])
+TASK = TaskConfig(agent=AgentConfig(command=["python", "-c", AGENT]))
+
+
+@pytest.mark.parametrize(
+    ("agents", "num_turns", "replies"),
+    [
+        *((lambda _: ThreeTurns(), 3, replies) for replies in (1, 5, 9, 13)),
+        (lambda folder: runner(folder, TASK), 2, 3),  # programs behind the gateway
+    ],
+)
 def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
-    tmp_path: Path, store: BlobStore, replies: int
+    tmp_path: Path, store: BlobStore, agents: Any, num_turns: int, replies: int
 ) -> None:
     """Groups of two episodes; each is trained once, with the turns of both controllers."""
 
     async def body() -> None:
-        config = replace(CONFIG, task=TaskConfig(agent=AgentConfig(command=["x"])))
-        dying = SealingEngine(store)
-        dying.hangs_at = replies
-        first, _ = make(tmp_path, dying, config, blobs=store, agents=ThreeTurns(), model=SHAPE)
+        config = replace(CONFIG, task=TASK)
+        dying, dead = SealingEngine(store), agents(tmp_path)
+        dying.hangs_at, size = replies, 2 * num_turns
+        first, _ = make(tmp_path, dying, config, blobs=store, agents=dead, model=SHAPE)
         tasks = asyncio.create_task(first.run())
         assert await first.handle(hello(V0)) == Ok()
-        await until(lambda: not dying.open.is_set() and rows(tmp_path) % 6 == replies % 6)
-        logged = rows(tmp_path)
-        engine = SealingEngine(store, first_call=1000)
+        await until(lambda: not dying.open.is_set() and rows(tmp_path) % size == replies % size)
+        logged, engine = rows(tmp_path), SealingEngine(store, first_call=1000)
         second, reports = successor(
-            tmp_path, engine, first, config=config, blobs=store, agents=ThreeTurns(), model=SHAPE,
-            trainer_alive=True,
+            tmp_path, engine, first, config=config, blobs=store, agents=agents(tmp_path),
+            model=SHAPE, trainer_alive=True,
         )  # fmt: skip
         tasks.cancel()
         await second.rejoin([])
-        plans = await running(second, train(second, 4))
+        plans = await running(second, train(second, 4), 50)
         groups = [group for plan in plans for group in plan.groups]
         assert sorted(group.group_id for group in groups) == list(range(8))
         kept = {name for g in groups for name in group_uris(g) if not life_of(name)}
         assert len(kept) == replies, "what was sampled before the death is trained"
         assert sum(r.metrics.get("agent/replayed_turns", 0) for r in reports) == logged
-        assert len(engine.requests) - engine.cut == 8 * 2 * 3 - replies
+        assert len(engine.requests) - engine.cut == 8 * size - replies
         assert rows(tmp_path) == 0
+        await dead.close()
 
     run(body())
