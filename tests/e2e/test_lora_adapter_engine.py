@@ -221,17 +221,12 @@ def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: Wor
 
 @pytest.mark.parametrize("name", [None, "moerl-v0.2", "other"])
 def test_a_request_without_a_loaded_adapter_is_refused(world: World, name: str | None) -> None:
-    body = {
-        "input_ids": [[5, 6, 7]],
-        "sampling_params": [{"max_new_tokens": 2}],
-        "rid": ["x"],
-        "lora_path": [name],
-    }
+    one = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "lora_path": name}
+    batch = {key: [value, value] for key, value in one.items()}
     client = world.host._alive()
-    with pytest.raises(BadRequest, match="the base alone is not served"):
-        world.run(client._post("/generate", body))
-    with pytest.raises(BadRequest, match="the base alone is not served"):
-        world.run(client._post("/generate", body | {"lora_path": name, "input_ids": [5, 6, 7]}))
+    for body in (one, batch, batch | {"lora_path": ["moerl-v0.4", name]}):
+        with pytest.raises(BadRequest, match="the base alone is not served"):
+            world.run(client._post("/generate", body))
 
 
 def test_factors_that_do_not_fit_are_refused_before_the_scheduler_sees_them(world: World) -> None:
