@@ -44,7 +44,7 @@ LORA = LoraConfig(
     slots=2,
 )
 CLOSE = 5e-5  # nats, fp32 on both sides
-SHORT, LONG = SamplingParams(12, ignore_eos=True), SamplingParams(800, ignore_eos=True)
+SHORT, LONG = SamplingParams(12, ignore_eos=True), SamplingParams(250, ignore_eos=True)
 T = TypeVar("T")
 
 
