@@ -196,8 +196,8 @@ def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: Wor
     assert slots is not None
     assert slots.loaded == (V2, V3), "V1 has no request: its slot was used again"
     newest = PolicyVersion(0, 4)
-    world.factors[newest] = world.factors[V1]
-    world.models[newest] = world.models[V1]
+    world.factors[newest] = world._factors(newest)
+    world.models[newest] = world.model(world.factors[newest], LORA.scale)
     world.publisher = Publisher(
         world.host, dict.fromkeys(world.factors, world.base), LORA, world.factors
     )
