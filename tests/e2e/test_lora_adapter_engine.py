@@ -65,7 +65,7 @@ class World:
         run = RunDir(root / "run")
         run.create()
         context = EngineContext(self.base, tiny.SHAPE, ReplayConfig(), run, "token", lora=LORA)
-        config = EngineConfig(tp=tp, max_total_tokens=16384)
+        config = EngineConfig(tp=tp, max_total_tokens=16384, start_timeout_s=600.0)
         self.host = EngineHost(0, config, context, self.store)
         self.publisher = Publisher(
             self.host, dict.fromkeys(self.factors, self.base), LORA, self.factors
