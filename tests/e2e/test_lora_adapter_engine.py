@@ -44,7 +44,7 @@ LORA = LoraConfig(
     slots=2,
 )
 CLOSE = 5e-5  # nats, fp32 on both sides
-SHORT, LONG = SamplingParams(12, ignore_eos=True), SamplingParams(800, ignore_eos=True)
+SHORT, LONG = SamplingParams(12, ignore_eos=True), SamplingParams(250, ignore_eos=True)
 T = TypeVar("T")
 
 
@@ -65,7 +65,7 @@ class World:
         run = RunDir(root / "run")
         run.create()
         context = EngineContext(self.base, tiny.SHAPE, ReplayConfig(), run, "token", lora=LORA)
-        config = EngineConfig(tp=tp, max_total_tokens=16384)
+        config = EngineConfig(tp=tp, max_total_tokens=16384, start_timeout_s=600.0)
         self.host = EngineHost(0, config, context, self.store)
         self.publisher = Publisher(
             self.host, dict.fromkeys(self.factors, self.base), LORA, self.factors
@@ -196,8 +196,8 @@ def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: Wor
     assert slots is not None
     assert slots.loaded == (V2, V3), "V1 has no request: its slot was used again"
     newest = PolicyVersion(0, 4)
-    world.factors[newest] = world.factors[V1]
-    world.models[newest] = world.models[V1]
+    world.factors[newest] = world._factors(newest)
+    world.models[newest] = world.model(world.factors[newest], LORA.scale)
     world.publisher = Publisher(
         world.host, dict.fromkeys(world.factors, world.base), LORA, world.factors
     )
@@ -221,17 +221,12 @@ def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: Wor
 
 @pytest.mark.parametrize("name", [None, "moerl-v0.2", "other"])
 def test_a_request_without_a_loaded_adapter_is_refused(world: World, name: str | None) -> None:
-    body = {
-        "input_ids": [[5, 6, 7]],
-        "sampling_params": [{"max_new_tokens": 2}],
-        "rid": ["x"],
-        "lora_path": [name],
-    }
+    one = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "lora_path": name}
+    batch = {key: [value, value] for key, value in one.items()}
     client = world.host._alive()
-    with pytest.raises(BadRequest, match="the base alone is not served"):
-        world.run(client._post("/generate", body))
-    with pytest.raises(BadRequest, match="the base alone is not served"):
-        world.run(client._post("/generate", body | {"lora_path": name, "input_ids": [5, 6, 7]}))
+    for body in (one, batch, batch | {"lora_path": ["moerl-v0.4", name]}):
+        with pytest.raises(BadRequest, match="the base alone is not served"):
+            world.run(client._post("/generate", body))
 
 
 def test_factors_that_do_not_fit_are_refused_before_the_scheduler_sees_them(world: World) -> None:
