@@ -51,7 +51,7 @@ async def play(world: World) -> Streamed:
     episode = gateway.open_episode("7.0", EpisodeLimits(context_tokens=4000))
     url = gateway.base_url("7.0")
     async with openai.AsyncOpenAI(base_url=url, api_key=episode.key, max_retries=0) as client:
-        found = Streamed(FinishedEpisode("", (), {}, frozenset()), tap, tokens)
+        found = Streamed(FinishedEpisode("", (), (), {}, frozenset()), tap, tokens)
         await listen(client, world, found)
         await hang_up(client, world)
     found.done = await gateway.end_episode("7.0")
