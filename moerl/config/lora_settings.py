@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from moerl.config.bounds import Natural, NonNegative
+
+BasePlace: TypeAlias = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class LoraConfig:
 
     rounding: Literal["nearest", "dither"] = "nearest"
     """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`)."""
+
+    base: BasePlace = field(default="host", compare=False)
+    """Where W0 is kept: page-locked host memory, or beside the weights that it makes."""
 
     @property
     def sends_factors(self) -> bool:

@@ -48,8 +48,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; how they began, travel and are rounded may change."""
-    left_out = ("send", "start", "rounding")
+    """What the factors are; how they began, travel, are rounded and where W0 is may change."""
+    left_out = ("send", "start", "rounding", "base")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}
         if lora.rank

@@ -369,10 +369,10 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
     title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
     table = Table(title=title, padding=0)  # all columns of a large run fit the width
     columns = ["weights", "gradients", "optimizer", "activations", "logits", "replay", "others"]
-    columns = [
-        c for c in (*columns, "buckets", "runtime") if any(getattr(rank, c) for rank in ranks)
-    ]
-    for column in ("stage", "parameters", *columns, "total"):
+    columns += ["device_base", "buckets", "runtime"]
+    columns = [c for c in columns if any(getattr(rank, c) for rank in ranks)]
+    titles = ["W0" if c == "device_base" else c for c in columns]
+    for column in ("stage", "parameters", *titles, "total"):
         table.add_column(column, justify="right")
     for found in _telling(ranks):
         cells = [_gb(getattr(found, column)) for column in columns]
