@@ -1,13 +1,14 @@
-"""What a publish of factors costs, from shapes alone: bytes, and how many weights are merged."""
+"""What a publish of factors costs, from shapes alone: bytes, weights that are merged, memory."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import ITEMSIZE, Spread
+from moerl.planning.memory import EngineMemory
 from moerl.planning.sync_cost import Forecast, Links
 from moerl.weight_sync.factor_tables import FactorTables
 from moerl.weight_sync.held_shards import EngineLayout
@@ -22,6 +23,7 @@ class FactorForecast:
     received: Spread  # bytes, by engine rank
     engine_bytes: int  # all ranks of it
     merged: int  # weights that its largest rank computes from W0 and factors
+    largest: int  # of these, of one Hugging Face weight
 
 
 def factor_forecast(
@@ -29,7 +31,7 @@ def factor_forecast(
 ) -> FactorForecast:
     """The trainer's layout does not matter: an engine rank gets each element once."""
     tables = FactorTables(spec, ParallelConfig(), engine, lora)
-    received, merged = [], []
+    received, merged, largest = [], [], 0
     for rank in range(engine.tp):
         elements = 0
         for factor in tables.of_engine(rank):
@@ -37,8 +39,28 @@ def factor_forecast(
             elements += factor.target.rank * len(want.cols if factor.is_a else want.rows)
         received.append(ITEMSIZE.get(dtype, 2) * elements)
         every = (target.parts.wanted[rank] for target in tables.targets(rank))
-        merged.append(sum(len(want.rows) * len(want.cols) for want in every))
-    return FactorForecast(Spread.of(received), sum(received), max(merged))
+        sizes = [len(want.rows) * len(want.cols) for want in every]
+        merged.append(sum(sizes))
+        largest = max(largest, *sizes)
+    return FactorForecast(Spread.of(received), sum(received), max(merged), largest)
+
+
+def merging_memory(
+    whole: EngineMemory, found: FactorForecast, lora: LoraConfig, dtype: str, bucket: int
+) -> EngineMemory:
+    """Of an engine rank that merges: staged factors and their two buckets, the factors, and W0.
+
+    whole: with publishes of whole weights.  VERIFY also computes one tensor at a time, which is not
+    counted.
+    """
+    width, factors = ITEMSIZE.get(dtype, 2), round(found.received.high)
+    base, stays = width * found.merged, lora.base == "device"
+    staged = factors if whole.host == 0 else 2 * min(bucket, factors)
+    return replace(
+        whole,
+        update=factors + staged + (base if stays else 2 * width * found.largest),
+        host=(factors if whole.host else 0) + (0 if stays else base),
+    )
 
 
 def describe_factors(found: FactorForecast, whole: Forecast, links: Links) -> str:

@@ -13,7 +13,7 @@ weights are on the CPU both kinds are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,45 +22,61 @@ from moerl.config.lora_settings import BasePlace
 from moerl.weight_sync.transports.pinned_memory import host_tensors
 
 
-class BaseWeights:
-    """A copy of some weights of one device, in their order."""
+class BaseBuckets:
+    """Two buffers on a GPU, and the stream that fills them in turn."""
 
-    def __init__(self, weights: Sequence[Tensor], place: BasePlace) -> None:
-        """weights: as they were loaded.  Raises TransportError (room): no such host memory."""
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """num_bytes: of the largest W0."""
+        self.device, self._stream = device, torch.cuda.Stream(device)
+        self._pair = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in "ab"]
+        self._used = [torch.cuda.current_stream(device).record_event() for _ in "ab"]
+        self._turn = 0
+
+    def bring(self, every: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Each tensor of page-locked memory on the GPU, until the next one is asked for.
+
+        It is for the stream that is current when the first one is.
+        """
+        current = torch.cuda.current_stream(self.device)
+        for kept in every:
+            own, self._turn = self._turn, 1 - self._turn
+            bucket = self._pair[own][: kept.nbytes].view(kept.dtype).view(kept.shape)
+            self._stream.wait_event(self._used[own])
+            with torch.cuda.stream(self._stream):
+                bucket.copy_(kept, non_blocking=True)
+            current.wait_event(self._stream.record_event())
+            yield bucket
+            self._used[own] = current.record_event()
+
+
+class BaseWeights:
+    """A copy of some weights, in their order; iterate to have each on the weights' device."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], place: BasePlace, buckets: BaseBuckets | None = None
+    ) -> None:
+        """weights: as they were loaded, on one device.  buckets: shared ones; None makes some.
+
+        Raises TransportError (room): no such host memory.
+        """
         own = [weight.detach() for weight in weights]
-        self._device = next((weight.device for weight in own if weight.is_cuda), None)
-        self._pair: list[Tensor] = []
-        if self._device is None or place == "device":
+        device = next((weight.device for weight in own if weight.is_cuda), None)
+        self._buckets = None
+        if device is None or place == "device":
             self._kept = [weight.clone() for weight in own]
             return
         self._kept = host_tensors(own)
         for kept, weight in zip(self._kept, own, strict=True):
             kept.copy_(weight, non_blocking=True)
-        torch.cuda.synchronize(self._device)
-        largest = max((kept.nbytes for kept in self._kept), default=0)
-        self._stream = torch.cuda.Stream(self._device)
-        self._pair = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in "ab"]
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        torch.cuda.synchronize(device)
+        largest = max(kept.nbytes for kept in self._kept)
+        self._buckets = buckets or BaseBuckets(device, largest)
 
     @property
     def num_bytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Each W0 on the weights' device, for the current stream, until the next is asked for."""
-        if not self._pair:
-            yield from self._kept
-            return
-        current, used = torch.cuda.current_stream(self._device), list[torch.cuda.Event]()
-        self._stream.wait_stream(current)
-        for number, kept in enumerate(self._kept):
-            if number >= len(self._pair):
-                self._stream.wait_event(used[number - len(self._pair)])
-            bucket = self._pair[number % 2][: kept.nbytes].view(kept.dtype).view(kept.shape)
-            with torch.cuda.stream(self._stream):
-                bucket.copy_(kept, non_blocking=True)
-            current.wait_event(self._stream.record_event())
-            yield bucket
-            used.append(current.record_event())
+        if self._buckets is None:
+            return iter(self._kept)
+        return self._buckets.bring(self._kept)

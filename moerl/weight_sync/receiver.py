@@ -322,9 +322,12 @@ class Receiver:
             if self.total is not None:
                 raise EngineError("W0 is gone: whole weights were received; start the engine again")
             context = self.context
-            self._adapters = EngineAdapters(
-                context.spec, context.engine, context.rank, lora, self.model.tensors()
-            )
+            try:
+                self._adapters = EngineAdapters(
+                    context.spec, context.engine, context.rank, lora, self.model.tensors()
+                )
+            except torch.OutOfMemoryError as error:
+                raise TransportError("room", f"W0 of adapters: {cause_of(error)}") from error
         check_same(self._adapters.lora, lora)
         return self._adapters
 
@@ -332,8 +335,8 @@ class Receiver:
     def _merged_total(self, session: _Session, whole: ReceiverPlan) -> int:
         """Take the staged factors; digest of the weights that they give, before any is written."""
         assert self._adapters is not None, "PREPARE made them"
-        factors = self._adapters.factors
-        CommitCopies(session.plan, session.starts, session.staging.buffer, factors).run()
+        factors, staged = self._adapters.factors, session.staging.buffer
+        CommitCopies(session.plan, session.starts, staged, factors, self._buckets).run()
         return self._adapters.total(whole, self.model.tensors())
 
     def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:

@@ -145,7 +145,7 @@ BASE_BLUNDERS = (
     ),
     Blunder(
         "buckets of all weights", BASE, "BaseWeights.__init__",
-        "max((kept.nbytes for kept in self._kept), default=0)",
+        "max(kept.nbytes for kept in self._kept)",
         "sum(kept.nbytes for kept in self._kept)",
     ),
     Blunder(
@@ -153,18 +153,19 @@ BASE_BLUNDERS = (
         "[torch.empty(w.shape, dtype=w.dtype) for w in own]",
     ),
     Blunder(
-        "a merge before its W0 arrived", BASE, "BaseWeights.__iter__",
+        "a merge before its W0 arrived", BASE, "BaseBuckets.bring",
         "current.wait_event(self._stream.record_event())", "self._stream.record_event()",
     ),
     Blunder(
-        "a bucket filled again under its merge", BASE, "BaseWeights.__iter__",
-        "self._stream.wait_event(used[number - len(self._pair)])", "pass",
+        "a bucket filled again under its merge", BASE, "BaseBuckets.bring",
+        "self._stream.wait_event(self._used[own])", "pass",
     ),
     Blunder(
         "a thread that waits for each weight", ADAPTERS, "Adapters.merge",
         "(weight != before).sum()", "int((weight != before).sum())",
     ),
 )  # fmt: skip
+ENGINE_BASE_BLUNDERS = (BASE_BLUNDERS[0], *BASE_BLUNDERS[3:5])
 REF_MODEL, SCHEDULE = "moerl.trainer.learner.ref_model", "moerl.trainer.passes.schedule"
 REF_BLUNDERS = (
     Blunder(

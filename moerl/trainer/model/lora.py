@@ -107,7 +107,7 @@ class Adapters(torch.nn.Module):
         self.scale, self._dithers, self._place = lora.scale, lora.dithers, lora.base
         self.tiles: Named = {}  # by parameter name
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
-        self._base = BaseWeights((), lora.base)
+        self._base: BaseWeights | None = None
 
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
         """Give a linear layer factors and a hook."""
@@ -129,18 +129,19 @@ class Adapters(torch.nn.Module):
     @property
     def base_bytes(self) -> int:
         """Of W0, once it is kept."""
-        return self._base.num_bytes
+        return 0 if self._base is None else self._base.num_bytes
 
     def keep_base(self) -> None:
         """The weights as they are now are W0.  Call once, after they were loaded."""
-        assert not len(self._base), "the base is kept once"
+        assert self._base is None, "the base is kept once"
         self._base = BaseWeights(self.adapted, self._place)
         self.merge()
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Set every adapted weight to W0, until the next `merge`."""
-        for (weight, _), base in zip(self._merged, self._base, strict=True):
+        assert self._base is not None, "keep_base comes first"
+        for weight, base in zip(self.adapted, self._base, strict=True):
             weight.copy_(base)
 
     @torch.no_grad()
@@ -149,7 +150,7 @@ class Adapters(torch.nn.Module):
 
         Rows of a fused tensor without factors keep W0.
         """
-        assert len(self._base) == len(self._merged), "keep_base comes first"
+        assert self._base is not None, "keep_base comes first"
         changes = Changes()
         for (weight, every), base in zip(self._merged, self._base, strict=True):
             before = weight.detach().clone()
