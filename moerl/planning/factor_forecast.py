@@ -41,7 +41,7 @@ def factor_forecast(
         every = (target.parts.wanted[rank] for target in tables.targets(rank))
         sizes = [len(want.rows) * len(want.cols) for want in every]
         merged.append(sum(sizes))
-        largest = max(largest, *sizes)
+        largest = max([largest, *sizes])
     return FactorForecast(Spread.of(received), sum(received), max(merged), largest)
 
 
