@@ -50,7 +50,7 @@ class ServedAdapters(Adapters):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it the weights are W0 + s B A, as a model folder has them; W0 is where lora.base says."""
+        """Within it the weights are W0 + s B A, as a model folder has them; W0 is at lora.base."""
         super().keep_base()
         super().merge()
         try:
