@@ -3,13 +3,15 @@
     python bench/lora_dither.py --out runs/lora-dither           (stopped? the same line again)
     python bench/lora_dither.py --out runs/lora-dither --runs 1  (one run, then the table)
     python bench/lora_dither.py --full --rates 1e-5 1e-6         (all weights, from fp32 masters)
+    python bench/lora_dither.py --sft                            (moerl sft, by the loss: no engine)
 
 Each seed makes a first model in bf16 by `moerl train quickstart`.  From it begins, per learning
 rate, one run of `moerl train quickstart-lora` with lora.rounding=nearest and one with dither; with
 --full `moerl train quickstart` with trainer.optimizer.rounding.  Learned is the mean reward of the
-last quarter of the steps less that of the first model, which is the same for both.  The table says
-the difference over the seeds and its standard error, of pairs with equal seeds, and the mean of
-lora/changed_frac.
+last quarter of the steps less that of the first model, which is the same for both.  With --sft both
+commands are `moerl sft`, and the figure is minus loss/nll: the arms see the same batches, so a seed
+has no noise of sampling.  The table says the difference over the seeds and its standard error, of
+pairs with equal seeds, and the mean of lora/changed_frac.
 
 A run that is whole is not repeated.  The results are in OUT/results.json.
 """
@@ -42,7 +44,7 @@ class Learned:
     rounding: str
     rate: float
     seed: int
-    first: float  # mean reward of the first step, before any update
+    first: float  # mean reward, or minus the loss, of the first step, before any update
     last: float  # of the last quarter of the steps
     changed: float  # mean lora/changed_frac; 0 with --full
     mismatch: float  # largest mismatch/abs_dlogp_max/lag_0
@@ -63,7 +65,10 @@ def result_path(out: Path, seed: int, rate: float, rounding: str) -> Path:
 
 
 def train(out: Path, seed: int, rate: float, rounding: str, options: argparse.Namespace) -> Learned:
-    start = ["train", "quickstart", *BF16, f"run.steps={options.start_steps}"]
+    command, figure, sign = "train", "reward/mean", 1
+    if options.sft:
+        command, figure, sign = "sft", "loss/nll", -1
+    start = [command, "quickstart", *BF16, f"run.steps={options.start_steps}"]
     (model, _), field = first_model(out, seed, start), "lora.rounding"
     if options.full:
         field = "trainer.optimizer.rounding"
@@ -73,17 +78,17 @@ def train(out: Path, seed: int, rate: float, rounding: str, options: argparse.Na
     settings = [*BF16, f"run.steps={options.steps}", rates, f"{field}={rounding}"]
     names = [f"run.root={out}", f"run.seed={seed}", f"model.path={model}", "--run", run.root.name]
     recipe = "quickstart" if options.full else "quickstart-lora"
-    seconds = moerl(out, ["train", recipe, *settings, *options.settings, *names], RUN_S)
-    rows = [row for row in read_rows(run.metrics) if "loss/total" in row]
+    seconds = moerl(out, [command, recipe, *settings, *options.settings, *names], RUN_S)
+    rows = [row for row in read_rows(run.metrics) if figure in row]
     late = rows[-max(1, len(rows) // 4) :]
     return Learned(
         rounding,
         rate,
         seed,
-        rows[0]["reward/mean"],
-        mean(late, "reward/mean"),
+        sign * rows[0][figure],
+        sign * mean(late, figure),
         mean(rows, "lora/changed_frac"),
-        max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows),
+        max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows),  # none with --sft
         seconds,
     )
 
@@ -128,6 +133,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/lora-dither"))
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
+    parser.add_argument("--sft", action="store_true", help="moerl sft in place of moerl train")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-2, 1e-3, 1e-4])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)

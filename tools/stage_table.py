@@ -170,7 +170,7 @@ STAGES = (
     Stage("safe", 1800, "full", _SAFE),
     Stage("gpu", 300, "gpu", ("tests/gpu",)),
     Stage("gpu-profile", 400, "gpu_profile", ("tests/multi",)),
-    Stage("references", 120, "reference", ("tests/references",), environment="reference"),
+    Stage("references", 240, "reference", ("tests/references",), environment="reference"),
     Stage("mooncake", 600, "mooncake", _SEVERAL_PROCESSES, environment="mooncake"),
     Stage("smollm2", 2300, "smollm2", ("tests/e2e",), environment="smollm2"),
     Stage("clients", 600, "clients", ("tests/e2e",), environment="clients", of_programs=True),

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from moerl.config.bounds import Natural, NonNegative, Several
 
 SLOT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Modules whose adapters SGLang's slots serve without a kernel of Triton."""
+
+BasePlace: TypeAlias = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class LoraConfig:
     slots: Several = 4  # adapters that an engine holds at once; with delivery = adapter
     rounding: Literal["nearest", "dither"] = "nearest"
     """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`)."""
+
+    base: BasePlace = field(default="host", compare=False)
+    """Where W0 is kept: page-locked host memory, or beside the weights that it makes."""
 
     @property
     def sends_factors(self) -> bool:

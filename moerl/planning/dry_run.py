@@ -41,7 +41,7 @@ from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.device_table import device_lines
-from moerl.planning.factor_forecast import factor_forecast
+from moerl.planning.factor_forecast import FactorForecast, factor_forecast, merging_memory
 from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
@@ -325,18 +325,17 @@ class _Size:
     def __init__(
         self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
     ) -> None:
-        self.spec, self.engines, self.sent = spec, engines, Spread.of(totals.sent_bytes)
+        self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
         self.received = max(totals.received_bytes)
         tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
+        bucket, on_device = config.sync.bucket_bytes, config.sync.transport == "cuda_ipc"
         self.memory = engine_memory(
-            spec,
-            engines,
-            self.received,
-            tokens,
-            dtype,
-            bucket=config.sync.bucket_bytes,
-            stages_on_device=config.sync.transport == "cuda_ipc",
+            spec, engines, self.received, tokens, dtype, bucket=bucket, stages_on_device=on_device
         )
+        self.factors: FactorForecast | None = None
+        if (lora := config.lora).sends_factors:
+            self.factors = factor_forecast(spec, engines, lora, dtype)
+            self.memory = merging_memory(self.memory, self.factors, lora, dtype, bucket)
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
@@ -371,11 +370,10 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
     title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
     table = Table(title=title, padding=0)  # all columns of a large run fit the width
     columns = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
-    columns = [
-        c for c in (*columns, "buckets", "runtime") if any(getattr(rank, c) for rank in ranks)
-    ]
+    columns += ["device_base", "buckets", "runtime"]
+    columns = [c for c in columns if any(getattr(rank, c) for rank in ranks)]
     for column in ("stage", "parameters", *columns, "total"):
-        table.add_column(column, justify="right")
+        table.add_column(column.replace("device_base", "W0"), justify="right")
     for found in _telling(ranks):
         cells = [_gb(getattr(found, column)) for column in columns]
         table.add_row(str(found.stage), f"{found.parameters / 1e9:.3g}e9", *cells, _gb(found.total))
@@ -468,7 +466,7 @@ def _host_lines(
 
 
 def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:
-    """Bytes that the engines of a node hold of the next version."""
+    """Bytes that the engines of a node hold of the next version, and of W0."""
     host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
     tp_of = config.engine.sizes
     slots = [slot for slot in placed.engines if slot.node.name == node]
@@ -477,12 +475,12 @@ def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: st
 
 def _transfer_lines(config: Config, size: _Size) -> str:
     engines = size.engines
-    if config.lora.sends_factors:
-        found = factor_forecast(size.spec, engines, config.lora, config.engine.dtype)
+    if size.factors is not None:
+        use = "merge them" if size.factors.merged else "keep them in adapter slots"
         return (
-            f"a publish over {config.sync.transport}: factors of {_gb(found.received.high)} GB "
-            f"into each of {engines.num} x {engines.tp} engine ranks, which merge them; weights "
-            f"would be {_gb(size.received)} GB"
+            f"a publish over {config.sync.transport}: factors of "
+            f"{_gb(size.factors.received.high)} GB into each of {engines.num} x {engines.tp} "
+            f"engine ranks, which {use}; weights would be {_gb(size.received)} GB"
         )
     return (
         f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "

@@ -21,7 +21,9 @@ Legend (of one rank; bytes unless stated otherwise)
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
     adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;
-    W0 of adapted weights is in host memory, on engines in the place of staging
+    W0 of adapted weights is in host memory, on engines in the place of staging, and reaches the
+    trainer's device through two buckets of the largest one; with lora.base = device it is there,
+    and with lora.delivery = adapter the weights are W0
     buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
@@ -40,9 +42,10 @@ Source of the byte model: Megatron's own report (6 + 12 / shard bytes per parame
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
@@ -128,12 +131,13 @@ class TrainerMemory:
     offloaded: int  # host memory: optimizer
     checkpoint: int  # host memory: copy of the state that is written
     base: int = 0  # host memory: W0 of adapted weights
+    device_base: int = 0  # W0 of adapted weights on the device, or the two buckets that bring it
 
     @property
     def total(self) -> int:
         """On the device."""
         parts = (self.static, self.activations, self.head, self.replay, self.others)
-        return sum(parts) + self.buckets + self.runtime
+        return sum(parts) + self.device_base + self.buckets + self.runtime
 
     @property
     def host(self) -> int:
@@ -222,6 +226,7 @@ def ref_model_memory(
             offloaded=0,
             checkpoint=0,
             base=0,
+            device_base=0,
         )
         for rank, inside in zip(alone, one, strict=True)
     )
@@ -251,12 +256,16 @@ def _stage(
     last = stage == layout.pp - 1
     vocab = padded_vocab(spec, layout.tp, layout.vocab_divisible_by) // layout.tp
     weights = width * (dense + expert) + _router_biases(spec, layout, stage)
-    trained, adapted, saved, extra = (dense, expert), 0, weights, 0
+    trained, adapted, saved, extra = (dense, expert), _Adapted(), weights, 0
     if training.lora.rank:
-        trained, adapted = _factors(spec, layout, training.lora, stage)
+        adapted = _factors(spec, layout, training.lora, stage)
+        trained = (adapted.outside, adapted.inside)
         extra = sum(trained)
         saved = width * extra
         weights += saved
+    if training.lora.serves_adapters:  # the weights are W0
+        adapted = adapted._replace(weights=0, largest=0)
+    whole, base = width * adapted.weights, training.lora.base
     # parameters that this rank's optimizer updates
     own = trained[0] // shard + trained[1] // expert_shard
     return TrainerMemory(
@@ -275,7 +284,8 @@ def _stage(
         snapshot=weights,
         offloaded=held.host * own,
         checkpoint=saved + held.saved * own,
-        base=0 if training.lora.serves_adapters else width * adapted,
+        base=0 if training.gpu and base == "device" else whole,
+        device_base=_on_device(whole, 2 * width * adapted.largest, training),
     )
 
 
@@ -287,22 +297,40 @@ def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
     return states + passing + 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
 
 
-def _factors(
-    spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int
-) -> tuple[tuple[int, int], int]:
-    """Elements on a stage's first rank: (factors outside of experts, inside), adapted weights."""
+class _Adapted(NamedTuple):
+    """Elements on a stage's first rank."""
+
+    outside: int = 0  # factors outside of experts
+    inside: int = 0
+    weights: int = 0  # that have factors
+    largest: int = 0  # of these; summed over model chunks, each of which has its own buckets
+
+
+def _on_device(whole: int, buckets: int, training: Training) -> int:
+    """Bytes of W0 on a GPU."""
+    if not training.gpu:
+        return 0
+    return whole if training.lora.base == "device" else buckets
+
+
+def _factors(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int) -> _Adapted:
     inside: dict[str, int] = {}
     outside: dict[str, int] = {}
     shapes, adapted = hf_shapes(spec), 0
-    for local in megatron_tiles(spec, layout, stage * layout.stage_size).values():
+    largest: dict[str, int] = defaultdict(int)  # by chunk
+    for path, local in megatron_tiles(spec, layout, stage * layout.stage_size).items():
         parts = projections(local, lora.rank_of, shapes, shared=lora.shares)
         for part in parts:
             for name, factor in part.factors.items():
                 # what experts share has the data-parallel ranks of other weights
                 own = ".experts." in part.module and name.startswith(part.module)
                 (inside if own else outside)[name] = math.prod(factor.shape)
-        adapted += math.prod(local.shape) if parts else 0  # a fused tensor's other rows, too
-    return (sum(outside.values()), sum(inside.values())), adapted
+        if parts:
+            size = math.prod(local.shape)  # a fused tensor's other rows, too
+            chunk = path.partition(".")[0] if layout.vpp > 1 else ""
+            adapted, largest[chunk] = adapted + size, max(largest[chunk], size)
+    factors = sum(outside.values()), sum(inside.values())
+    return _Adapted(*factors, adapted, sum(largest.values()))
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

@@ -1,11 +1,12 @@
 """Adapters of an engine rank: the factors of a version, and how its engine serves them.
 
-`EngineAdapters` merges them (lora.delivery = merged): W0 in host memory, and what both give.
+`EngineAdapters` merges them (lora.delivery = merged): it has W0, and what both give.
 
-W0 is copied once, before the first version is committed.  A version's weights are always computed
-from it: subtracting the factors before from rounded weights would drift.  VERIFY digests the merged
-weights one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank
-needs no second copy of what it serves beside W0.
+W0 is copied once, before the first version is committed (`base_weights`: into host memory, or with
+lora.base = device beside the weights).  A version's weights are always computed from it:
+subtracting the factors before from rounded weights would drift.  VERIFY digests the merged weights
+one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank needs no
+second copy of what it serves beside W0.  On a GPU both are computed there.
 
 `SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
 whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back
@@ -29,7 +30,9 @@ from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, hf_shapes, sglang_tiles
 from moerl.layout.adapters import engine_factors, factor_names, module_of, whole_factors
 from moerl.layout.tiles import Box, Named, Tile
+from moerl.weight_sync.base_weights import BaseBuckets, BaseWeights
 from moerl.weight_sync.buckets import Piece, seeds
+from moerl.weight_sync.commit_copies import device_of
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.low_rank import merge_into
@@ -85,8 +88,6 @@ class EngineAdapters:
         live: Mapping[str, Tensor],
     ) -> None:
         """live: the weights as the engine loaded them.  Raises LayoutError."""
-        if any(tensor.is_cuda for tensor in live.values()):
-            raise LayoutError("factors were never merged on a GPU; use lora.send = weights")
         self.lora = lora
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         shapes = hf_shapes(spec)
@@ -95,15 +96,16 @@ class EngineAdapters:
         adapted = [name for name, tiles in merges.items() if tiles]
         if missing := [name for name in adapted if name not in live]:
             raise LayoutError(f"{missing[0]}: it has an adapter, the live model lacks it")
-        self.base = {name: live[name].detach().to("cpu", copy=True) for name in adapted}
-        dtypes = {tensor.dtype for tensor in self.base.values()}
+        dtypes = {live[name].dtype for name in adapted}
         if len(dtypes) != 1:
             raise LayoutError(f"adapted weights have the dtypes {sorted(map(str, dtypes))}")
         (dtype,) = dtypes
         self.factors = {
-            name: torch.zeros(local.shape, dtype=dtype) for name, local in self._held.items()
+            name: torch.zeros(local.shape, dtype=dtype, device=device_of(live))
+            for name, local in self._held.items()
         }
         self._merges = {name: [self._merge(tile) for tile in merges[name]] for name in adapted}
+        self._base = self._kept(live)
 
     def commit(self, model: LiveModel, _version: str) -> None:
         """Write the merged weights, in place."""
@@ -120,17 +122,24 @@ class EngineAdapters:
         def merged(name: str) -> Tensor:
             if name not in self._merges:
                 return live[name]
-            value = self.base[name].clone()
+            value = live[name].clone()  # its elements without factors are W0, too
             self._write(name, value)
             return value
 
         return _total(whole, merged)
 
     def _write(self, name: str, target: Tensor) -> None:
-        base = self.base[name]
-        for one in self._merges[name]:
-            weight, old = target[one.place], base[one.place]
-            merge_into(weight, old, one.a, one.b, self.lora.scale, one.dither)
+        for one, base in zip(self._merges[name], self._base[name], strict=True):
+            merge_into(target[one.place], base, one.a, one.b, self.lora.scale, one.dither)
+
+    def _kept(self, live: Mapping[str, Tensor]) -> dict[str, BaseWeights]:
+        """W0 of each box with factors, by tensor; all go through the same two buckets."""
+        boxes = {name: [live[name][m.place] for m in self._merges[name]] for name in self._merges}
+        device, buckets = device_of(live), None
+        if device is not None and self.lora.base == "host":
+            largest = max(box.nbytes for every in boxes.values() for box in every)
+            buckets = BaseBuckets(device, largest)
+        return {name: BaseWeights(every, self.lora.base, buckets) for name, every in boxes.items()}
 
     def _targets(self, tiles: tuple[Tile, ...]) -> list[Tile]:
         return [tile for tile in tiles if self._names(tile)[0] in self._held]
@@ -262,5 +271,5 @@ def _total(whole: ReceiverPlan, value_of: Callable[[str], Tensor]) -> int:
 
 
 def _digest(value: Tensor, seed: int) -> int:
-    data = value.contiguous().view(-1).view(torch.uint8).numpy()
+    data = value.contiguous().cpu().view(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(data.data, seed=seed)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moerl.weight_sync.dither import HfPart, round_with_dither
 
-_BLOCK = 1 << 16  # elements of a run of rows
+# elements of a run of rows: on a CPU they fit its cache, on a GPU one launch has enough work
+_BLOCK, _BLOCK_ON_GPU = 1 << 16, 1 << 22
 
 
 @torch.no_grad()
@@ -37,7 +38,8 @@ def merge_into(
     """
     assert dither is None or weight.dtype == torch.bfloat16, f"no dither rounds to {weight.dtype}"
     a, b = a.float(), b.float()
-    rows = max(1, _BLOCK // max(1, a.shape[1]))
+    block = _BLOCK_ON_GPU if weight.is_cuda else _BLOCK
+    rows = max(1, block // max(1, a.shape[1]))
     for first in range(0, b.shape[0], rows):
         part = slice(first, first + rows)
         total = _merged(base[part].float(), a, b[part], scale)

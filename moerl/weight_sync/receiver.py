@@ -311,10 +311,14 @@ class Receiver:
             if self.total is not None:
                 raise EngineError("W0 is gone: whole weights were received; start the engine again")
             who = self.context.spec, self.context.engine, self.context.rank, lora
-            if lora.serves_adapters:
-                self._adapters = SlotAdapters(*who, self.model)
-            else:
-                self._adapters = EngineAdapters(*who, self.model.tensors())
+            try:
+                self._adapters = (
+                    SlotAdapters(*who, self.model)
+                    if lora.serves_adapters
+                    else EngineAdapters(*who, self.model.tensors())
+                )
+            except torch.OutOfMemoryError as error:
+                raise TransportError("room", f"W0 of adapters: {cause_of(error)}") from error
         check_same(self._adapters.lora, lora)
         return self._adapters
 
@@ -325,8 +329,8 @@ class Receiver:
         sent: digest of the factors, which counts where no weight has them.
         """
         assert self._adapters is not None, "PREPARE made them"
-        factors = self._adapters.factors
-        CommitCopies(session.plan, session.starts, session.staging.buffer, factors).run()
+        factors, staged = self._adapters.factors, session.staging.buffer
+        CommitCopies(session.plan, session.starts, staged, factors, self._buckets).run()
         found = self._adapters.total(whole, self.model.tensors())
         return found + sent if self._adapters.lora.serves_adapters else found
 

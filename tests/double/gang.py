@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
@@ -62,5 +62,7 @@ LAYOUTS = {
 _LORA = LoraConfig(rank=32, ranks={"*.experts.*": 4})
 ADAPTED = {
     "adapters": Layout(ParallelConfig(tp=2, ep=2), lora=_LORA),
-    "adapters, data": Layout(ParallelConfig(dp=2, ep=2), distributed=True, lora=_LORA),
+    "adapters, data": Layout(
+        ParallelConfig(dp=2, ep=2), distributed=True, lora=replace(_LORA, base="device")
+    ),
 }

@@ -31,7 +31,7 @@ from moerl.data.packing import Microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner import critic, step  # noqa: E402
-from moerl.trainer.model import gpt, parallel  # noqa: E402
+from moerl.trainer.model import gpt, lora, parallel  # noqa: E402
 from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
 from tests.double import attention, other_models  # noqa: E402
@@ -204,6 +204,7 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
         "gradients": gradients,
         "optimizer": held["optimizer"],
         "others": held["others"],
+        "device_base": held["W0"],
         "all": held[""],
         "snapshot": sum(snapshot[name].nbytes for name in sent),
         "snapshot on the device": memory(device=RANK).peak - peak,
@@ -212,6 +213,7 @@ def held_bytes(config: Config, ranks: parallel.Parallel, plan: BatchPlan) -> dic
 
 PURPOSES = {
     "weights": [(gpt, "build")],
+    "W0": [(lora, "BaseWeights")],
     "buffers": [(step, "wrap")],
     "optimizer": [(step, "make_optimizer"), (step, "take_step")],
     "others": [(step, "open_ref_models"), (critic, "Critic"), (critic, "take_step")],

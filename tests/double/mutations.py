@@ -138,6 +138,34 @@ PUBLISH_BLUNDERS = (
         COMMIT, "CommitBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
     ),
 )  # fmt: skip
+BASE, ADAPTERS = "moerl.weight_sync.base_weights", "moerl.trainer.model.lora"
+BASE_BLUNDERS = (
+    Blunder(
+        "all of W0 on the device", BASE, "BaseWeights.__init__", 'place == "device"', "True",
+    ),
+    Blunder(
+        "buckets of all weights", BASE, "BaseWeights.__init__",
+        "max(kept.nbytes for kept in self._kept)",
+        "sum(kept.nbytes for kept in self._kept)",
+    ),
+    Blunder(
+        "W0 in pageable memory", BASE, "BaseWeights.__init__", "host_tensors(own)",
+        "[torch.empty(w.shape, dtype=w.dtype) for w in own]",
+    ),
+    Blunder(
+        "a merge before its W0 arrived", BASE, "BaseBuckets.bring",
+        "current.wait_event(self._stream.record_event())", "self._stream.record_event()",
+    ),
+    Blunder(
+        "a bucket filled again under its merge", BASE, "BaseBuckets.bring",
+        "self._stream.wait_event(self._used[own])", "pass",
+    ),
+    Blunder(
+        "a thread that waits for each weight", ADAPTERS, "Adapters.merge",
+        "(weight != before).sum()", "int((weight != before).sum())",
+    ),
+)  # fmt: skip
+ENGINE_BASE_BLUNDERS = (BASE_BLUNDERS[0], *BASE_BLUNDERS[3:5])
 REF_MODEL, SCHEDULE = "moerl.trainer.learner.ref_model", "moerl.trainer.passes.schedule"
 REF_BLUNDERS = (
     Blunder(

@@ -121,8 +121,9 @@ def another(first: Trained, config: Config, *, with_critic: bool = False) -> Tra
 
     parallel, store = first.learner.parallel, first.learner.store
     source = HfFolder(config.model.path)
-    model = gpt.build(source.spec, config.trainer, parallel, with_replay=True)
+    model = gpt.build(source.spec, config.trainer, parallel, with_replay=True, lora=config.lora)
     load_hf(model.tensors, model.tiles, source)
+    model.keep_base()
     critic = Critic(config, parallel, store) if with_critic else None
     return Trained(Learner(model, parallel, config, store, critic), first.plan)
 

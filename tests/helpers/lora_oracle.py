@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
@@ -18,11 +21,36 @@ from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.layout.adapters import adapter_shapes
 from moerl.layout.shards import stacked_forms
 from moerl.types import BatchPlan, Prompt
+from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT
 
 LORA = LoraConfig(rank=4, alpha=8, ranks={"*.experts.*": 3, "*.down_proj": 2})
+SHARED = replace(LORA, experts="shared")
+SERVED = replace(
+    LORA,
+    targets=["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"],
+    ranks={"*.v_proj": 2},
+    delivery="adapter",
+)
+WIDE = replace(LORA, targets=[*LORA.targets, "*.mlp.gate", "lm_head"])
 FAMILIES = ("qwen3_moe", "deepseek_v3")
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "tp2-etp2": {"tp": 2, "etp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "pp2-tp2-ep2": {"pp": 2, "tp": 2, "ep": 2},
+    "cp2-ep2-tp2": {"cp": 2, "ep": 2, "tp": 2},
+    "dp2-ep4-tp2": {"dp": 2, "ep": 4, "tp": 2},
+}
 BATCH, EOS = 8, 2
+LIMIT = 1e-5  # of the loss, of the norm, and of the largest gradient
+Found = dict[str, Any]
 _LAYER = re.compile(r"\.experts\.\D")  # not one expert's
 
 
@@ -31,8 +59,6 @@ def write_model(folder: Path, family: str, vocab: int = 0, seed: int = 0) -> Pat
 
     vocab: entries of the vocabulary; 0 = as the family's.
     """
-    from safetensors.torch import save_file
-
     config = json.loads((ROOT / "tests/data/layout_families.json").read_text())[family]
     config["vocab_size"] = vocab or config["vocab_size"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,3 +186,45 @@ def _changed(
                     delta = delta + place * padded
             changed[name] = whole + delta
     return changed
+
+
+class Trained:
+    """A tiny model, its factors, the oracle's answer, and runs of the trainer."""
+
+    def __init__(self, folder: Path, family: str, lora: LoraConfig = LORA) -> None:
+        vocab = 68 if lora is WIDE else 0
+        self.folder, self.lora = folder, lora
+        self.model = write_model(folder / "model", family, vocab)
+        self.factors = random_factors(self.model, lora)
+        save_file(self.factors, folder / "factors.safetensors")
+        self.loss, self.grads = by_autograd(self.model, self.factors, lora.scale)
+
+    def run(self, layout: str, **settings: Any) -> Found:
+        sizes = LAYOUTS[layout]
+        out = self.folder / "found.pt"
+        script = str(ROOT / "tests/helpers/lora_ranks.py")
+        if self.lora is WIDE:  # a head that tp cuts has no padding
+            sizes = sizes | {"vocab_divisible_by": 1}
+        lora = asdict(self.lora) | {"start": settings.pop("start", "")}
+        model = settings.pop("model", self.model)
+        factors = self.folder / settings.pop("factors", "factors.safetensors")
+        settings |= {"parallel": sizes, "lora": lora}
+        arguments = ["--model", str(model), "--out", str(out), "--factors", str(factors)]
+        arguments += ["--settings", json.dumps(settings)]
+        world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
+        run_ranks(world, [script, *arguments])
+        return torch.load(out, weights_only=True)
+
+    def gaps(self, found: Found) -> dict[str, float]:
+        """Of loss, norm and each kind of factor, relative."""
+        largest = max(float(value.abs().max()) for value in self.grads.values())
+        norm = float(sum(value.double().square().sum() for value in self.grads.values())) ** 0.5
+        gaps = {
+            "loss": abs(found["loss"] - self.loss) / self.loss,
+            "norm": abs(found["norm"] - norm) / norm,
+        }
+        assert found["grads"].keys() == self.grads.keys()
+        return gaps | {
+            name: float((found["grads"][name] - want).abs().max()) / largest
+            for name, want in self.grads.items()
+        }

@@ -54,6 +54,9 @@ from moerl.trainer.sft import supervised  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
 
+# factors that tp cuts, by the control that takes those of the other rank
+OTHERS = {"other_a": "o_proj/lora_A", "other_b": ("q_proj/lora_B", "q_b_proj/lora_B")}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -171,10 +174,10 @@ def break_on_purpose(learner: Learner, how: str) -> None:
             for name, value in zip(own, values[1:] + values[:1], strict=True):
                 params[name].data.copy_(value)
             adapters.merge()
-        if how == "other_rank":  # factors of the tensor-parallel neighbour
+        if how in OTHERS:
             group = learner.parallel.tp
             for name, param in params.items():
-                if name.endswith("o_proj/lora_A"):
+                if name.endswith(OTHERS[how]):
                     every = [torch.empty_like(param) for _ in range(group.size())]
                     dist.all_gather(every, param.detach(), group=group)
                     param.data.copy_(every[1 - group.rank()])

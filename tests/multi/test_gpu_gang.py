@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moerl.config.lora_settings import LoraConfig
+from moerl.config.lora_settings import BasePlace, LoraConfig
 from moerl.config.schema import AlgorithmConfig, ParallelConfig
 from moerl.data.tiny_model import make_tiny_model
 from moerl.planning.fit import training_of
@@ -22,7 +22,7 @@ from tests.helpers.trainer_support import ROOT
 
 WORKER = str(ROOT / "tests/double/gang_ranks.py")
 AGREES = 0.05  # of the dry run's bytes
-PURPOSES = ("weights", "gradients", "optimizer", "others", "all", "snapshot")
+PURPOSES = ("weights", "gradients", "optimizer", "others", "device_base", "all", "snapshot")
 # Waits of lines of ours: none in a microbatch; in a step the sums of the loss, the scores of all
 # microbatches, the critic's values, the routers' norm and the critic's sums.
 PER_STEP = {
@@ -86,10 +86,13 @@ class Told:
     """Bytes of a rank, as the dry run has them."""
 
     memory: TrainerMemory
+    device_base: int  # of a GPU; the other figures are without its constants
 
     def of(self, purpose: str) -> int:
         if purpose == "all":
-            return self.memory.static + self.memory.others
+            return self.memory.static + self.memory.others + self.device_base
+        if purpose == "device_base":
+            return self.device_base
         found: int = getattr(self.memory, purpose)
         return found
 
@@ -97,19 +100,16 @@ class Told:
 def told(layout: Layout, folder: Path, stage: int, *, critic: bool = True) -> Told:
     config = layout.config(folder, "bf16", AlgorithmConfig())
     spec = HfFolder(str(folder)).spec
-    ranks = trainer_memory(
-        spec,
-        layout.parallel,
-        training_of(config, gpu=False),
-        ref_models=(spec, spec),
-        critic=critic,
-    )
-    return Told(ranks[stage])
+    training = training_of(config, gpu=False)
+    ranks = trainer_memory(spec, layout.parallel, training, ref_models=(spec, spec), critic=critic)
+    on_gpu = trainer_memory(spec, layout.parallel, replace(training, gpu=True))
+    return Told(ranks[stage], on_gpu[stage].device_base)
 
 
 def misses(held: dict[str, int], plan: Told) -> set[str]:
     """Purposes of which the plan is too far from what is held."""
-    gaps = {name: abs(plan.of(name) / held[name] - 1) for name in PURPOSES}
+    named = [name for name in PURPOSES if held[name] or plan.of(name)]
+    gaps = {name: abs(plan.of(name) / held[name] - 1) if held[name] else 1.0 for name in named}
     print({name: f"{gap:.3%}" for name, gap in gaps.items()})
     return {name for name, gap in gaps.items() if gap > AGREES}
 
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_dry_run(name: str, found: Found, folder: Path) -
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_bytes_of_adapters_are_those_of_the_dry_run(name: str, found: Found, folder: Path) -> None:
-    """Controls: all weights trained; the experts' factors of the rank of the others."""
+    """Controls: all weights trained; experts with the rank of the others; W0 elsewhere."""
     layout, model = ADAPTED[name], folder / SCALED_MODEL
     for rank in range(RANKS):
         held = found["cuda", name, rank]["bytes"]
@@ -145,6 +145,9 @@ def test_bytes_of_adapters_are_those_of_the_dry_run(name: str, found: Found, fol
         assert misses(held, told(whole, model, 0, critic=False)) >= {"gradients", "optimizer"}
         wide = replace(layout, lora=replace(layout.lora, ranks={}))
         assert misses(held, told(wide, model, 0, critic=False)) >= {"gradients", "optimizer"}
+        there: BasePlace = "host" if layout.lora.base == "device" else "device"
+        other = replace(layout, lora=replace(layout.lora, base=there))
+        assert misses(held, told(other, model, 0, critic=False)) == {"device_base", "all"}
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -1,5 +1,5 @@
 """The trainer on the device double: policy, reference, teacher and critic equal to the CPU's, their
-waits, blunders, offload.
+waits, blunders, offload, adapters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from tests.double.process import Module
 
 TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
+ADAPTERS = Module("on_lora.py")
 
 
 @pytest.mark.parametrize("name", TRAINER.names())
@@ -20,3 +21,8 @@ def test_the_trainer(name: str) -> None:
 @pytest.mark.parametrize("name", OFFLOAD.names())
 def test_an_offloaded_optimizer(name: str) -> None:
     OFFLOAD.passed(name)
+
+
+@pytest.mark.parametrize("name", ADAPTERS.names())
+def test_adapters(name: str) -> None:
+    ADAPTERS.passed(name)

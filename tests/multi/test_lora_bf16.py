@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_lora_parity import Trained
 from torch import Tensor
 
 from moerl.data.packing import rollout_at
@@ -25,6 +24,7 @@ from moerl.trainer.hf_io.merge_adapter import merge_adapter
 from tests.helpers.lora_oracle import (
     FAMILIES,
     LORA,
+    Trained,
     demonstrations,
     open_transformers,
     read_spec,

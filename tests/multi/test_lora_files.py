@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_lora_parity import LIMIT, SHARED, WIDE, Trained
 
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
@@ -26,7 +25,7 @@ from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
 from moerl.trainer.hf_io.adapter_base import check_base
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.merge_adapter import merge_adapter
-from tests.helpers.lora_oracle import LORA, read_spec, write_model
+from tests.helpers.lora_oracle import LIMIT, LORA, SHARED, WIDE, Trained, read_spec, write_model
 
 OTHERS = ("tp2-etp2", "pp2", "pp2-vpp2", "cp2")  # with ep 1, as the side that saves
 

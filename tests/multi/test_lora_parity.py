@@ -1,109 +1,39 @@
 """LoRA in the trainer against transformers with W0 + s B A for weights, in fp32, on real ranks.
 
 Loss, the gradient of every factor and the gradient norm, for grouped-query and for latent
-attention, dense blocks, shared and routed experts.  tests/references compares the same oracle with
-peft.  Controls, with one mistake each, must be off.
+attention, dense blocks, shared and routed experts.  Every layout is compared with transformers,
+none with our own single rank; tests/references compares this oracle, and ranks of the layouts
+themselves, with peft.  Controls, with one mistake each, must be off.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.planning.memory import Training, trainer_memory
 from tests.helpers.lora_oracle import (
     FAMILIES,
+    LAYOUTS,
+    LIMIT,
     LORA,
-    by_autograd,
-    random_factors,
+    SERVED,
+    SHARED,
+    WIDE,
+    Trained,
     read_spec,
-    write_model,
 )
-from tests.helpers.rank_server import run_ranks
-from tests.helpers.trainer_support import ROOT
 
-LIMIT = 1e-5  # of the loss, of the norm, and of the largest gradient
-LAYOUTS: dict[str, dict[str, int]] = {
-    "one": {},
-    "dp2": {"dp": 2},
-    "tp2": {"tp": 2},
-    "tp2-etp2": {"tp": 2, "etp": 2},
-    "ep2": {"dp": 2, "ep": 2},
-    "pp2": {"pp": 2},
-    "pp2-vpp2": {"pp": 2, "vpp": 2},
-    "cp2": {"cp": 2},
-    "tp2-ep2": {"tp": 2, "ep": 2},
-    "pp2-tp2-ep2": {"pp": 2, "tp": 2, "ep": 2},
-    "cp2-ep2-tp2": {"cp": 2, "ep": 2, "tp": 2},
-    "dp2-ep4-tp2": {"dp": 2, "ep": 4, "tp": 2},
-}
 DEFAULT = ("tp2-ep2",)
-SHARED = replace(LORA, experts="shared")
-SERVED = replace(
-    LORA,
-    targets=["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"],
-    ranks={"*.v_proj": 2},
-    delivery="adapter",
-)
-WIDE = replace(LORA, targets=[*LORA.targets, "*.mlp.gate", "lm_head"])
 FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-Found = dict[str, Any]
-
-
-class Trained:
-    """A tiny model, its factors, the oracle's answer, and runs of the trainer."""
-
-    def __init__(self, folder: Path, family: str, lora: LoraConfig = LORA) -> None:
-        vocab = 68 if lora is WIDE else 0
-        self.folder, self.lora = folder, lora
-        self.model = write_model(folder / "model", family, vocab)
-        self.factors = random_factors(self.model, lora)
-        save_file(self.factors, folder / "factors.safetensors")
-        self.loss, self.grads = by_autograd(self.model, self.factors, lora.scale)
-
-    def run(self, layout: str, **settings: Any) -> Found:
-        sizes = LAYOUTS[layout]
-        out = self.folder / "found.pt"
-        script = str(ROOT / "tests/helpers/lora_ranks.py")
-        if self.lora is WIDE:  # a head that tp cuts has no padding
-            sizes = sizes | {"vocab_divisible_by": 1}
-        lora = asdict(self.lora) | {"start": settings.pop("start", "")}
-        model = settings.pop("model", self.model)
-        factors = self.folder / settings.pop("factors", "factors.safetensors")
-        settings |= {"parallel": sizes, "lora": lora}
-        arguments = ["--model", str(model), "--out", str(out), "--factors", str(factors)]
-        arguments += ["--settings", json.dumps(settings)]
-        world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
-        run_ranks(world, [script, *arguments])
-        return torch.load(out, weights_only=True)
-
-    def gaps(self, found: Found) -> dict[str, float]:
-        """Of loss, norm and each kind of factor, relative."""
-        largest = max(float(value.abs().max()) for value in self.grads.values())
-        norm = float(sum(value.double().square().sum() for value in self.grads.values())) ** 0.5
-        gaps = {
-            "loss": abs(found["loss"] - self.loss) / self.loss,
-            "norm": abs(found["norm"] - norm) / norm,
-        }
-        assert found["grads"].keys() == self.grads.keys()
-        return gaps | {
-            name: float((found["grads"][name] - want).abs().max()) / largest
-            for name, want in self.grads.items()
-        }
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +157,7 @@ def test_a_mistake_beside_frozen_weights_is_noticed(
 ) -> None:
     case = other("qwen3_moe", "served")
     _check(case.gaps(case.run("tp2-ep2", megatron=FULL_RECOMPUTE)))
-    for broken in ("scale", "other_rank"):
+    for broken in ("scale", "other_a"):
         layout = "one" if broken == "scale" else "tp2"
         assert case.gaps(case.run(layout, broken=broken))["loss"] > 10 * LIMIT, broken
     gaps = case.gaps(case.run("tp2", broken="no_tp_sum"))
@@ -283,13 +213,14 @@ def test_the_distributed_optimizer_takes_the_same_step(
 @pytest.mark.parametrize("broken", ["scale", "next_expert"])
 def test_a_wrong_adapter_is_noticed(trained: dict[str, Trained], broken: str) -> None:
     case = trained["qwen3_moe"]
-    assert case.gaps(case.run("one", broken=broken))["loss"] > 10 * LIMIT
+    assert max(case.gaps(case.run("one", broken=broken)).values()) > 100 * LIMIT
 
 
 @pytest.mark.full
-def test_factors_of_another_rank_are_noticed(trained: dict[str, Trained]) -> None:
+@pytest.mark.parametrize("broken", ["other_a", "other_b"])
+def test_factors_of_another_rank_are_noticed(trained: dict[str, Trained], broken: str) -> None:
     case = trained["qwen3_moe"]
-    assert case.gaps(case.run("tp2", broken="other_rank"))["loss"] > 10 * LIMIT
+    assert max(case.gaps(case.run("tp2", broken=broken)).values()) > 100 * LIMIT
 
 
 @pytest.mark.full

@@ -1,12 +1,13 @@
-"""peft on transformers against the oracle of the LoRA tests, and its folders against ours.
+"""peft on transformers against ranks of the trainer, its folders against ours.
 
-Ranks of the trainer are compared with that oracle in tests/multi/test_lora_parity.py.
+Each layout is compared with peft itself, not with a single rank of ours.  More layouts and forms
+are compared with the oracle of tests/multi/test_lora_parity.py, which is peft's here.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,10 @@ from moerl.trainer.hf_io.foreign_adapter import read_foreign
 from moerl.trainer.hf_io.merge_adapter import merge_foreign, unmerge
 from tests.helpers.lora_oracle import (
     FAMILIES,
+    LIMIT,
     LORA,
+    Found,
+    Trained,
     by_autograd,
     mean_nll,
     open_transformers,
@@ -32,7 +36,6 @@ from tests.helpers.lora_oracle import (
     write_model,
 )
 
-LIMIT = 1e-5  # of the loss, and of the largest gradient
 EXACT = torch.float64  # in fp32 two orders of the same sums are 3e-5 apart in latent attention
 SHARED = LoraConfig(rank=4, alpha=8, experts="shared")
 SETTINGS = {
@@ -43,6 +46,10 @@ SETTINGS = {
     "routers and head": LoraConfig(rank=4, alpha=8, targets=["*_proj", "*.mlp.gate", "lm_head"]),
     "down": LoraConfig(rank=2, targets=["*.down_proj"]),
 }
+
+
+RANKS = ("tp2", "ep2", "pp2", "cp2", "pp2-tp2-ep2", "cp2-ep2-tp2")
+WRONG = {"scale": "ep2", "next_expert": "ep2", "other_a": "tp2", "other_b": "tp2"}
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +78,89 @@ def test_peft_opens_the_folder_and_has_loss_and_gradients(
     ones = {name: torch.ones_like(value) for name, value in grads.items()}
     for name, values in (("adapter", factors), ("grads", grads), ("ones", ones)):
         save_adapter(tmp_path / name, values, spec, lora, str(model))
-    opened = _opened(model, tmp_path / "adapter")
-    found = mean_nll(opened)
-    found.backward()
-    assert abs(float(found.detach()) - loss) <= LIMIT * loss
-    own = {
-        name.replace(".default", ""): param.grad
-        for name, param in opened.named_parameters()
-        if "lora_" in name
-    }
-    want, mask = _tensors(tmp_path / "grads"), _tensors(tmp_path / "ones")
-    assert own.keys() == want.keys()
-    largest = max(float(value.abs().max()) for value in want.values())
-    for name, value in want.items():
-        gap = float((own[name] * mask[name] - value).abs().max())
-        assert gap <= LIMIT * largest, f"{name}: {gap / largest:.1e}"
+    theirs = Theirs.of(model, tmp_path / "adapter")
+    assert abs(theirs.loss - loss) <= LIMIT * loss
+    gaps = theirs.gaps(_tensors(tmp_path / "grads"), _tensors(tmp_path / "ones"))
+    assert max(gaps.values()) <= LIMIT, max(gaps, key=gaps.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
+    return {name: Compared(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+class Compared:
+    """Ranks of the trainer in fp32, and peft in fp64 with the same factors."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.case, self.folder = Trained(folder, family), folder
+        self._save("adapter", self.case.factors)
+        self._save("ones", {n: torch.ones_like(v) for n, v in self.case.factors.items()})
+        self.theirs = Theirs.of(self.case.model, folder / "adapter")
+
+    def gaps(self, layout: str, **settings: str) -> dict[str, float]:
+        """Of the loss and of each of peft's parameters, relative."""
+        found: Found = self.case.run(layout, **settings)
+        self._save("grads", found["grads"])
+        gaps = self.theirs.gaps(_tensors(self.folder / "grads"), _tensors(self.folder / "ones"))
+        return gaps | {"loss": abs(found["loss"] - self.theirs.loss) / self.theirs.loss}
+
+    def _save(self, name: str, values: dict[str, Tensor]) -> None:
+        model = self.case.model
+        save_adapter(self.folder / name, values, read_spec(model), self.case.lora, str(model))
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Loss of peft, and the gradients of its parameters."""
+
+    loss: float
+    grads: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Path, adapter: Path) -> Theirs:
+        opened = _opened(model, adapter)
+        loss = mean_nll(opened)
+        loss.backward()
+        named = [(name, param) for name, param in opened.named_parameters() if "lora_" in name]
+        grads = {name.replace(".default", ""): param.grad for name, param in named}
+        return cls(float(loss.detach()), grads)
+
+    def gaps(self, grads: dict[str, Tensor], mask: dict[str, Tensor]) -> dict[str, float]:
+        """Relative to the largest gradient of all.  mask: 0 where a parameter has no factor."""
+        assert self.grads.keys() == grads.keys()
+        largest = max(float((g * mask[name]).abs().max()) for name, g in self.grads.items())
+        return {
+            name: float((self.grads[name] * mask[name] - value).abs().max()) / largest
+            for name, value in grads.items()
+        }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", RANKS)
+def test_ranks_have_the_loss_and_gradients_of_peft(
+    ranks: dict[str, Compared], layout: str, family: str
+) -> None:
+    """Attention and each expert, grouped-query and latent attention."""
+    gaps = ranks[family].gaps(layout)
+    loss = gaps.pop("loss")
+    experts = max(gap for name, gap in gaps.items() if ".experts." in name)
+    attention = max(gap for name, gap in gaps.items() if ".self_attn." in name)
+    worst = max(gaps, key=gaps.__getitem__)
+    print(f"{family} {layout}: loss {loss:.1e}, attention {attention:.1e}, experts {experts:.1e}")
+    assert loss <= LIMIT
+    assert gaps[worst] <= LIMIT, f"{worst}: {gaps[worst]:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("broken", WRONG)
+def test_ranks_with_a_wrong_adapter_do_not(
+    ranks: dict[str, Compared], broken: str, family: str
+) -> None:
+    """The neighbour expert's adapter, A or B of another rank, a scale that is 1 % off."""
+    gaps = ranks[family].gaps(WRONG[broken], broken=broken)
+    print(f"{family} {broken}: loss {gaps['loss']:.1e}, worst {max(gaps.values()):.1e}")
+    assert max(gaps.values()) > 100 * LIMIT
 
 
 @pytest.mark.parametrize("family", FAMILIES)

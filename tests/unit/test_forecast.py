@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import pytest
 from moerl.config import load_config
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
-from moerl.layout import model_spec
+from moerl.layout import hf_shapes, model_spec, sglang_tiles
+from moerl.layout.adapters import adapter_shapes, module_of
+from moerl.planning.factor_forecast import factor_forecast, merging_memory
+from moerl.planning.memory import engine_memory
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links, forecast
 from moerl.planning.sync_forecast import planned_layouts
 from moerl.weight_sync.buckets import WirePolicy
@@ -165,6 +169,58 @@ def test_the_forecast_of_factors_is_what_their_plan_sends() -> None:
     assert report["factors"]["engine_bytes"] == sum(sent)
     assert report["factors"]["received"]["high"] == max(sent)
     assert report["engine_bytes"] > 100 * sum(sent)
+    plans = [sglang_tiles(spec, engine.tp, rank, engine.ep) for rank in range(engine.tp)]
+    boxes = [
+        [
+            len(tile.hf_box[0]) * len(tile.hf_box[1])
+            for local in named.values()
+            for tile in local.tiles
+            if config.lora.rank_of(module_of(tile.hf))
+        ]
+        for named in plans
+    ]
+    assert report["factors"]["merged"] == max(map(sum, boxes))
+    assert report["factors"]["largest"] == max(map(max, boxes))
+
+
+def test_an_engine_that_merges_keeps_w0_and_factors() -> None:
+    """In host memory, or on its device; W0 is nearly what a publish of whole weights stages."""
+    config = load_config("qwen3-30b-a3b-lora")
+    spec, _, engine, policy = planned_layouts(config)[0]
+    found = factor_forecast(spec, engine, config.lora, "bfloat16")
+    weights, bucket, factors = 30_500_000_000, policy.bucket_bytes, round(found.received.high)
+    whole = engine_memory(spec, engine, weights, 0, "bfloat16", bucket=bucket)
+    host, device = (
+        merging_memory(whole, found, replace(config.lora, base=place), "bfloat16", bucket)
+        for place in ("host", "device")
+    )
+    assert host.host == factors + 2 * found.merged
+    assert 0.9 * weights < host.host < weights
+    assert host.update == factors + 2 * min(bucket, factors) + 2 * 2 * found.largest
+    assert device.host == factors
+    assert device.update - host.update == 2 * found.merged - 2 * 2 * found.largest
+    assert (host.weights, host.kv) == (whole.weights, whole.kv)
+
+
+def test_an_engine_with_adapter_slots_gets_whole_factors_and_keeps_no_w0() -> None:
+    """Control: one that merges keeps W0, and each of its ranks gets a part of some factors."""
+    config = load_config("qwen3-30b-a3b-lora")
+    spec, _, engine, policy = planned_layouts(config)[0]
+    attention = ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"]
+    merges = replace(config.lora, targets=attention, ranks={})
+    slots = replace(merges, delivery="adapter")
+    found = {
+        lora.delivery: factor_forecast(spec, engine, lora, "bfloat16") for lora in (merges, slots)
+    }
+    shapes = adapter_shapes(hf_shapes(spec), slots.rank_of)
+    assert found["adapter"].received.low == found["adapter"].received.high
+    assert found["adapter"].received.high == 2 * sum(a * b for a, b in shapes.values())
+    assert found["merged"].received.high < found["adapter"].received.high
+    assert found["adapter"].merged == 0 < found["merged"].merged
+    bucket, factors = policy.bucket_bytes, round(found["adapter"].received.high)
+    whole = engine_memory(spec, engine, 30_500_000_000, 0, "bfloat16", bucket=bucket)
+    memory = merging_memory(whole, found["adapter"], slots, "bfloat16", bucket)
+    assert (memory.host, memory.update) == (factors, factors + 2 * min(bucket, factors))
 
 
 def test_the_command_needs_no_heavy_package() -> None:

@@ -22,10 +22,11 @@ from moerl.config.schema import (
     ParallelConfig,
     RefModelsConfig,
 )
-from moerl.errors import ConfigError, LayoutError
+from moerl.errors import ConfigError, EngineError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
 from moerl.layout.adapters import adapter_shapes, adapter_tiles, projections, whole_factors
 from moerl.planning.dry_run import describe
+from moerl.weight_sync.engine_adapters import check_same
 from tests.helpers.trainer_support import ROOT
 
 ON = LoraConfig(rank=4, alpha=8)
@@ -167,6 +168,18 @@ def test_how_factors_travel_may_change_at_a_resume() -> None:
     for change in ({"send": "weights"}, {"delivery": "adapter"}, {"slots": 8}):
         other = replace(config, lora=replace(ON, **change))
         check_resume(other, saved, reset_optimizer=False)
+
+
+def test_where_w0_is_may_differ_and_is_one_of_two() -> None:
+    """Between both ends of a publish, and at a resume; control: another scale may not."""
+    config, there = replace(Config(), lora=ON), replace(ON, base="device")
+    assert LoraConfig().base == "host"
+    check_same(ON, there)
+    check_resume(replace(config, lora=there), resume_facts(config), reset_optimizer=False)
+    with pytest.raises(EngineError, match="need a new start"):
+        check_same(ON, replace(there, alpha=ON.alpha + 1))
+    with pytest.raises(ConfigError, match=r"lora\.base"):
+        load_config("quickstart-lora", ["lora.base=disk"])
 
 
 def test_a_checkpoint_continues_with_its_own_adapters() -> None:

@@ -156,6 +156,16 @@ def test_adapters_have_gradients_and_the_base_has_none() -> None:
     assert rank.checkpoint == (2 + 12) * (attention + experts)
     adapted = 48 * (2048 * (2 * 4096 + 2 * 512) // 4 + 32 * 3 * 2048 * 768)
     assert rank.base == 2 * adapted
+    qkv = 2048 * (4096 + 2 * 512) // 4
+    assert rank.device_base == 2 * 2 * max(qkv, 2 * 2048 * 768), "two buckets of the largest"
+    (there,) = trainer_memory(spec, layout, Training(lora=replace(lora, base="device")))
+    assert (there.base, there.device_base) == (0, rank.base)
+    assert there.total - rank.total == rank.base - rank.device_base
+    (on_cpu,) = trainer_memory(spec, layout, Training(lora=replace(lora, base="device"), gpu=False))
+    assert (on_cpu.base, on_cpu.device_base) == (rank.base, 0)
+    (served,) = trainer_memory(spec, layout, Training(lora=replace(lora, delivery="adapter")))
+    assert (served.base, served.device_base) == (0, 0), "the weights are W0"
+    assert served.weights == rank.weights
     one = EngineLayout(tp=1)
     found = factor_forecast(spec, one, lora, "bfloat16")
     whole_experts = 48 * 128 * 3 * 4 * (2048 + 768)

@@ -15,9 +15,11 @@ it has its own ranks (`moerl.trainer.ref_model_loop`): they score while the prev
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from moerl.config.algorithms import ref_models_of
@@ -29,6 +31,8 @@ from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import Batches, score
+
+log = logging.getLogger(__name__)
 
 
 def open_ref_models(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, RefModel]:
@@ -70,7 +74,7 @@ class RefModel:
 class BasePolicy:
     """The trained model with adapters off: W0 takes the place of the weights while it scores.
 
-    Merging again gives the same bits, which costs no memory; W0 comes from the host.
+    Merging again gives the same bits, so no copy of the merged weights is needed.
     """
 
     def __init__(self, model: Model, before_swap: Callable[[], None]) -> None:
@@ -80,13 +84,28 @@ class BasePolicy:
 
     def logprobs(self, parts: Sequence[Batches]) -> list[dict[int, Tensor]]:
         """As `RefModel.logprobs`, of every minibatch of a batch: weights are exchanged once."""
-        begin = time.perf_counter()
         self._before_swap()
-        self._model.unmerge()
-        self.swap_s = time.perf_counter() - begin
+        to_base_s = _timed(self._model.unmerge)
         try:
             return [score(self._model, batches, Mode.OFF) for batches in parts]
         finally:
-            begin = time.perf_counter()
-            self._model.merge()
-            self.swap_s += time.perf_counter() - begin
+            back_s = _timed(self._model.merge)
+            self.swap_s = to_base_s + back_s
+            log.info(
+                "adapters were off for the reference: W0, %.3g GB, took their place in %.3g s, "
+                "the merge after it %.3g s",
+                sum(one.base_bytes for one in self._model.adapters) / 1e9,
+                to_base_s,
+                back_s,
+            )
+
+
+def _timed(exchange: Callable[[], object]) -> float:
+    """Seconds until the device has exchanged the weights."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the work before it is not its
+    begin = time.perf_counter()
+    exchange()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

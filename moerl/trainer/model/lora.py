@@ -2,7 +2,7 @@
 
 The forward pass runs on the merged weight itself, in its own dtype: what an engine gets by the
 same merge is bit for bit what was trained on, and a forward pass costs what it costs without
-LoRA.  `Adapters.merge` computes it after each update from W0, which is kept in host memory; the
+LoRA.  `Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the
 previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
 layer sends the gradient of its output straight through the rounding (to the nearest, or with a
 dither) to the factors; that of the head is taken by `moerl.algorithms.head_logprob`, which has its
@@ -63,6 +63,7 @@ from moerl.layout import (
 from moerl.layout.adapters import Projection, adapter_shapes, projections
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.parallel import Parallel
+from moerl.weight_sync.base_weights import BaseWeights
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 from moerl.weight_sync.sglang_adapter import sglang_refusal
@@ -90,11 +91,11 @@ class Changes:
     """
 
     weights: int = 0
-    changed: int = 0
+    changed: Tensor | int = 0  # on the device of the weights: a merge does not wait for it
 
     def share(self, group: dist.ProcessGroup) -> float:
         """Of all ranks together; collective over a group of gloo."""
-        both = torch.tensor([self.weights, self.changed], dtype=torch.float64)
+        both = torch.tensor([self.weights, int(self.changed)], dtype=torch.float64)
         dist.all_reduce(both, group=group)
         return float(both[1] / both[0])
 
@@ -107,11 +108,11 @@ class Adapters(torch.nn.Module):
 
     def __init__(self, lora: LoraConfig) -> None:
         super().__init__()
-        self.scale, self._dithers = lora.scale, lora.dithers
+        self.scale, self._dithers, self._place = lora.scale, lora.dithers, lora.base
         self.tiles: Named = {}  # by parameter name
         self.head: LowRank | None = None
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
-        self._base: list[Tensor] = []
+        self._base: BaseWeights | None = None
 
     def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
         """Give a linear layer factors, and a hook unless it is the head."""
@@ -138,10 +139,15 @@ class Adapters(torch.nn.Module):
         """The weights that have factors, each with a W0 of the same size."""
         return tuple(weight for weight, _ in self._merged)
 
+    @property
+    def base_bytes(self) -> int:
+        """Of W0, once it is kept."""
+        return 0 if self._base is None else self._base.num_bytes
+
     def keep_base(self) -> None:
         """The weights as they are now are W0.  Call once, after they were loaded."""
-        assert not self._base, "the base is kept once"
-        self._base = [weight.detach().to("cpu", copy=True) for weight in self.adapted]
+        assert self._base is None, "the base is kept once"
+        self._base = BaseWeights(self.adapted, self._place)
         self.merge()
 
     @contextmanager
@@ -150,12 +156,15 @@ class Adapters(torch.nn.Module):
         yield
 
     def drop_base(self) -> None:
-        self._base = []
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # its memory may still be copied from
+        self._base = None
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Set every adapted weight to W0, until the next `merge`."""
-        for (weight, _), base in zip(self._merged, self._base, strict=True):
+        assert self._base is not None, "keep_base comes first"
+        for weight, base in zip(self.adapted, self._base, strict=True):
             weight.copy_(base)
 
     @torch.no_grad()
@@ -164,10 +173,10 @@ class Adapters(torch.nn.Module):
 
         Rows of a fused tensor without factors keep W0.
         """
-        assert len(self._base) == len(self._merged), "keep_base comes first"
+        assert self._base is not None, "keep_base comes first"
         changes = Changes()
         for (weight, every), base in zip(self._merged, self._base, strict=True):
-            base, before = base.to(weight.device), weight.detach().clone()
+            before = weight.detach().clone()
             for part in every:
                 held = part.projection
                 dither = HfPart(held.module, held.rows, held.cols) if self._dithers else None
@@ -178,7 +187,7 @@ class Adapters(torch.nn.Module):
                 merge_into(rows, base[part.index], part.a, part.b, self.scale, dither)
                 weight[part.index] = rows
             changes.weights += weight.numel()
-            changes.changed += int((weight != before).sum())
+            changes.changed += (weight != before).sum()
         return changes
 
     def factors(self) -> dict[str, Tensor]:

@@ -44,13 +44,13 @@ class ServedAdapters(Adapters):
         now = [factor.detach().clone() for factor in self.parameters()]
         for old, new in zip(self._before, now, strict=False):
             changes.weights += new.numel()
-            changes.changed += int((old != new).sum())
+            changes.changed += (old != new).sum()
         self._before = now
         return changes
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it the weights are W0 + s B A, as a model folder has them."""
+        """Within it the weights are W0 + s B A, as a model folder has them; W0 is at lora.base."""
         super().keep_base()
         super().merge()
         try:
