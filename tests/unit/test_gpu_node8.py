@@ -24,7 +24,7 @@ NODE8 = "cluster=node8"
 OTHERS = {
     "glm-4.5-air": "nodes of 8 x 80 GB for the trainer alone",
     "gpt-oss-120b": "nodes of 8 x 80 GB for the trainer alone",
-    "qwen3-235b-a22b": "16 nodes of 8 x 80 GB for the trainer alone",
+    "qwen3-235b-a22b": "8 nodes of 8 x 80 GB for the trainer alone",
     "deepseek-v3": "nodes of 8 x 80 GB for the trainer alone",
     "deepseek-v3-80gb": "nodes of 8 x 80 GB for the trainer alone",
     "kimi-k2": "64 nodes of 8 x 80 GB for the trainer alone",
