@@ -1,6 +1,6 @@
 """The part of an answer that is shown while the engine samples the rest.
 
-What was shown is never taken back.  So that is held back which the end of the answer may change: a
+Shown text is never taken back.  So that is held back which the end of the answer may change: a
 part of a character, the beginning of a stop text or of a mark, what may be a call.  When the tokens
 that were shown are lost with their engine, the turn fails: other tokens would follow them.
 """

@@ -213,7 +213,7 @@ class Gateway:
         return _json({"object": "list", "data": [model | most, *others]})
 
     async def _other_model(self, request: web.Request) -> str:
-        """The one that a request names; empty: the policy is asked."""
+        """The model that a request names; empty: the policy is asked."""
         return self._others.asked(await self._body(request), self._endpoint.model)
 
     async def _ask_other(

@@ -466,7 +466,7 @@ class OpenEpisode:
         sampled: SampledTurn,
         shown: AnswerStream | None,
     ) -> TurnAnswer:
-        """Raises RecordError when what was shown of the answer is no beginning of it."""
+        """Raises RecordError when the shown part of the answer is no beginning of it."""
         if self._ended:
             self.wasted |= blob_uris(*sampled.segments)
             raise _gone("the episode has ended")

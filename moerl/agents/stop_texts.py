@@ -30,7 +30,7 @@ class Stops:
         return text[:place], stop
 
     def begun(self, text: str) -> str:
-        """Of a text that goes on, what no stop text can take away."""
+        """The part of an unfinished text that no stop text can take away."""
         return self.cut(text)[0][: len(text) - held_back(text, self.texts)]
 
 

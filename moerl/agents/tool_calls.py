@@ -20,7 +20,7 @@ class AnswerParser(Protocol):
         ...
 
     def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
-        """Reasoning and text of which `parse` gives a continuation, however this text goes on."""
+        """Reasoning and text of which `parse` gives a continuation, however this text continues."""
         ...
 
     def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:

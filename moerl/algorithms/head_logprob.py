@@ -65,7 +65,7 @@ class SamplingMask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
+class HeadFactors:
     """An adapter of the head, which its weight already contains: a way for gradients alone."""
 
     a: Tensor  # [R, H]
@@ -81,7 +81,7 @@ class Head:
     vocab_size: int  # of the model, padding excluded
     start: int = 0  # global id of the first entry
     group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
-    adapter: LowRank | None = None
+    adapter: HeadFactors | None = None
 
     @property
     def width(self) -> int:

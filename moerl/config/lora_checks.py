@@ -98,7 +98,7 @@ def _check_slots(config: Config) -> None:
 
 
 def _check_sending(config: Config) -> None:
-    """Each engine rank uses the factors for itself, beside the weights that it loaded."""
+    """Each engine rank uses the factors for itself, next to the weights that it loaded."""
     slots = config.lora.serves_adapters
     wanted = _DTYPES[config.trainer.dtype]
     refused = (

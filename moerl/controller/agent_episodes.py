@@ -83,7 +83,7 @@ class PlayedTurn:
 class PlayedEpisode:
     """An episode that has ended.
 
-    turns: those that are trained if it is; graph: all, with what is left out.
+    turns: the trained ones; graph: all, with the reason of each that is left out.
     wasted: blobs to which no turn refers.  failure: why it cannot be trained, in one word; detail
     continues "the agent of EPISODE ...".  own_score: by the program.
     """

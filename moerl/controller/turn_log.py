@@ -6,10 +6,10 @@ the dead controller's is answered with that reply and its records, so a death co
 
 Equal requests have the same tokens and the same of all that decides what is sampled and recorded.
 They are answered in the order in which they were before, each reply once.  A reply is not given out
-when the turn before it was sampled anew, even to the same tokens: its rows continue other ones.
+when the turn before it was sampled again, even to the same tokens: its rows continue other ones.
 
-A reply is written before it leaves the controller's loop.  One that cannot be written leaves all
-the same, and is sampled again after a death.  The log is a database of its own beside the journal,
+A reply is written before it leaves the controller's loop.  One that cannot be written leaves
+anyway, and is sampled again after a death.  The log is a database of its own next to the journal,
 so that damage to it costs turns and no groups; entries of a group are deleted when the group ends.
 Rejected: whole turns (an update ends a request in mid-turn, whose tokens would be lost), the forest
 of an episode (the state of the program is lost in any case, so it asks for every turn again).

@@ -42,7 +42,7 @@ def fill(runner: Any, version: str, tensors: dict[str, Tensor], config: dict[str
 
 
 def remove(runner: Any, version: str) -> None:
-    """Unload an adapter; one that is not there is left alone."""
+    """Unload an adapter; an unknown name is ignored."""
     manager = _manager(runner)
     if version in manager.configs:
         manager.unload_lora_adapter(reference(version))

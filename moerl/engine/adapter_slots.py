@@ -1,8 +1,8 @@
 """Which adapters an engine holds, and how many requests run under each (lora.delivery = adapter).
 
-Every version is an adapter of its own in SGLang's slots.  New requests name the newest one, those
-that run end under the one that they began with.  A version's slot is free for another one when a
-newer one is served and its last request has ended; an update waits while none is free.
+Every version is an adapter of its own in SGLang's slots.  New requests name the newest one, running
+requests end under the adapter that they began with.  A version's slot is free for another one when
+a newer one is served and its last request has ended; an update waits while none is free.
 This file imports no SGLang and no torch: it is the host's side of `moerl.engine.adapter_hooks`.
 """
 

@@ -216,7 +216,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
 
 
 def is_part(reply: Any) -> bool:
-    """Whether the request goes on, and these are its tokens so far."""
+    """Whether the request continues, and these are its tokens so far."""
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
     return isinstance(meta, dict) and "finish_reason" in meta and meta["finish_reason"] is None
 

@@ -290,7 +290,7 @@ def _stage(
 
 
 def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
-    """Bytes beside weights and buffers.  vocab: entries of this rank."""
+    """Bytes without weights and buffers.  vocab: entries of this rank."""
     width = 2 if training.dtype == "bf16" else 4
     states = (3 * width + 4) * tokens * spec.hidden
     passing = 0 if training.lora.rank else width * vocab * spec.hidden

@@ -3,10 +3,10 @@
 `EngineAdapters` merges them (lora.delivery = merged): it has W0, and what both give.
 
 W0 is copied once, before the first version is committed (`base_weights`: into host memory, or with
-lora.base = device beside the weights).  A version's weights are always computed from it:
+lora.base = device next to the weights).  A version's weights are always computed from it:
 subtracting the factors before from rounded weights would drift.  VERIFY digests the merged weights
 one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank needs no
-second copy of what it serves beside W0.  On a GPU both are computed there.
+second copy of the served weights next to W0.  On a GPU both are computed there.
 
 `SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
 whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back

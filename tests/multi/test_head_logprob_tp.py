@@ -15,7 +15,7 @@ from torch import Tensor
 from moerl.algorithms import head_logprob
 from moerl.algorithms.head_logprob import (
     Head,
-    LowRank,
+    HeadFactors,
     SamplingMask,
     Scores,
     full_logprobs,
@@ -94,7 +94,7 @@ def by_blocks(
     part = slice(rank * width, (rank + 1) * width)
     x, w, a, b, tau = tensors().values()
     x, w, a, b = (t.clone().requires_grad_() for t in (x, w[part], a, b[part]))
-    head = Head(w, V, part.start, group, adapter=LowRank(a, b, 0.5))
+    head = Head(w, V, part.start, group, adapter=HeadFactors(a, b, 0.5))
     scores = scored(kind, x, head, keep, sampled, tau, shift)
     (scores.logprob * torch.linspace(-1, 2, S)).sum().backward()
     return Found(scores.logprob.detach(), scores.entropy, *(t.grad for t in (x, w, a, b)))

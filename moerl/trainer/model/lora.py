@@ -48,7 +48,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd import Function
 
-from moerl.algorithms.head_logprob import LowRank
+from moerl.algorithms.head_logprob import HeadFactors
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.errors import ConfigError
@@ -110,7 +110,7 @@ class Adapters(torch.nn.Module):
         super().__init__()
         self.scale, self._dithers, self._place = lora.scale, lora.dithers, lora.base
         self.tiles: Named = {}  # by parameter name
-        self.head: LowRank | None = None
+        self.head: HeadFactors | None = None
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
         self._base: BaseWeights | None = None
 
@@ -123,7 +123,7 @@ class Adapters(torch.nn.Module):
         if parts[0].module == HEAD:
             (one,) = factors
             assert len(one.b) <= len(weight), "factors of the head's own entries, in their order"
-            self.head = LowRank(one.a, one.b, self.scale)
+            self.head = HeadFactors(one.a, one.b, self.scale)
             return
         hook = self.hook(linear, factors)
         if isinstance(linear, TopKRouter):  # its output is a choice; the gradient is the logits'
@@ -131,8 +131,8 @@ class Adapters(torch.nn.Module):
         else:
             linear.register_forward_hook(hook)
 
-    def hook(self, linear: Linear, factors: tuple[Factors, ...]) -> Hook:
-        return Hook(linear, factors, self.scale)
+    def hook(self, linear: Linear, factors: tuple[Factors, ...]) -> GradientHook:
+        return GradientHook(linear, factors, self.scale)
 
     @property
     def adapted(self) -> tuple[torch.nn.Parameter, ...]:
@@ -339,7 +339,7 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
 
 
 # --- the gradient of a factor ---------------------------------------------------------------------
-class Hook:
+class GradientHook:
     """After a frozen linear layer: the same output, with a way for gradients to its factors."""
 
     def __init__(self, linear: Linear, factors: tuple[Factors, ...], scale: float) -> None:
@@ -386,7 +386,7 @@ class _Gating:
     """A router's `gating`: logits, with a way for their gradient to its factors."""
 
     plain: Callable[[Tensor], Tensor]
-    hook: Hook
+    hook: GradientHook
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.plain(x)

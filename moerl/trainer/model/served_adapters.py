@@ -1,4 +1,4 @@
-"""LoRA beside frozen weights, as an engine with adapter slots computes it: y = W0 x + s B (A x).
+"""LoRA next to unchanged weights, as engines with adapter slots compute it: y = W0 x + s B (A x).
 
 The weights stay W0, so nothing is rounded and the reference pass only turns the sum off.  The
 forward pass pays two thin products for each adapted layer.  Gradients reach the factors and the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
-from moerl.trainer.model.lora import Adapters, Changes, Factors, Hook, Linear
+from moerl.trainer.model.lora import Adapters, Changes, Factors, GradientHook, Linear
 
 
 class ServedAdapters(Adapters):
@@ -26,7 +26,7 @@ class ServedAdapters(Adapters):
         self.is_on = True
         self._before: list[Tensor] = []  # factors after the last `merge`
 
-    def hook(self, linear: Linear, factors: tuple[Factors, ...]) -> Hook:
+    def hook(self, linear: Linear, factors: tuple[Factors, ...]) -> GradientHook:
         return _SumHook(linear, factors, self)
 
     def keep_base(self) -> None:
@@ -60,7 +60,7 @@ class ServedAdapters(Adapters):
             self.drop_base()
 
 
-class _SumHook(Hook):
+class _SumHook(GradientHook):
     """After a frozen linear layer: its output plus the products of its factors."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """One microbatch through a model chunk: replayed routes in, log-probabilities out.
 
 The last chunk of a policy returns hidden states of sampled tokens, and the head works on those
-alone (`moerl.algorithms.head_logprob`): no logits of tokens that nobody trains.
+alone (`moerl.algorithms.head_logprob`): no logits of tokens that are not trained.
 
 With context parallelism a rank has a part of the positions.  The log-probabilities
 of all sampled tokens of the data-parallel rank are joined before the loss, so every loss, also one
