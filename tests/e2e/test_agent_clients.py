@@ -26,7 +26,7 @@ from moerl.config.schema import EngineConfig
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.errors import RecordError
 from moerl.records.header_check import check
-from moerl.types import GenerateRequest, SamplingParams, Segment, episode_of
+from moerl.types import Array, GenerateRequest, SamplingParams, Segment, episode_of
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (
     Records,
@@ -69,12 +69,21 @@ class MeetingTap(Tap):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         for request in requests:
-            turns = self.started.setdefault(episode_of(request.rollout_id), set())
-            is_new = request.rollout_id not in turns
-            turns.add(request.rollout_id)
-            if is_new and len(turns) == 2:
-                await self.begin.wait()
+            await self._meet(request)
         return await super().generate(requests)
+
+    async def stream(
+        self, request: GenerateRequest, heard: Callable[[Array], None]
+    ) -> Segment | RecordError:
+        await self._meet(request)
+        return await super().stream(request, heard)
+
+    async def _meet(self, request: GenerateRequest) -> None:
+        turns = self.started.setdefault(episode_of(request.rollout_id), set())
+        is_new = request.rollout_id not in turns
+        turns.add(request.rollout_id)
+        if is_new and len(turns) == 2:
+            await self.begin.wait()
 
 
 @dataclass

@@ -273,7 +273,9 @@ def test_a_run_over_adapter_slots_learns_and_continues(warm: Path, tmp_path: Pat
     print("lag 0:", max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows))
     assert max(row.get("mismatch/abs_dlogp_max/lag_0", 0.0) for row in rows) <= GATE
     assert any("mismatch/abs_dlogp_max/lag_0" in row for row in rows)
-    assert all(row["lora/changed_frac"] > 0.5 for row in rows if row["loss/grad_norm"] > 0)
+    changed = [row["lora/changed_frac"] for row in rows if row["loss/grad_norm"] > 0]
+    assert 0 < changed[0] < 0.5, "A has no gradient while B is 0"
+    assert min(changed[1:]) > 0.9
     assert not [key for row in rows for key in row if key.startswith("refused/")]
     first, last = rows[0]["loss/kl_ref_k3"], rows[-1]["loss/kl_ref_k3"]
     print(f"KL to the base: {first:.1e}, {last:.1e}")
