@@ -58,7 +58,8 @@ SPEC = replace(SMALL_MOE, vocab_size=4096)
 SHAPE = ModelShape(
     SPEC.vocab_size, SPEC.layers, SPEC.moe_layers, SPEC.experts, SPEC.experts_per_token
 )
-PROMPT, REPLY, SAMPLED, EPISODES = 32, 8, 24, 2  # tokens; tokens; tokens of a turn; of a batch
+PROMPT, REPLY, SAMPLED = 32, 8, 24  # tokens; tokens; tokens of a turn
+TURNS = 64  # of a batch, so that what a step costs in any case weighs the same
 MICROBATCH = 1152  # tokens: one row of 32 turns
 START = PolicyVersion(0, 0)
 FORMS: tuple[TurnRows, TurnRows] = ("separate", "join")
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def compare(learner: Learner, store: BlobStore, turns: int, rounds: int) -> None:
-    played = [play(store, f"{turns}.{idx}", turns) for idx in range(EPISODES)]
+    played = [play(store, f"{turns}.{idx}", turns) for idx in range(TURNS // turns)]
     plans = {form: make_plan(played, form) for form in FORMS}
     for plan in plans.values():
         learner.step(plan)  # warm-up: allocators, first Adam state
@@ -91,7 +92,8 @@ def compare(learner: Learner, store: BlobStore, turns: int, rounds: int) -> None
             learner.step(plans[form])
             seconds[form].append(time.perf_counter() - begin)
     tokens = {form: [row.num_tokens - 1 for row in plan.rollouts()] for form, plan in plans.items()}
-    saving = operations(tokens["separate"]) / operations(tokens["join"])
+    sampled = sum(row.num_sampled for row in plans["join"].rollouts())
+    saving = operations(tokens["separate"], sampled) / operations(tokens["join"], sampled)
     report(turns, tokens, seconds, saving)
 
 
@@ -111,16 +113,18 @@ def report(
     )
 
 
-def operations(lengths: Sequence[int]) -> float:
+def operations(lengths: Sequence[int], sampled: int) -> float:
     """Multiply-adds of a forward pass over rows of these lengths; a backward pass has twice them.
 
+    sampled: tokens that the head scores, equally many in both forms.  Their sampling masks are of
+    random entries here, so a block of rows projects onto nearly the whole vocabulary.
     Attention on the CPU computes the whole square of a row, not its lower half.
     """
     width = SPEC.heads * SPEC.head_dim
     projections = SPEC.hidden * (2 * width + 2 * SPEC.kv_heads * SPEC.head_dim)
     experts = SPEC.experts_per_token * 3 * SPEC.hidden * SPEC.moe_ffn + SPEC.hidden * SPEC.experts
-    of_token = SPEC.layers * (projections + experts) + SPEC.hidden * SPEC.vocab_size
-    return sum(num * of_token + SPEC.layers * 2 * width * num * num for num in lengths)
+    rows = sum(num * (projections + experts) + 2 * width * num * num for num in lengths)
+    return SPEC.layers * rows + sampled * SPEC.hidden * SPEC.vocab_size
 
 
 def play(store: BlobStore, name: str, turns: int) -> PartialEpisode:
