@@ -16,7 +16,6 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -82,38 +81,6 @@ class SamplingParams:
     def truncates(self) -> bool:
         """True when sampling may exclude part of the vocabulary: a mask must then be recorded."""
         return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
-
-
-def name_rollout(group_id: int, sibling: int, life: int = 0, tries: int = 0) -> str:
-    """Id of a rollout, unique in a run: blobs of an earlier try may still exist.
-
-    life: controllers before this one.  tries: of this controller, before this one.
-    """
-    return f"{group_id}.{sibling}" + (f".r{life}-{tries}" if life or tries else "")
-
-
-_LIFE = re.compile(r"\.r(\d+)-\d+")
-
-
-def life_of(name: str) -> int:
-    """The life of the controller that asked for a rollout, from its id or a blob's name."""
-    found = _LIFE.search(name)
-    return int(found[1]) if found else 0
-
-
-def without_life(name: str) -> str:
-    """The part of a rollout's or turn's id that is the same in every life and try."""
-    return _LIFE.sub("", name)
-
-
-def group_of(name: str) -> int:
-    """The group of a rollout or turn, from its id."""
-    return int(name.partition(".")[0])
-
-
-def episode_of(name: str) -> str:
-    """The episode of a turn, which is named EPISODE.tNUMBER."""
-    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from moerl.agents.open_episode import NO_MASKS, EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.open_episode import NO_MASKS
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
 from moerl.errors import RecordError
+from moerl.rollout_names import episode_of
 from moerl.types import (
     Array,
     GenerateRequest,
@@ -35,7 +37,6 @@ from moerl.types import (
     SamplingParams,
     Score,
     Segment,
-    episode_of,
 )
 
 T = TypeVar("T")

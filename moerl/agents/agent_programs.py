@@ -22,8 +22,8 @@ from moerl.agents.agent_loop import (
 )
 from moerl.agents.agent_process import ProgramEnd, run_program
 from moerl.agents.agent_workers import AgentWorkers
+from moerl.agents.episode_types import FinishedEpisode
 from moerl.agents.gateway import Endpoint, Gateway
-from moerl.agents.open_episode import FinishedEpisode
 from moerl.agents.other_models import OtherModels
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode

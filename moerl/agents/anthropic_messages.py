@@ -24,7 +24,7 @@ from moerl.agents.chat_messages import (
     function_tool,
     parsed_object,
 )
-from moerl.agents.open_episode import TurnAnswer
+from moerl.agents.episode_types import TurnAnswer
 from moerl.agents.openai_requests import ChatRequest, ClientRequest, StopTexts
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]

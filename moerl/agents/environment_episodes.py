@@ -34,7 +34,8 @@ from moerl.agents.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
-from moerl.agents.open_episode import Ends, OpenEpisode, TurnAnswer
+from moerl.agents.episode_types import Ends, TurnAnswer
+from moerl.agents.open_episode import OpenEpisode
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
 from moerl.types import Prompt, SamplingParams

@@ -31,16 +31,10 @@ from aiohttp import web
 from moerl.agents import anthropic_messages, event_streams
 from moerl.agents.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.api_errors import ApiError
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy, Tell, TurnAnswer
 from moerl.agents.event_streams import NewestPartials, stream
 from moerl.agents.grammar_fields import forced_call
-from moerl.agents.open_episode import (
-    EpisodeLimits,
-    FinishedEpisode,
-    OpenEpisode,
-    Policy,
-    Tell,
-    TurnAnswer,
-)
+from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.openai_replies import ChatEvents, CompletionEvents, OpenaiReply, Shown
 from moerl.agents.openai_requests import (
     ChatRequest,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.chat_messages import Json, MessageCall
-from moerl.agents.open_episode import TurnAnswer
+from moerl.agents.episode_types import TurnAnswer
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -16,7 +16,7 @@ import msgspec
 from moerl.agents import grammar_fields
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, Json
-from moerl.agents.open_episode import Ends
+from moerl.agents.episode_types import Ends
 from moerl.grammar import Grammar
 from moerl.types import SamplingParams
 

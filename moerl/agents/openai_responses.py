@@ -25,7 +25,7 @@ from moerl.agents.chat_messages import (
     MessageCall,
     function_tool,
 )
-from moerl.agents.open_episode import TurnAnswer
+from moerl.agents.episode_types import TurnAnswer
 from moerl.agents.openai_requests import ChatRequest, ClientRequest
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -23,7 +23,8 @@ from moerl.controller.producer import Partials, Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import ScoreError
-from moerl.types import GraphTurn, Prompt, name_rollout
+from moerl.rollout_names import name_rollout
+from moerl.types import GraphTurn, Prompt
 
 log = logging.getLogger(__name__)
 

@@ -42,6 +42,7 @@ import msgspec
 from moerl.controller.recovered_state import ControllerState, RecoveredState, SharedState, digest_of
 from moerl.controller.rollout_builder import group_refs
 from moerl.controller.shared_groups import SharedGroups
+from moerl.controller.sqlite_files import remove_logs, set_up
 from moerl.controller.turn_log import TurnLog
 from moerl.errors import JournalError
 from moerl.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
@@ -53,10 +54,6 @@ from moerl.types import EpisodeGroup, PolicyVersion
 log = logging.getLogger(__name__)
 
 _SCHEMA = """
-pragma auto_vacuum = full;
-pragma journal_mode = wal;
-pragma synchronous = off;
-pragma wal_autocheckpoint = 200;  -- pages of 4 KiB
 create table if not exists facts(body blob not null, digest text not null);
 create table if not exists groups(
     id integer primary key,
@@ -358,14 +355,13 @@ class Journal:
     def _open(self) -> None:
         self._db = sqlite3.connect(self._path, isolation_level=None)
         self._db.create_function("row_digest", 4, _row_digest, deterministic=True)
-        self._db.executescript(_SCHEMA)
+        set_up(self._db, _SCHEMA)
 
     def _set_aside(self) -> None:
         """Start a new database; keep the newest damaged one for inspection."""
         self.close()
         self._path.replace(self._path.with_suffix(".aside"))
-        for suffix in ("-wal", "-shm"):
-            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        remove_logs(self._path)
         self._open()
 
     def _write_all(self, recovered: RecoveredState) -> None:

@@ -23,7 +23,8 @@ from moerl.controller.engine_pool import EnginePhase, EngineState
 from moerl.controller.rollout_builder import blob_refs, blob_uris
 from moerl.errors import EngineError, RecordError
 from moerl.records.blob_store import sizes_of
-from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, Segment, episode_of
+from moerl.rollout_names import episode_of
+from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 

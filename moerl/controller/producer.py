@@ -31,7 +31,8 @@ from moerl.controller.rollout_builder import (
 )
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import Segment, group_of, name_rollout
+from moerl.rollout_names import group_of, name_rollout
+from moerl.types import Segment
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from moerl.controller.rollout_builder import (
 from moerl.controller.write_retry import WriteRetry
 from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.records.header_check import check
-from moerl.types import Episode, EpisodeGroup, Rollout, Score, without_life
+from moerl.rollout_names import without_life
+from moerl.types import Episode, EpisodeGroup, Rollout, Score
 
 log = logging.getLogger(__name__)
 

@@ -28,16 +28,14 @@ import xxhash
 
 from moerl.controller.recovered_state import digest_of
 from moerl.controller.rollout_builder import blob_uris
+from moerl.controller.sqlite_files import remove_logs, set_up
+from moerl.rollout_names import episode_of, group_of, without_life
 from moerl.serialization import decode_value, encode_value
-from moerl.types import Array, GenerateRequest, Segment, episode_of, group_of, without_life
+from moerl.types import Array, GenerateRequest, Segment
 
 log = logging.getLogger(__name__)
 
 _SCHEMA = """
-pragma auto_vacuum = full;
-pragma journal_mode = wal;
-pragma synchronous = off;
-pragma wal_autocheckpoint = 200;  -- pages of 4 KiB
 create table if not exists replies(
     id integer primary key,
     group_id integer not null,
@@ -187,15 +185,15 @@ class TurnLog:
 
     def _open(self) -> None:
         self._db = sqlite3.connect(self._path, isolation_level=None)
-        self._db.executescript(_SCHEMA)
+        set_up(self._db, _SCHEMA)
 
     def _start_again(self) -> None:
         """Delete the database; the next write makes a new one."""
         self.close()
         self._groups.clear()
         self._earlier.clear()
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+        remove_logs(self._path)
 
     def _query(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
         if self._db is None:

@@ -31,16 +31,10 @@ from moerl.engine.weight_updates import Updates
 from moerl.errors import EngineError, RecordError
 from moerl.messages import Answers, EngineStatus
 from moerl.records.blob_store import BlobStore
+from moerl.rollout_names import life_of
 from moerl.run_dir import RunDir
 from moerl.trace import Tracer
-from moerl.types import (
-    Array,
-    GenerateRequest,
-    ModelShape,
-    PolicyVersion,
-    Segment,
-    life_of,
-)
+from moerl.types import Array, GenerateRequest, ModelShape, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
-from moerl.agents.open_episode import EpisodeLimits, Policy
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.errors import RecordError
 from moerl.records.header_check import check
-from moerl.types import Array, GenerateRequest, SamplingParams, Segment, episode_of
+from moerl.rollout_names import episode_of
+from moerl.types import Array, GenerateRequest, SamplingParams, Segment
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (
     Records,

@@ -16,8 +16,8 @@ import numpy as np
 import openai
 import pytest
 
-from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
-from moerl.agents.open_episode import EpisodeLimits, Policy
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig

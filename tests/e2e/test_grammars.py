@@ -19,8 +19,8 @@ import openai
 import pytest
 import xgrammar
 
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
 from moerl.agents.gateway import Endpoint, Gateway
-from moerl.agents.open_episode import EpisodeLimits, FinishedEpisode, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig

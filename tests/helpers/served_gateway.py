@@ -14,8 +14,9 @@ import anthropic
 import openai
 
 from moerl.agents.chat_messages import Json
-from moerl.agents.gateway import Endpoint, FinishedEpisode, Gateway
-from moerl.agents.open_episode import EpisodeLimits, OpenEpisode, Policy
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.other_models import OtherModels
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder

@@ -19,8 +19,9 @@ from moerl.engine import host as host_module
 from moerl.engine.host import EngineContext, EngineHost
 from moerl.errors import EngineError
 from moerl.records.blob_store import BlobStore
+from moerl.rollout_names import life_of, name_rollout
 from moerl.run_dir import RunDir
-from moerl.types import Segment, life_of, name_rollout
+from moerl.types import Segment
 from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script
 
 Play = Callable[[Callable[["World"], Awaitable[None]]], None]

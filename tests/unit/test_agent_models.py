@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from moerl.agents.agent_loop import played_episode
-from moerl.agents.open_episode import FinishedEpisode
+from moerl.agents.episode_types import FinishedEpisode
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.task_programs import OtherModelConfig

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from moerl.agents import open_episode
 from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
-from moerl.agents.open_episode import Ends, EpisodeLimits, OpenEpisode, Policy, TurnAnswer
+from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, TurnAnswer
+from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers

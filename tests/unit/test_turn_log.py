@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.agents.chat_messages import ChatMessage
-from moerl.agents.open_episode import Ends, EpisodeLimits, FinishedEpisode, OpenEpisode, Policy
+from moerl.agents.episode_types import Ends, EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import PlainAnswers
@@ -33,6 +34,7 @@ from moerl.grammar import Grammar
 from moerl.messages import Ok
 from moerl.records import BlobStore
 from moerl.records.header_check import check as check_record
+from moerl.rollout_names import life_of, name_rollout, without_life
 from moerl.types import (
     Array,
     Finish,
@@ -44,9 +46,6 @@ from moerl.types import (
     SamplingParams,
     Score,
     Segment,
-    life_of,
-    name_rollout,
-    without_life,
 )
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.sealing_engine import SealingEngine
