@@ -78,6 +78,10 @@ class Updates:
         # Number of the commit in progress: the scheduler copies weights and answers nothing.
         self.attempt: int | None = None
         self.answered = 0  # commits that the server answered, in any way
+        self._committing = asyncio.Lock()
+        # What the last COMMIT cost, until the next PREPARE: a controller that dies before it hears
+        # of it is replaced by one that passes the same COMMIT on again.
+        self._closed: UpdateClosed | None = None
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
@@ -85,6 +89,7 @@ class Updates:
         """A new server that serves `version`."""
         self._server, self._client = server, client
         self.version, self.served = version, [version]
+        self._closed = None
         if self.slots is not None:
             self.slots.clear()
 
@@ -99,6 +104,7 @@ class Updates:
         """
         match message:
             case PrepareUpdate():
+                self._closed = None
                 prepared = await self._receivers(message, UpdatePrepared, message.timeout_s)
                 return UpdatePrepared(
                     tuple(reply.endpoints[0] for reply in prepared),
@@ -116,7 +122,10 @@ class Updates:
                 await self._receivers(message, Ok, message.timeout_s)
                 return Ok()
             case CommitUpdate():
-                return await self._commit(message)
+                async with self._committing:
+                    if self._closed is None or self.version != message.version:
+                        self._closed = await self._commit(message)
+                    return self._closed
             case AskEngine():
                 return EngineHolds(self.version, self._health.cause or "")
 
@@ -214,9 +223,9 @@ class Updates:
             self.slots.add(message.version)
         self._health.reopen()
         self.version = message.version
-        return self._closed(done, start_s, idle_s, through=bool(mode))
+        return self._cost(done, start_s, idle_s, through=bool(mode))
 
-    def _closed(
+    def _cost(
         self, done: Committed, start_s: float, idle_s: float, *, through: bool
     ) -> UpdateClosed:
         """What an update has cost.  through: requests ran on."""

@@ -29,7 +29,7 @@ from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.errors import BlobError, EngineError, RecordError
-from moerl.messages import CommitUpdate, Plan, UpdateClosed
+from moerl.messages import CommitUpdate, Plan, PrepareUpdate, UpdateClosed
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.run_dir import RunDir
@@ -52,6 +52,7 @@ from moerl.weight_sync.receiver_names import Committed
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
 COMMIT = CommitUpdate(0, V1, 5.0)
+PREPARE = PrepareUpdate(0, V1, 0, "", "", "shm", {}, {}, "local", 5.0)
 SHORT, LONG = [{"max_new_tokens": 4}] * 2, [{"max_new_tokens": 4}, {"max_new_tokens": 4000}]
 
 
@@ -61,6 +62,7 @@ class ScriptedServer:
     url, pid = "http://nowhere", 1
     layout = LiveWeightLayout("0.5.23", "qwen3_moe", 1, 1, 1, "triton", "none", "float32", ())
     cause: str | None = None
+    receiver_sockets, receiver_keys = (Path("/absent"),), None
 
     def __init__(self, *_args: object, **_fields: object) -> None: ...
 
@@ -90,6 +92,7 @@ class ScriptedClient:
         self.released = asyncio.Event()
         self.commits, self.commit_error = asyncio.Event(), None
         self.commits.set()
+        self.committed = list[str]()
 
     async def close(self) -> None: ...
 
@@ -144,6 +147,7 @@ class ScriptedClient:
         if self.commit_error is not None:
             raise self.commit_error
         self.version = version
+        self.committed.append(version)
         return Committed(0.25)
 
 
@@ -492,6 +496,35 @@ def test_a_commit_that_is_never_answered_fails_held_calls(play: Any) -> None:
         for work in (host.generate([ask("a")]), committing):
             with pytest.raises(EngineError, match=r"commit of 0.1 failed: no answer within 0.2 s"):
                 await work
+
+    play(scenario)
+
+
+def test_a_commit_that_is_asked_again_is_answered_again(play: Any) -> None:
+    """Its controller died before it heard the answer, or while the weights were copied."""
+
+    async def scenario(host: EngineHost) -> None:
+        server = script(host)
+        server.commits.clear()
+        asked = [asyncio.create_task(host.session(COMMIT)) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        server.commits.set()
+        first, second = await asyncio.gather(*asked)
+        assert first == second == await host.session(COMMIT)
+        assert server.committed == ["0.1"]
+
+    play(scenario)
+
+
+def test_a_version_that_is_prepared_again_is_committed_again(play: Any) -> None:
+    """Control: the answer that is kept belongs to what was prepared before it."""
+
+    async def scenario(host: EngineHost) -> None:
+        await host.session(COMMIT)
+        with pytest.raises(EngineError, match="no receiver"):  # a scripted server has none
+            await host.session(PREPARE)
+        await host.session(COMMIT)
+        assert script(host).committed == ["0.1", "0.1"]
 
     play(scenario)
 
