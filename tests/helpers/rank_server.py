@@ -30,7 +30,11 @@ from moerl.distributed.token_store import VARIABLE, store_variable
 from tests.helpers.trainer_support import ROOT
 
 _PLACE = os.environ.get(VARIABLE, "")  # of the store; a trainer's start takes it
-_ON_CPU, _ON_DOUBLE = "tests.helpers.rank_server", "tests.double.rank_server"
+_SERVERS = {
+    "cpu": "tests.helpers.rank_server",
+    "double": "tests.double.rank_server",  # on the device double
+    "te": "tests.helpers.te_rank_server",  # with the stand-in for Transformer Engine
+}
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 
@@ -44,11 +48,12 @@ class Request:
 
 # --- the caller's side ---------------------------------------------------------------------------
 def run_ranks(
-    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on_double: bool = False
+    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on: str = "cpu"
 ) -> str:
     """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure.
 
-    on_double: with the device double loaded (tests/double).
+    on: cpu; double, with the device double loaded (tests/double); or te, with the stand-in for
+    Transformer Engine.
     """
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
@@ -59,7 +64,7 @@ def run_ranks(
         logs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         request = Request(arguments, own, [str(log) for log in logs], timeout_s)
-        codes = _ask(request, _server(_ON_DOUBLE) if on_double else _server())
+        codes = _ask(request, _server(_SERVERS[on]))
         output = "".join(log.read_text() for log in logs)
     store.close()
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
@@ -83,7 +88,7 @@ def _ask(request: Request, server: subprocess.Popen[str]) -> list[int]:
 
 
 @cache
-def _server(module: str = _ON_CPU) -> subprocess.Popen[str]:
+def _server(module: str) -> subprocess.Popen[str]:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
