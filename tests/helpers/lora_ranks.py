@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from moerl.trainer.model import platform
+from tests.helpers.rank_server import PLATFORM
 
-PLACE = platform.prepare("cpu")
+PLACE = platform.prepare(os.environ.get(PLATFORM, "cpu"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -10,20 +10,23 @@ shows that Transformer Engine's own products are right.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
 VERSION = "2.20.2"
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.autograd import Function  # noqa: E402
-
 Bias = Tensor | None
+# Whose signatures are not in a file of their own name there.
+_INHERITED = ("RMSNorm.forward", "LayerNorm.")
 
 
 class LinearProduct(Function):
@@ -328,9 +331,9 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Any = None,
+        key_layer: Any = None,
+        value_layer: Any = None,
         attention_mask: Tensor | None = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
@@ -405,11 +408,8 @@ MODULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def install() -> None:
-    """Make the package, and layers of Transformer Engine the ones that `platform.prepare` chooses.
-
-    Call it before megatron is imported.
-    """
+def make_package() -> None:
+    """Call it before megatron is imported."""
     for name, content in MODULES.items():
         full = ".".join(filter(None, ("transformer_engine", name)))
         module = ModuleType(full)
@@ -420,13 +420,61 @@ def install() -> None:
         parent, _, own = full.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own, module)
+
+
+def leave_out_kernels() -> None:
+    """Two fusions that are on by default are kernels of Transformer Engine."""
+    from moerl.trainer.model import transformer
+
+    fused = transformer.fused_fields
+    absent = {"apply_rope_fusion": False, "moe_permute_fusion": False}
+    vars(transformer)["fused_fields"] = lambda spec: fused(spec) | absent
+
+
+def install() -> None:
+    """Make the package, and its layers the ones that `platform.prepare` chooses, on the CPU.
+
+    Call it before megatron is imported.
+    """
+    make_package()
     from moerl.trainer.model import cpu_patches, platform
 
     cpu_patches.apply("cuda")
     chosen = platform.Platform("cpu", torch.device("cpu"), "gloo", "te")
     vars(platform)["prepare"] = lambda *_args, **_kwargs: chosen
-    from moerl.trainer.model import transformer
+    leave_out_kernels()
 
-    fused = transformer.fused_fields  # two of them have kernels of Transformer Engine
-    absent = {"apply_rope_fusion": False, "moe_permute_fusion": False}
-    vars(transformer)["fused_fields"] = lambda spec: fused(spec) | absent
+
+# --- what it imitates -----------------------------------------------------------------------------
+def differences(package: Path) -> list[str]:
+    """Arguments of the stand-in that the package, a folder of its source, does not have, or has
+    with another default or place.
+    """
+    files = (*package.glob("pytorch/module/*.py"), *package.glob("pytorch/attention/**/*.py"))
+    theirs = {name: found for file in sorted(files) for name, found in _signatures(file).items()}
+    wrong = []
+    for name, own in _signatures(Path(__file__)).items():
+        if name.partition(".")[0] not in MODULES["pytorch"] or name.startswith(_INHERITED):
+            continue
+        known = theirs.get(name, {})
+        wrong += [f"{name}: {arg}" for arg, given in own.items() if known.get(arg) != given]
+        order = [arg for arg in known if arg in own]
+        wrong += [f"{name}: order"] if order != list(own) else []
+    return wrong
+
+
+def _signatures(file: Path) -> dict[str, dict[str, str]]:
+    """Arguments and defaults of each class's own __init__ and forward."""
+    return {
+        f"{kind.name}.{method.name}": _arguments(method.args)
+        for kind in ast.walk(ast.parse(file.read_text()))
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "forward")
+    }
+
+
+def _arguments(found: ast.arguments) -> dict[str, str]:
+    names = [one.arg for one in found.args if one.arg != "self"]
+    defaults = ["required"] * (len(names) - len(found.defaults))
+    return dict(zip(names, defaults + [ast.unparse(one) for one in found.defaults], strict=True))
