@@ -74,13 +74,6 @@ from moerl.weight_sync.sglang_adapter import sglang_refusal
 
 PREFIX = "lora."  # of the factors' names in a GPTModel
 HEAD = "lm_head"
-# Fields of megatron-core's config under which a hook would not see x and dy of its layer.
-_NOT_WITH_ADAPTERS = {
-    "moe_shared_expert_overlap": "adapters of shared experts communicate as these do without it",
-    "use_transformer_engine_op_fuser": "it computes a block without calling its linear layers",
-    "fp8": "adapters were not compared with products in fp8",
-    "fp4": "adapters were not compared with products in fp4",
-}
 
 
 @dataclass(slots=True)
@@ -262,9 +255,6 @@ def attach_adapters(
     A starts as U(-1, 1) / sqrt(in), equal under every layout; B as 0.
     """
     check_lora_model(spec, lora, parallel.sizes)
-    for name, reason in _NOT_WITH_ADAPTERS.items():
-        if value := getattr(gpt.config, name):
-            raise ConfigError(f"trainer.megatron.{name}", value, f"{reason}; not with lora")
     gpt.requires_grad_(False)
     modules = dict(gpt.named_modules())
     for path, weights in _targets(spec, chunk, lora, parallel).items():
