@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -382,6 +383,20 @@ class _NoFp8:
         return False
 
 
+@contextmanager
+def fp8_autocast(enabled: bool = True, **_: Any) -> Iterator[None]:
+    assert not enabled, "the stand-in has no fp8"
+    yield
+
+
+@contextmanager
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> Iterator[None]:
+    """Around a forward pass that is made again: it keeps scales of fp8, of which there are none."""
+    yield
+
+
 # --- the package ----------------------------------------------------------------------------------
 MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
@@ -394,11 +409,11 @@ MODULES: dict[str, dict[str, Any]] = {
         )
     } | {"ops": SimpleNamespace()},
     "pytorch.fp8": {
-        "FP8GlobalStateManager": _NoFp8, "fp8_autocast": _Never, "fp8_model_init": _Never,
+        "FP8GlobalStateManager": _NoFp8, "fp8_autocast": fp8_autocast, "fp8_model_init": _Never,
     },
     "pytorch.distributed": {
         "CudaRNGStatesTracker": type("CudaRNGStatesTracker", (_Never,), {}),
-        "activation_recompute_forward": _Never,
+        "activation_recompute_forward": activation_recompute_forward,
     },
     "pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (_Never,), {})},
     "pytorch.router": dict.fromkeys((

@@ -76,7 +76,10 @@ def _plain(folder: Path, model: Path, on: str, ranks: int, *layout: str) -> Foun
 def test_without_adapters_the_stand_in_trains_like_local_layers(
     layout: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Logits, log-probabilities, gradients of all weights; control: those of other routes."""
+    """Logits, log-probabilities, gradients of all weights.
+
+    Controls: routes of other tokens; products for gradients of weights are counted.
+    """
     model = make_model(tmp_path / "model")
     want = _plain(tmp_path / "cpu", model, "cpu", 1)
     found = _plain(tmp_path / "te", model, "te", 2 if layout else 1, *layout)
@@ -93,6 +96,7 @@ def test_without_adapters_the_stand_in_trains_like_local_layers(
         )
     wrong = [(found["shifted"][row] - value).abs().max() for row, value in want["replay"].items()]
     assert max(wrong) > 100 * LIMIT
+    assert found["te_products"] > 0
 
 
 # --- adapters -------------------------------------------------------------------------------------
