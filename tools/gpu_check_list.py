@@ -61,6 +61,8 @@ CHECKS = (
            "test_memory_is_given_back_after_the_last_mapping"), on_double=()),
     Check("te-step", "a step with Transformer Engine against the CPU's",
           "test_te_gpu.py", ("test_step_with_transformer_engine",), bare=False, on_double=()),
+    Check("te-lora", "adapters on Transformer Engine's layers against transformers",
+          "test_te_gpu.py", ("test_adapters_on_transformer_engine",), bare=False, on_double=()),
     Check("te-replay", "a record through Megatron-core: executed experts, ablation, controls",
           "test_replay_gpu.py", ("test_megatron_replays_a_record",), bare=False, on_double=()),
     Check("samplers", "kept sets of the samplers pytorch and flashinfer, ties included",

@@ -74,6 +74,7 @@ _TRAINER = (
     "tests/multi/test_lora_reference.py",
     "tests/multi/test_lora_routers.py",
     "tests/multi/test_lora_sync.py",
+    "tests/multi/test_lora_te.py",
     "tests/multi/test_mismatch_dump.py",
     "tests/multi/test_processes.py",
     "tests/multi/test_replay_matrix.py",

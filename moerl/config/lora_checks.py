@@ -10,6 +10,22 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_LOSSES = "routers are frozen with lora, a loss of theirs was not tried; use 0"
+_FROZEN = "frozen weights have no gradient to delay; not with lora"
+_QUANTIZED = "adapters were not compared with its products; not with lora"
+_NOT_WITH_ADAPTERS = {  # fields of trainer.megatron
+    "moe_aux_loss_coeff": _LOSSES,
+    "moe_z_loss_coeff": _LOSSES,
+    "moe_shared_expert_overlap": "its experts would communicate where their adapters do; not with "
+    "lora",
+    "use_transformer_engine_op_fuser": "it computes a block without calling its linear layers, "
+    "whose inputs adapters need; not with lora",
+    "fine_grained_activation_offloading": "it releases inputs that adapters need; not with lora",
+    "delay_wgrad_compute": _FROZEN,
+    "overlap_dispatch_backward_with_experts_wgrad": _FROZEN,
+    "fp8": _QUANTIZED,
+    "fp4": _QUANTIZED,
+}
 
 
 def check_lora(config: Config) -> None:
@@ -50,13 +66,9 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
         )
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if config.trainer.megatron.get(name):
-            raise ConfigError(
-                f"trainer.megatron.{name}",
-                config.trainer.megatron[name],
-                "routers are frozen with lora, a loss of theirs was not tried; use 0",
-            )
+    for name, reason in _NOT_WITH_ADAPTERS.items():
+        if value := config.trainer.megatron.get(name):
+            raise ConfigError(f"trainer.megatron.{name}", value, reason)
     if lora.serves_adapters:
         _check_slots(config)
     if lora.sends_factors and config.engine.count:

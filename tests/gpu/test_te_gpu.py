@@ -1,4 +1,4 @@
-"""A training step with Transformer Engine, and the same step on the CPU with local layers."""
+"""Steps with Transformer Engine: the CPU's with local layers; with adapters, transformers'."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from tests.double.train_once import NUMBERS, numbers, prepare
 from tests.helpers.device_figures import Figure
+from tests.helpers.lora_oracle import FAMILIES, LORA, SHARED, Trained
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -37,3 +38,18 @@ def test_step_with_transformer_engine(tmp_path: Path, figure: Figure) -> None:
         if name in want:
             figure(f"{name}, from the CPU's", abs(got[name] / want[name] - 1), "of it")
             assert got[name] == pytest.approx(want[name], rel=NEAR), name
+
+
+@pytest.mark.parametrize("form", ["each", "shared"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_transformer_engine(
+    family: str, form: str, tmp_path: Path, figure: Figure
+) -> None:
+    """Loss, norm and gradients of factors; control: each expert's factors meet other rows."""
+    case = Trained(tmp_path, family, {"each": LORA, "shared": SHARED}[form])
+    found = case.run("one", on="gpu")
+    assert found["te_layers"] > 10
+    gaps = case.gaps(found)
+    figure(f"{family}, {form}: gradients, from transformers'", max(gaps.values()), "of the largest")
+    assert max(gaps.values()) <= NEAR, max(gaps, key=gaps.__getitem__)
+    assert max(case.gaps(case.run("one", on="gpu", broken="next_rows")).values()) > 10 * NEAR

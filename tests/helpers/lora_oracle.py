@@ -208,11 +208,12 @@ class Trained:
         lora = asdict(self.lora) | {"start": settings.pop("start", "")}
         model = settings.pop("model", self.model)
         factors = self.folder / settings.pop("factors", "factors.safetensors")
+        on = settings.pop("on", "cpu")  # as `run_ranks` takes it
         settings |= {"parallel": sizes, "lora": lora}
         arguments = ["--model", str(model), "--out", str(out), "--factors", str(factors)]
         arguments += ["--settings", json.dumps(settings)]
         world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
-        run_ranks(world, [script, *arguments])
+        run_ranks(world, [script, *arguments], on=on)
         return torch.load(out, weights_only=True)
 
     def gaps(self, found: Found) -> dict[str, float]:

@@ -2,22 +2,25 @@
 
     lora_ranks.py --model DIR --factors FILE --out FILE --settings JSON
 
-settings: `parallel`, `lora`, `distributed` (optimizer), `megatron`, `broken` (a control); `load`
-and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder of
-peft, to write), `dtype`, `scores`.  With `lora.start` the factors of FILE are not taken.
+settings: `parallel`, `lora`, `distributed` (optimizer), `megatron`, `packing`, `broken` (a
+control); `load` and `save` (folders of checkpoints), `first` and `until` (steps), `adapter` (folder
+of peft, to write), `dtype`, `scores`.  With `lora.start` the factors of FILE are not taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moerl.trainer.model import platform
+from tests.helpers.rank_server import PLATFORM
 
-PLACE = platform.prepare("cpu")
+PLACE = platform.prepare(os.environ.get(PLATFORM, "cpu"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -47,12 +50,14 @@ from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter  # no
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.adapted_layers import GradientHook, GroupedHook  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
 from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
+from tests.helpers.te_modules import LinearProduct  # noqa: E402
 
 # factors that tp cuts, by the control that takes those of the other rank
 OTHERS = {"other_a": "o_proj/lora_A", "other_b": ("q_proj/lora_B", "q_b_proj/lora_B")}
@@ -83,6 +88,7 @@ def main() -> None:
     if settings.get("adapter"):
         save_peft(learner, Path(settings["adapter"]), options.model)
     whole = not settings.get("broken")  # else the copies of a factor step by other gradients
+    modules = [m for chunk in learner.model.chunks for m in chunk.gpt.modules()]
     params = [p for chunk in learner.model.chunks for p in chunk.gpt.parameters()]
     found: dict[str, object] = {
         **scores,
@@ -95,6 +101,8 @@ def main() -> None:
         ),
         "trained": sum(p.numel() for p in params if p.requires_grad),
         "adam": adam_elements(learner),
+        "te_layers": sum(map(is_te_layer, modules)),
+        "te_products": LinearProduct.weight_gradients,
     }
     if not settings.get("distributed"):  # there, a rank has the sum of its own shard only
         found["grads"] = gather(learner, lambda param: param.main_grad, equal=whole)
@@ -143,6 +151,7 @@ def make_learner(folder: Path, ranks: parallel.Parallel, settings: dict[str, obj
         dtype=settings.get("dtype", "fp32"),
         optimizer=optimizer,
         megatron=settings.get("megatron", {}),
+        packing=bool(settings.get("packing")),
     )
     lora = LoraConfig(**settings["lora"])
     source = HfFolder(folder)
@@ -185,10 +194,37 @@ def break_on_purpose(learner: Learner, how: str) -> None:
         if how == "no_tp_sum":
             for param in params.values():
                 setattr(param, "sequence_parallel", False)  # noqa: B010
+        if how == "next_rows":
+            for hook in hooks_of(learner, GroupedHook):
+                hook._rows = next_rows(hook._rows)
+        if how == "before_norm":
+            for hook in hooks_of(learner, GradientHook):
+                if hook._is_normed:
+                    hook.__class__ = BeforeNorm
         if how == "no_ep_sum":
             drop_other_experts(params)
     if how:
         learner.optimizer.reload_model_params()
+
+
+class BeforeNorm(GradientHook):
+    """Of a norm with a projection: A multiplies what the norm gets."""
+
+    def __call__(self, linear: torch.nn.Module, args: Any, output: Any) -> tuple[Tensor, Any]:
+        (y, _normed), bias = output
+        return self.through(args[0], y), bias
+
+
+def next_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Each expert's factors meet the rows of the next one."""
+    return lambda x, counts: plain(x, [*counts[1:], counts[0]])
+
+
+def hooks_of(learner: Learner, kind: type) -> list[Any]:
+    modules = [m for chunk in learner.model.chunks for m in chunk.gpt.modules()]
+    found = [hook for m in modules for hook in m._forward_hooks.values() if isinstance(hook, kind)]
+    assert found, kind
+    return found
 
 
 def drop_other_experts(params: dict[str, torch.nn.Parameter]) -> None:
@@ -229,6 +265,10 @@ def frozen_sums(learner: Learner) -> list[float]:
         for name, tensor in learner.model.tensors.items()
         if "norm" in name or "router" in name or name.startswith(("embedding", "output_layer"))
     ]
+
+
+def is_te_layer(module: torch.nn.Module) -> bool:
+    return type(module).__module__ == "megatron.core.extensions.transformer_engine"
 
 
 def all_buffers(ddp: torch.nn.Module) -> list[object]:

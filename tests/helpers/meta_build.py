@@ -5,6 +5,7 @@
 Process groups are torch's fake ones, parameters and gradient buffers are meta tensors, so a rank
 of any recipe is built in one process.  Prints a JSON object per rank: what was built, and what the
 dry run says.  te: layers of Transformer Engine, which must be installed; no GPU is needed.
+stand-in: the same over tests.helpers.te_modules.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moerl.planning.dry_run import model_shapes
 from moerl.planning.fit import training_of
 from moerl.planning.memory import trainer_memory
 from moerl.trainer.model import cpu_patches, platform
+from tests.helpers import te_modules
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -51,7 +53,11 @@ class Built:
 def main() -> None:
     layers, ranks, recipe, *overrides = sys.argv[1:]
     config = resolve(load_config(recipe, overrides))
-    place = _without_memory("te" if layers == "te" else "local")
+    if layers == "stand-in":
+        te_modules.make_package()
+    place = _without_memory("local" if layers == "local" else "te")
+    if layers == "stand-in":
+        te_modules.leave_out_kernels()
     for rank in map(int, ranks.split(",")):
         print(json.dumps(build(config, place, rank)), flush=True)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tests.helpers.trainer_support import ROOT
 
 # Recipe -> overrides.
-CASES: Mapping[str, tuple[str, ...]] = {
+CASES: dict[str, tuple[str, ...]] = {
     "olmoe-1b-7b": ("cluster=node8",),
     "qwen3-30b-a3b-node8": ("cluster=node8",),
     "qwen3-30b-a3b": (),
@@ -23,8 +23,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "deepseek-v3": (),
     "kimi-k2": (),
 }
-# With adapters, which layers of Transformer Engine do not have.
-ADAPTED: Mapping[str, tuple[str, ...]] = {
+# With adapters.
+ADAPTED: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b-lora": ("cluster=node8",),
     "deepseek-v3-lora": (),
 }

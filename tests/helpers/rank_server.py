@@ -30,7 +30,19 @@ from moerl.distributed.token_store import VARIABLE, store_variable
 from tests.helpers.trainer_support import ROOT
 
 _PLACE = os.environ.get(VARIABLE, "")  # of the store; a trainer's start takes it
-_ON_CPU, _ON_DOUBLE = "tests.helpers.rank_server", "tests.double.rank_server"
+_SERVERS = {
+    "cpu": "tests.helpers.rank_server",
+    "double": "tests.double.rank_server",  # on the device double
+    "te": "tests.helpers.te_rank_server",  # with the stand-in for Transformer Engine
+}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+}
+PLATFORM = "TEST_PLATFORM"  # environment variable: where a worker program trains; "" is the CPU
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 
@@ -44,11 +56,12 @@ class Request:
 
 # --- the caller's side ---------------------------------------------------------------------------
 def run_ranks(
-    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on_double: bool = False
+    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on: str = "cpu"
 ) -> str:
     """Run `python ARGUMENTS` on that many ranks; returns the output, raises with it on failure.
 
-    on_double: with the device double loaded (tests/double).
+    on: cpu; double, with the device double loaded (tests/double); te, with the stand-in for
+    Transformer Engine; or gpu, one rank.
     """
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
@@ -59,7 +72,7 @@ def run_ranks(
         logs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         request = Request(arguments, own, [str(log) for log in logs], timeout_s)
-        codes = _ask(request, _server(_ON_DOUBLE) if on_double else _server())
+        codes = _alone(request) if on == "gpu" else _ask(request, _server(_SERVERS[on]))
         output = "".join(log.read_text() for log in logs)
     store.close()
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
@@ -69,6 +82,19 @@ def run_ranks(
 def meet_apart(number: int) -> None:
     """In a rank that starts several trainers: those of trainer `number` find no others' values."""
     os.environ[VARIABLE] = json.dumps(json.loads(_PLACE) | {"round": number})
+
+
+def _alone(request: Request) -> list[int]:
+    """One rank in a process of its own: one that has used CUDA cannot be forked."""
+    (own,), (log,) = request.environments, request.logs
+    environment = os.environ | _ENVIRONMENT | own | {PLATFORM: "cuda"}
+    with Path(log).open("w") as out:
+        done = subprocess.run(
+            [sys.executable, *request.arguments],
+            cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            timeout=request.timeout_s, check=False,
+        )  # fmt: skip
+    return [done.returncode]
 
 
 def _ask(request: Request, server: subprocess.Popen[str]) -> list[int]:
@@ -83,18 +109,11 @@ def _ask(request: Request, server: subprocess.Popen[str]) -> list[int]:
 
 
 @cache
-def _server(module: str = _ON_CPU) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-    }
+def _server(module: str) -> subprocess.Popen[str]:
     server = subprocess.Popen(
         [sys.executable, "-m", module],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | _ENVIRONMENT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

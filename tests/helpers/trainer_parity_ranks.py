@@ -37,6 +37,7 @@ from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
+from tests.helpers.te_modules import LinearProduct  # noqa: E402
 from tests.helpers.trainer_support import (  # noqa: E402
     OVERLAPPED,
     UNUSED_EXPERT,
@@ -81,6 +82,7 @@ def main() -> None:
     found["weights"] = _gather(learner, lambda param: param.detach())
     if not options.distributed_optimizer:  # there, a rank holds the sum of its own shard only
         found["gradients"] = _gather(learner, lambda param: param.main_grad)
+    found["te_products"] = LinearProduct.weight_gradients
     if ranks.is_first:
         torch.save(found, options.out)
     dist.barrier()

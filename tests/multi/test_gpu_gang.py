@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> Found:
     for name in ("cuda", "cpu"):
         arguments = [WORKER, name, str(folder), *LAYOUTS, *ADAPTED]
-        run_ranks(RANKS, arguments, on_double=name == "cuda", timeout_s=240)
+        run_ranks(RANKS, arguments, on="double" if name == "cuda" else "cpu", timeout_s=240)
     return {
         (name, layout, rank): torch.load(folder / f"{name}-{layout}-{rank}.pt")
         for name in ("cuda", "cpu")

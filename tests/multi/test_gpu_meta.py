@@ -53,13 +53,16 @@ def test_first_and_last_ranks_are_what_the_dry_run_says(recipe: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ADAPTED)
-def test_adapters_are_what_the_dry_run_says(recipe: str) -> None:
+@pytest.mark.parametrize("layers", ["local", "stand-in"])
+def test_adapters_are_what_the_dry_run_says(recipe: str, layers: str) -> None:
     """Weights, gradients and optimizer of the factors, W0 on the host, of each kind of stage.
 
+    stand-in: megatron-core's layers of Transformer Engine, over a stand-in for it.
     Controls: without the factors' bytes; with gradients of all weights.
     """
-    for found in ranks("local", recipe, *ADAPTED[recipe]):
+    for found in ranks(layers, recipe, *ADAPTED[recipe]):
         check(found)
+        assert bool(found.built["fused"]) == (layers == "stand-in")
         told = found.told
         for name, other in (("base", 0), ("gradients", 4 * told["parameters"])):
             with pytest.raises(AssertionError):

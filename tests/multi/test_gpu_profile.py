@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import stub_driver
-from tests.helpers.meta_ranks import CASES, check, ranks
+from tests.helpers import stub_driver, te_modules
+from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
 from tools.stages import GPU_PROFILE, ROOT
 
 pytestmark = [pytest.mark.gpu_profile, pytest.mark.timeout(600)]
@@ -84,12 +86,28 @@ def test_every_module_of_ours_imports(driver: dict[str, str]) -> None:
     assert found["imported"] > 200
 
 
-@pytest.mark.parametrize("recipe", CASES)
+def test_the_stand_in_has_the_arguments_of_transformer_engine(tmp_path: Path) -> None:
+    """Of its layers and its attention; control: one default that differs."""
+    (package,) = GPU_PROFILE.glob("lib/python3.*/site-packages/transformer_engine")
+    assert te_modules.differences(package) == []
+    shutil.copytree(package / "pytorch", tmp_path / "pytorch")
+    file = tmp_path / "pytorch/module/grouped_linear.py"
+    file.write_text(file.read_text().replace("tp_size: int = 1,", "tp_size: int = 2,"))
+    assert te_modules.differences(tmp_path) == ["GroupedLinear.__init__: tp_size"]
+    lines = (ROOT / "requirements/gpu.lock").read_text().splitlines()
+    assert f"transformer-engine=={te_modules.VERSION}" in lines
+
+
+@pytest.mark.parametrize("recipe", [*CASES, *ADAPTED])
 def test_ranks_with_transformer_engine_are_what_the_dry_run_says(
     recipe: str, driver: dict[str, str]
 ) -> None:
-    """Numbers and names: those of the layout table of Transformer Engine's layers."""
-    found = ranks("te", recipe, *CASES[recipe], python=PYTHON, environment=driver)
+    """Numbers and names: those of the layout table of Transformer Engine's layers.
+
+    With adapters: gradients, optimizer and W0 of the factors alone.
+    """
+    words = (CASES | ADAPTED)[recipe]
+    found = ranks("te", recipe, *words, python=PYTHON, environment=driver)
     for rank in found:
         check(rank)
         assert rank.built["fused"], "layers are not Transformer Engine's"

@@ -20,7 +20,7 @@ from moerl.engine.adapter_slots import AdapterSlots, slot_arguments
 from moerl.errors import EngineError, LayoutError
 from moerl.layout import ModelSpec, at, hf_shapes, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes
-from moerl.trainer.model.lora import Factors
+from moerl.trainer.model.adapted_layers import Factors
 from moerl.trainer.model.served_adapters import ServedAdapters
 from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy

@@ -21,6 +21,7 @@ from moerl.config.schema import (
     ModelConfig,
     ParallelConfig,
     RefModelsConfig,
+    TrainerConfig,
 )
 from moerl.errors import ConfigError, EngineError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
@@ -90,6 +91,29 @@ def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> 
         check_lora(replace(Config(), lora=lora))
     assert says in str(refused.value)
     check_lora(replace(Config(), lora=replace(lora, rank=0)))  # off
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("moe_z_loss_coeff", 1e-3, "routers are frozen"),
+        ("moe_shared_expert_overlap", True, "where their adapters do"),
+        ("use_transformer_engine_op_fuser", True, "without calling its linear layers"),
+        ("fine_grained_activation_offloading", True, "releases inputs"),
+        ("delay_wgrad_compute", True, "no gradient to delay"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True, "no gradient to delay"),
+        ("fp8", "hybrid", "not compared"),
+        ("fp4", "e2m1", "not compared"),
+    ],
+)
+def test_fields_under_which_a_hook_sees_other_numbers_are_refused(
+    field: str, value: object, says: str
+) -> None:
+    config = replace(Config(), lora=ON, trainer=TrainerConfig(megatron={field: value}))
+    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{field}.*{says}"):
+        check_lora(config)
+    check_lora(replace(config, trainer=TrainerConfig(megatron={field: False})))
+    check_lora(replace(config, lora=LoraConfig()))
 
 
 def test_a_critic_is_refused() -> None:

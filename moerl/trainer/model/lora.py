@@ -4,9 +4,9 @@ The forward pass runs on the merged weight itself, in its own dtype: what an eng
 same merge is bit for bit what was trained on, and a forward pass costs what it costs without
 LoRA.  `Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the
 previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
-layer sends the gradient of its output straight through the rounding (to the nearest, or with a
-dither) to the factors; that of the head is taken by `moerl.algorithms.head_logprob`, which has its
-logits by blocks:
+layer, of megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its
+output straight through the rounding (to the nearest, or with a dither) to the factors; that of the
+head is taken by `moerl.algorithms.head_logprob`, which has its logits by blocks:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
@@ -29,24 +29,18 @@ Legend: T tokens (and batch), R rank.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
-from torch.autograd import Function
 
 from moerl.algorithms.head_logprob import HeadFactors
 from moerl.config.lora_settings import LoraConfig
@@ -61,26 +55,25 @@ from moerl.layout import (
     transposed_stacks,
 )
 from moerl.layout.adapters import Projection, adapter_shapes, projections
-from moerl.trainer.model.family_modules import DuplicatedLinear
+from moerl.trainer.model.adapted_layers import (
+    LAYERS,
+    Factors,
+    Gating,
+    GradientHook,
+    GroupedHook,
+    Linear,
+    has_experts,
+    is_grouped,
+    tensor_group,
+)
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.base_weights import BaseWeights
 from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.low_rank import merge_into
 from moerl.weight_sync.sglang_adapter import sglang_refusal
 
-Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | DuplicatedLinear | TopKRouter
 PREFIX = "lora."  # of the factors' names in a GPTModel
 HEAD = "lm_head"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Factors:
-    """A and B of one Hugging Face weight on this rank."""
-
-    projection: Projection
-    a: torch.nn.Parameter  # [rank, cols]
-    b: torch.nn.Parameter  # [rows, rank]
-    index: Tensor | None  # rows of the local weight in the order of B; None: all of them
 
 
 @dataclass(slots=True)
@@ -114,20 +107,30 @@ class Adapters(torch.nn.Module):
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
         self._base: BaseWeights | None = None
 
-    def adopt(self, linear: Linear, parts: tuple[Projection, ...]) -> None:
-        """Give a linear layer factors, and a hook unless it is the head."""
-        factors = tuple(self._factors(linear, part) for part in parts)
-        weight = linear.weight
-        assert isinstance(weight, torch.nn.Parameter)
-        self._merged.append((weight, factors))
-        if parts[0].module == HEAD:
+    def adopt(self, linear: Linear, weights: Mapping[str, tuple[Projection, ...]]) -> None:
+        """Give a linear layer factors, and a hook unless it is the head.
+
+        weights: what each of its weights holds, by parameter name; of experts, they are several.
+        """
+        every = {
+            name: tuple(self._factors(linear, linear.get_parameter(name), part) for part in parts)
+            for name, parts in weights.items()
+        }
+        self._merged += [(linear.get_parameter(name), factors) for name, factors in every.items()]
+        if is_grouped(linear):
+            experts = {int(name.removeprefix("weight")): every[name] for name in every}
+            linear.register_forward_hook(GroupedHook(experts, self.scale))
+            return
+        (factors,) = every.values()
+        if factors[0].projection.module == HEAD:
             (one,) = factors
-            assert len(one.b) <= len(weight), "factors of the head's own entries, in their order"
+            whole = len(linear.get_parameter("weight"))
+            assert len(one.b) <= whole, "factors of the head's own entries, in their order"
             self.head = HeadFactors(one.a, one.b, self.scale)
             return
         hook = self.hook(linear, factors)
         if isinstance(linear, TopKRouter):  # its output is a choice; the gradient is the logits'
-            linear.gating = _Gating(linear.gating, hook)
+            linear.gating = Gating(linear.gating, hook)
         else:
             linear.register_forward_hook(hook)
 
@@ -224,21 +227,19 @@ class Adapters(torch.nn.Module):
             PREFIX + tile.hf, param, *offsets, replica_id=_replica(param)
         )
 
-    def _factors(self, linear: Linear, part: Projection) -> Factors:
+    def _factors(self, linear: Linear, weight: torch.nn.Parameter, part: Projection) -> Factors:
         for hf, local in part.factors.items():
             name = hf.replace(".", "/")
             if name in self.tiles:
                 continue  # experts share it
-            param = torch.nn.Parameter(
-                _first_value(hf, part).to(linear.weight.device, linear.weight.dtype)
-            )
+            param = torch.nn.Parameter(_first_value(hf, part).to(weight.device, weight.dtype))
             self.register_parameter(name, param)
             self.tiles[name] = local
-            _mark(param, linear, part, hf)
+            _mark(param, linear, weight, part, hf)
         a, b = (self.get_parameter(hf.replace(".", "/")) for hf in part.names)
         index = _index(part)
-        same = torch.equal(index, torch.arange(linear.weight.shape[0]))
-        return Factors(part, a, b, None if same else index.to(linear.weight.device))
+        same = torch.equal(index, torch.arange(weight.shape[0]))
+        return Factors(part, a, b, None if same else index.to(weight.device))
 
 
 def attach_adapters(
@@ -253,30 +254,15 @@ def attach_adapters(
 
     A starts as U(-1, 1) / sqrt(in), equal under every layout; B as 0.
     """
-    sizes, shapes = parallel.sizes, hf_shapes(spec)
-    check_lora_model(spec, lora, sizes)
-    if parallel.platform.layers != "local":
-        raise ConfigError(
-            "lora.rank", lora.rank, "adapters were not compared with Transformer Engine; use 0"
-        )
-    if gpt.config.moe_shared_expert_overlap:
-        raise ConfigError(
-            "trainer.megatron.moe_shared_expert_overlap",
-            True,
-            "adapters of shared experts communicate as these do without it; not with lora",
-        )
+    check_lora_model(spec, lora, parallel.sizes)
     gpt.requires_grad_(False)
-    prefix = f"chunk{chunk}." if sizes.vpp > 1 else ""
-    for name, local in megatron_tiles(spec, sizes, parallel.rank).items():
-        if name.startswith(prefix) and (
-            parts := projections(local, lora.rank_of, shapes, shared=lora.shares)
-        ):
-            path = name.removeprefix(prefix).rpartition(".")[0]
-            linear = gpt.get_submodule(path)
-            is_known = path.startswith("decoder.layers.") or parts[0].module == HEAD
-            if not isinstance(linear, Linear) or not is_known:
-                raise _no_adapter(parts[0].module, lora)
-            adapters.adopt(linear, parts)
+    modules = dict(gpt.named_modules())
+    for path, weights in _targets(spec, chunk, lora, parallel).items():
+        linear, module = modules.get(path), next(iter(weights.values()))[0].module
+        is_known = path.startswith("decoder.layers.") or module == HEAD
+        if not isinstance(linear, LAYERS) or not is_known:
+            raise _no_adapter(module, lora)
+        adapters.adopt(linear, weights)
     if not adapters.tiles:
         raise ConfigError(
             "lora.targets", lora.targets, "a pipeline stage has no target; every stage needs one"
@@ -285,6 +271,23 @@ def attach_adapters(
     if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed ones run no backward
         gpt.embedding.register_forward_hook(_needs_grad)
     return adapters
+
+
+def _targets(
+    spec: ModelSpec, chunk: int, lora: LoraConfig, parallel: Parallel
+) -> dict[str, dict[str, tuple[Projection, ...]]]:
+    """Factors of a model chunk by layer and by parameter of the layer."""
+    sizes, shapes = parallel.sizes, hf_shapes(spec)
+    prefix = f"chunk{chunk}." if sizes.vpp > 1 else ""
+    found: dict[str, dict[str, tuple[Projection, ...]]] = {}
+    tiles = megatron_tiles(spec, sizes, parallel.rank, parallel.platform.layers)
+    for name, local in tiles.items():
+        if name.startswith(prefix) and (
+            parts := projections(local, lora.rank_of, shapes, shared=lora.shares)
+        ):
+            path, _, weight = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(path, {})[weight] = parts
+    return found
 
 
 def _no_adapter(module: str, lora: LoraConfig) -> ConfigError:
@@ -338,95 +341,19 @@ def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -
             )
 
 
-# --- the gradient of a factor ---------------------------------------------------------------------
-class GradientHook:
-    """After a frozen linear layer: the same output, with a way for gradients to its factors."""
-
-    def __init__(self, linear: Linear, factors: tuple[Factors, ...], scale: float) -> None:
-        self._factors, self._scale = factors, scale
-        self._group = getattr(linear, "tp_group", None)
-        self._gathers = self._scatters = False
-        if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-            assert self._group is not None, "parallel layers have a group"
-            speaks = linear.sequence_parallel and not linear.explicit_expert_comm
-            if self._group.size() > 1 and not linear.explicit_expert_comm:
-                assert speaks, "tensor parallelism comes with sequence parallelism"
-            self._gathers = speaks and isinstance(linear, ColumnParallelLinear)
-            self._scatters = speaks and isinstance(linear, RowParallelLinear)
-
-    def __call__(
-        self, linear: torch.nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]
-    ) -> tuple[Tensor, Any] | None:
-        if not torch.is_grad_enabled():
-            return None
-        y, bias = output
-        return self.through(args[0], y), bias
-
-    def through(self, x: Tensor, y: Tensor) -> Tensor:
-        """y, with a way for its gradient to the factors; x: of the layer.  Routers widen theirs."""
-        h_TR = self.low_rank(x.detach().to(y.dtype))
-        bs = [one.b for one in self._factors]
-        indices = [one.index for one in self._factors]
-        made: Tensor = _StraightThrough.apply(y, h_TR, self._scale, indices, *bs)  # type: ignore[no-untyped-call]
-        return made
-
-    def low_rank(self, x: Tensor) -> Tensor:
-        """[..., ranks of all factors] product of x and every A, for the positions of the output."""
-        a_all = torch.cat([one.a for one in self._factors]).to(x.dtype)
-        h_TR = torch.nn.functional.linear(x, a_all)
-        if self._gathers:
-            h_TR = gather_from_sequence_parallel_region(h_TR, group=self._group)
-        if self._scatters:
-            h_TR = reduce_scatter_to_sequence_parallel_region(h_TR, group=self._group)
-        return h_TR
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gating:
-    """A router's `gating`: logits, with a way for their gradient to its factors."""
-
-    plain: Callable[[Tensor], Tensor]
-    hook: GradientHook
-
-    def __call__(self, x: Tensor) -> Tensor:
-        logits = self.plain(x)
-        return self.hook.through(x, logits) if torch.is_grad_enabled() else logits
-
-
-class _StraightThrough(Function):
-    """y unchanged; backward: as if s (h B') were a part of it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, h: Tensor, scale: float, indices: list[Tensor | None], *bs: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(h, *bs)
-        ctx.scale, ctx.indices = scale, indices
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        h, *bs = ctx.saved_tensors
-        dhs, dbs = [], []
-        flat = dy.flatten(0, -2)
-        for index, b, part in zip(
-            ctx.indices, bs, h.flatten(0, -2).split([b.shape[1] for b in bs], -1), strict=True
-        ):
-            own = flat if index is None else flat.index_select(-1, index)
-            dhs.append(ctx.scale * (own @ b.to(own.dtype)))
-            dbs.append((ctx.scale * (own.T @ part)).to(b.dtype))
-        dh = torch.cat(dhs, -1).view_as(h)
-        return dy, dh, None, None, *dbs
-
-
 def _needs_grad(module: torch.nn.Module, args: Any, output: Tensor) -> None:
     if torch.is_grad_enabled():
         output.requires_grad_()
 
 
 # --- one factor's parameter -----------------------------------------------------------------------
-def _mark(param: torch.nn.Parameter, linear: Linear, part: Projection, name: str) -> None:
+def _mark(
+    param: torch.nn.Parameter,
+    linear: Linear,
+    weight: torch.nn.Parameter,
+    part: Projection,
+    name: str,
+) -> None:
     """What Megatron's reductions, gradient norm and checkpoints read of a parameter.
 
     A factor that experts share has a part of its gradient on every rank of the stage, as a dense
@@ -436,13 +363,14 @@ def _mark(param: torch.nn.Parameter, linear: Linear, part: Projection, name: str
     held = part.rows if factor == "B" else part.cols
     whole = part.shape[0] if factor == "B" else part.shape[1]
     is_cut = len(held) < whole
-    is_expert = bool(getattr(linear, "is_expert", False)) and name.startswith(part.module)
-    group = getattr(linear, "tp_group", None) if name.startswith(part.module) else None
+    is_own = name.startswith(part.module)  # not of all experts
+    is_expert = has_experts(linear) and is_own
+    group = tensor_group(linear) if is_own else None
     size = parallel_state.get_tensor_model_parallel_world_size() if group is None else group.size()
     # a whole factor of a cut layer, or of one that sees a part of the positions, has a part of
     # its gradient on each rank
     marks = {
-        "allreduce": getattr(linear.weight, "allreduce", True) if is_expert else True,
+        "allreduce": getattr(weight, "allreduce", True) if is_expert else True,
         "sequence_parallel": not is_cut and size > 1,
         # else only the first rank of the group counts it in the norm
         "tensor_model_parallel": is_cut or (is_expert and size == 1),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
-from moerl.trainer.model.lora import Adapters, Changes, Factors, GradientHook, Linear
+from moerl.trainer.model.adapted_layers import Factors, GradientHook, Linear
+from moerl.trainer.model.lora import Adapters, Changes
 
 
 class ServedAdapters(Adapters):
@@ -69,13 +69,9 @@ class _SumHook(GradientHook):
         super().__init__(linear, factors, adapters.scale)
         self._adapters = adapters
 
-    def __call__(
-        self, linear: torch.nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]
-    ) -> tuple[Tensor, Any] | None:
-        if not self._adapters.is_on:
-            return None
-        y, bias = output
-        return self.through(args[0], y), bias
+    @property
+    def is_on(self) -> bool:
+        return self._adapters.is_on
 
     def through(self, x: Tensor, y: Tensor) -> Tensor:
         """y plus s B (A x), each part of a fused layer in its own rows."""
