@@ -342,10 +342,12 @@ def check_loaded(_result: None, runner: Any) -> None:
     """
     modules = list(runner.model.named_modules())
     check_modules(modules)
-    for _, module in modules:
-        if hasattr(module, "use_fp32_lm_head"):
-            found = module.use_fp32_lm_head or module.use_fp32_lm_head_output
-            check_head(found, asked=asks_fp32_head(runner.server_args.resolved_dict()))
+    asked = asks_fp32_head(runner.server_args.resolved_dict())
+    heads = [module for _, module in modules if hasattr(module, "use_fp32_lm_head")]
+    for head in heads:
+        check_head(head.use_fp32_lm_head or head.use_fp32_lm_head_output, asked=asked)
+    if not heads:
+        check_head(False, asked=asked)
     sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
 
 

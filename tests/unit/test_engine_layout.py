@@ -368,7 +368,9 @@ def test_live_modules_are_asked() -> None:
 def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
     def runner(method: object) -> object:
         modules = [("a", SimpleNamespace(quant_method=method))]
-        return SimpleNamespace(model=SimpleNamespace(named_modules=lambda: modules))
+        model = SimpleNamespace(named_modules=lambda: modules)
+        args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": False})
+        return SimpleNamespace(model=model, server_args=args)
 
     weight_layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
     assert capsys.readouterr().out == f"{weight_layout.MODULES_CHECKED}\n"
@@ -381,13 +383,15 @@ def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_rank_whose_head_is_not_that_of_the_trainer_is_refused(asked: bool) -> None:
     """SGLang turns the fp32 head on for some config.json, whatever the server argument says."""
 
-    def load(fp32: bool, fp32_output: bool = False) -> None:
+    def load(fp32: bool, fp32_output: bool = False, module: str = "logits_processor") -> None:
         head = SimpleNamespace(use_fp32_lm_head=fp32, use_fp32_lm_head_output=fp32_output)
-        model = SimpleNamespace(named_modules=lambda: [("logits_processor", head)])
+        modules = [(module, head if module else SimpleNamespace())]
+        model = SimpleNamespace(named_modules=lambda: modules)
         args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": asked})
         weight_layout.check_loaded(None, SimpleNamespace(model=model, server_args=args))
 
     load(asked)
-    for other in ((not asked,), *([] if asked else [(False, True)])):
+    wrong = [(True, False, ""), (False,)] if asked else [(True,), (False, True)]
+    for other in wrong:  # the first: a model without SGLang's own head
         with pytest.raises(ConfigError, match=f"model.fp32_lm_head is {asked}"):
             load(*other)
