@@ -1,7 +1,8 @@
 """`model.fp32_lm_head` with bf16 weights: engines and trainer, each with and without it.
 
 The head alone: the engine returns the hidden states that its head read, and the trainer's head
-scores them.  The whole model: a bf16 trainer replays the records, so layers round on both sides.
+scores them.  On a CPU both use one kernel for bf16, so two bf16 heads agree there, too; what the
+setting saves shows only where one side has it.  The whole model: a bf16 trainer replays records.
 """
 
 from __future__ import annotations
@@ -69,13 +70,6 @@ def head_gap(folder: Path, *, fp32: bool) -> float:
     return float((got - torch.from_numpy(found["logprob"])).abs().max())
 
 
-def model_gap(folder: Path, trainer: str) -> float:
-    """Mean difference of the sampled tokens' log-probabilities, over their sampling masks."""
-    scores: Scores = np.load(folder / f"scores-{trainer}.npz")
-    assert len(scores["engine"]) >= 200
-    return float(np.abs(scores["bf16/both"] - scores["engine"]).mean())
-
-
 @pytest.mark.parametrize("case", SERVED)
 def test_both_sides_agree_and_one_alone_does_not(served: Path, case: str) -> None:
     gaps = {fp32: head_gap(served / case, fp32=fp32) for fp32 in (False, True)}
@@ -85,11 +79,15 @@ def test_both_sides_agree_and_one_alone_does_not(served: Path, case: str) -> Non
         assert gaps[True] <= EXACT
 
 
-@pytest.mark.parametrize("case", [case for case, fp32 in SERVED.items() if fp32])
-def test_a_replay_of_the_whole_model_is_nearer_with_it_on_both_sides(
-    served: Path, case: str
-) -> None:
-    both, alone = (model_gap(served / case, trainer) for trainer in ("fp32", "bf16"))
-    neither = model_gap(served / "bf16", "bf16")
-    print(case, both, alone, neither)
-    assert both < alone, "control: the engine alone"
+@pytest.mark.parametrize("case", SERVED)
+def test_the_setting_reaches_a_trainer_that_replays_the_records(served: Path, case: str) -> None:
+    """Layers in bf16 round on both sides, by more than the heads of so small a model differ."""
+    scores: dict[str, Scores] = {
+        trainer: np.load(served / case / f"scores-{trainer}.npz") for trainer in ("fp32", "bf16")
+    }
+    fp32, bf16 = (scores[trainer]["bf16/both"] for trainer in ("fp32", "bf16"))
+    engine = scores["fp32"]["engine"]
+    assert len(engine) >= 200
+    print(case, *(float(np.abs(one - engine).mean()) for one in (fp32, bf16)))
+    assert float(np.abs(fp32 - engine).mean()) < 0.02
+    assert float(np.abs(fp32 - bf16).max()) > 100 * EXACT, "control: the trainer's head is another"
