@@ -1,7 +1,7 @@
 """The head by blocks against one that makes all logits: time and peak memory, forward + backward.
 
     python bench/head_logprob.py [--tokens 4096] [--hidden 64] [--kept 64] [--dtype bfloat16]
-        [--rounds 3] [--only blocks] [--json FILE]
+        [--rounds 3] [--rows masks] [--only blocks] [--fp32-head] [--most-gb 10] [--json FILE]
 
 At V = 151,936 (Qwen3), from the hidden states of all tokens to the gradients of hidden states and
 weight.  `logits` is one product [tokens, V], log-probabilities from it (over the kept entries as
@@ -9,9 +9,11 @@ CSR, or over the vocabulary in chunks of rows), and a gradient [tokens, V]; `blo
 moerl/algorithms/head_logprob.py.  Every token is sampled, which favours `logits`: prompts would
 cost it as much.  Both with sampling masks and without.  Ways alternate, so that a noisy machine
 hits both alike; ratios are taken within a round.  `--device cuda` runs the same on a GPU.
+`--fp32-head` is `model.fp32_lm_head`, of blocks alone.
 
 Memory is the peak beyond inputs and the gradient of the weight: on the CPU by the high-water mark
-of a process of its own, on CUDA by the allocator.
+of a process of its own, on CUDA by the allocator.  Where logits and their gradient take more than
+`--most-gb`, `logits` is left out, and the bytes of the two are computed in place of a peak.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from torch.autograd import Function
 from moerl.algorithms.head_logprob import Head, SamplingMask, full_logprobs, kept_logprobs
 
 V = 151_936
+KINDS = ("masks", "vocabulary")
 ROWS = 32  # of logits in fp32 at a time, about
 
 
@@ -48,6 +51,11 @@ class Shape:
     hidden: int
     kept: int  # mean size of a sampling mask
     masked: bool
+    fp32: bool = False  # an fp32 head of blocks
+
+    def logits_bytes(self, dtype: torch.dtype) -> int:
+        """All logits and their gradient."""
+        return 2 * self.tokens * V * dtype.itemsize
 
 
 class Inputs:
@@ -76,7 +84,7 @@ class Inputs:
 
 def by_blocks(inputs: Inputs) -> Tensor:
     inputs.weight.grad_added_to_main_grad = False  # as Megatron's data-parallel wrapper marks it
-    head = Head(inputs.weight, V)
+    head = Head(inputs.weight, V, fp32=inputs.shape.fp32)
     if inputs.shape.masked:
         scores = kept_logprobs(
             inputs.hidden, head, inputs.sampled, inputs.mask, temperature_S=inputs.tau
@@ -181,7 +189,8 @@ def cpu_peak(shape: Shape, dtype: torch.dtype, way: str) -> int:
 
 def _cpu_peak(shape: Shape, dtype: torch.dtype, way: str, queue: mp.SimpleQueue) -> None:
     torch.set_num_threads(1)
-    step(Inputs(Shape(4, shape.hidden, 8, shape.masked), dtype, "cpu"), way)  # code and pools
+    few = replace(shape, tokens=4, kept=8)
+    step(Inputs(few, dtype, "cpu"), way)  # code and pools
     inputs = Inputs(shape, dtype, "cpu")
     ctypes.CDLL(None).malloc_trim(0)  # or the step would fill holes that are counted already
     Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is held now
@@ -200,6 +209,8 @@ def _high_water() -> int:
 # --- command --------------------------------------------------------------------------------------
 def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     dtype, names = getattr(torch, args.dtype), args.only or list(WAYS)
+    if shape.logits_bytes(dtype) > args.most_gb * 1e9:
+        names = [name for name in names if name != "logits"]
     inputs = Inputs(shape, dtype, args.device)
     if len(names) > 1:
         check(inputs)
@@ -213,7 +224,10 @@ def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
         "shape": asdict(shape),
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
+        "computed_mib_of_all_logits": shape.logits_bytes(dtype) / 2**20,
     }
+    if "blocks" in peaks:
+        found["computed_memory_ratio"] = shape.logits_bytes(dtype) / peaks["blocks"]
     if len(names) > 1:
         ratios = [a / b for a, b in zip(seconds["logits"], seconds["blocks"], strict=True)]
         found["time_ratio"] = [min(ratios), statistics.median(ratios), max(ratios)]
@@ -230,15 +244,18 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=64, help="mean size of a sampling mask")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", choices=KINDS, action="append", help="one kind of rows alone")
+    parser.add_argument("--fp32-head", action="store_true", help="blocks multiply in fp32")
+    parser.add_argument("--most-gb", type=float, default=10.0, help="of all logits, 1e9 bytes")
     parser.add_argument("--only", choices=list(WAYS), action="append", help="one way alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"machine": machine(), "dtype": args.dtype, "device": args.device}
-    for masked in (True, False):
-        found = measured(Shape(args.tokens, args.hidden, args.kept, masked), args)
-        result["masks" if masked else "vocabulary"] = found
+    for rows in args.rows or KINDS:
+        shape = Shape(args.tokens, args.hidden, args.kept, rows == "masks", args.fp32_head)
+        result[rows] = measured(shape, args)
     text = json.dumps(result, indent=1)
     print(text)
     if args.json:

@@ -97,6 +97,7 @@ _SYNC = (
 _ENGINE = (
     "tests/e2e/test_agent_streams.py",
     "tests/e2e/test_engine_e2e.py",
+    "tests/e2e/test_fp32_head_engine.py",
     "tests/e2e/test_grammars.py",
     "tests/e2e/test_long_answers_engine.py",
     "tests/e2e/test_model_dp_attention.py",

@@ -15,6 +15,9 @@ Each rank sums its own entries, then the sums are joined (a maximum, then sums o
 in Megatron's vocabulary-parallel cross entropy).  Every rank gets the whole result and returns the
 gradient through its own entries only.
 
+With `Head.fp32` operands in bf16 are cast block by block, and products, sums and gradients are in
+fp32 until the gradients of hidden states and weight take their own dtype.
+
 Blocks are planned on the host, where the record is, so nothing here waits for the device.
 Rejected: a dense [S, V] mask; one dot product per kept entry (its gradient of the weight adds rows
 in no fixed order on CUDA); a kernel of its own (products of this size are the library's).
@@ -82,6 +85,11 @@ class Head:
     start: int = 0  # global id of the first entry
     group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
     adapter: HeadFactors | None = None
+    fp32: bool = False  # multiply bf16 hidden states and weight in fp32
+
+    def operand_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Dtype in which hidden states and weight are multiplied."""
+        return _compute_dtype(hidden) if self.fp32 else hidden.dtype
 
     @property
     def width(self) -> int:
@@ -144,7 +152,7 @@ def _full_blocks(sampled: Tensor, head: Head) -> list[_Block]:
     return [
         _Block(rows, _columns(sampled[rows] - head.start, part), None, part)
         for rows in torch.arange(len(sampled)).split(_ROWS)
-        for part in _runs(head.width, len(rows))
+        for part in _runs(head, len(rows))
     ]
 
 
@@ -158,7 +166,7 @@ def _kept_blocks(sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head) -> l
     few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
     blocks = kept.unions(few, counts)
     for rows in many.split(_ROWS):
-        blocks += kept.runs(rows, _runs(head.width, len(rows)))
+        blocks += kept.runs(rows, _runs(head, len(rows)))
     return blocks
 
 
@@ -222,11 +230,12 @@ def _sizes(counts: Tensor) -> list[int]:
     return sizes
 
 
-def _runs(width: int, num_rows: int) -> list[slice]:
+def _runs(head: Head, num_rows: int) -> list[slice]:
+    """Runs of the vocabulary; what is cast of the weight is no larger than a block of logits."""
     if not num_rows:
         return []
-    size = max(1, _BLOCK // num_rows)
-    return [slice(begin, min(begin + size, width)) for begin in range(0, width, size)]
+    size = max(1, _BLOCK // (max(num_rows, head.weight.shape[1]) if head.fp32 else num_rows))
+    return [slice(begin, min(begin + size, head.width)) for begin in range(0, head.width, size)]
 
 
 def _columns(local: Tensor, part: slice) -> Tensor:
@@ -257,7 +266,8 @@ def _score(hidden: Tensor, head: Head, temperature: Tensor, blocks: list[_Block]
     blocks = _upload(blocks, hidden.device)
     low = b = None
     if head.adapter is not None and torch.is_grad_enabled():
-        low = torch.nn.functional.linear(hidden.detach(), head.adapter.a.to(hidden.dtype))
+        dtype = head.operand_dtype(hidden)
+        low = torch.nn.functional.linear(hidden.detach().to(dtype), head.adapter.a.to(dtype))
         b = head.adapter.b
     logprob_S, entropy_S = _Score.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, low, b, temperature, head, blocks
@@ -305,7 +315,7 @@ class _Score(Function):
             grad = _logits(hidden, head, tau_S, block).sub_(log_z_S[block.rows, None]).exp_().neg_()
             own = (block.columns >= 0).to(grad.dtype)[:, None]
             grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
-            grad = grad.mul_(scale_S[block.rows, None]).to(hidden.dtype)
+            grad = grad.mul_(scale_S[block.rows, None]).to(head.operand_dtype(hidden))
             for one in products:
                 one.add(block, grad)
         d_low = d_b = None
@@ -317,11 +327,9 @@ class _Score(Function):
 
 def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
     """[N, U] / temperature in the dtype of tau_S; _ABSENT outside of the mask."""
-    z_NU = (
-        (hidden[block.rows] @ head.weight[block.entries].T)
-        .to(tau_S.dtype)
-        .div_(tau_S[block.rows, None])
-    )
+    dtype = head.operand_dtype(hidden)
+    z_NU = hidden[block.rows].to(dtype) @ head.weight[block.entries].to(dtype).T
+    z_NU = z_NU.to(tau_S.dtype).div_(tau_S[block.rows, None])
     if block.places is None:
         return z_NU
     absent = torch.ones(z_NU.numel(), dtype=torch.bool, device=z_NU.device)
@@ -398,10 +406,10 @@ class _Product:
     def add(self, block: _Block, grad_NU: Tensor) -> None:
         rows, entries = block.rows, block.entries
         if self._d_x is not None:
-            w_UH = self._weight[entries].to(self._x.dtype)
+            w_UH = self._weight[entries].to(grad_NU.dtype)
             self._d_x.index_add_(0, rows, (grad_NU @ w_UH).to(self._d_x.dtype))
         if self._d_w is not None:
-            part_UH = (grad_NU.T @ self._x[rows]).to(self._d_w.dtype)
+            part_UH = (grad_NU.T @ self._x[rows].to(grad_NU.dtype)).to(self._d_w.dtype)
             if isinstance(entries, slice):
                 self._d_w[entries] += part_UH
             else:

@@ -139,6 +139,7 @@ def make_job(
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         version=version,
         megatron=dict(trainer.megatron),
+        fp32_head=plan.config.model.fp32_lm_head,
     )
 
 
@@ -305,10 +306,11 @@ def _compare(
         }
         if f"{dtype}/executed" in scores:
             routing[dtype]["executed"] = float(scores[f"{dtype}/executed"])
+    head = " and fp32 head" if plan.config.model.fp32_lm_head else ""
     return {
         "model": str(plan.model_path),
         "tokens": len(engine),
-        "engine_dtype": plan.config.engine.dtype,
+        "engine_dtype": plan.config.engine.dtype + head,
         "sampling": {e.label: asdict(e.sampling) for e in entries_of(plan.config)}
         if plan.config.tasks
         else asdict(plan.config.sampling),

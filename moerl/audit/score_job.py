@@ -46,6 +46,7 @@ class ScoreJob:
     max_tokens_per_microbatch: int = 8192
     version: str = ""  # score only segments of this version, each with its own audit rows
     megatron: dict[str, Any] = field(default_factory=dict)
+    fp32_head: bool = False  # of bf16; model.fp32_lm_head
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")

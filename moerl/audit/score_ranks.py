@@ -163,7 +163,7 @@ def _score_dtype(
         dtype=dtype, parallel=ranks.sizes, dispatcher=job.dispatcher, megatron=job.megatron
     )
     folder = HfFolder(job.model)
-    model = build(folder.spec, trainer, ranks, with_replay=True)
+    model = build(folder.spec, trainer, ranks, with_replay=True, fp32_head=job.fp32_head)
     load_hf(live_tensors(model.gpt), model.tiles, folder)
     model.module.eval()
     totals = ScoreTally()

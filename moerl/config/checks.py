@@ -81,6 +81,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_parallel(TRAINER, config.trainer.parallel)
     _check_ref_models(config)
     _check_replay(config)
+    _check_head(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
     check_lora(config)
@@ -395,6 +396,16 @@ def _check_replay(config: Config) -> None:
             "rollout.max_lag",
             0,
             "a buffer holds rollouts of older weights; use at least 1, or rollout.buffer_depth=0",
+        )
+
+
+def _check_head(config: Config) -> None:
+    both = config.model.fp32_lm_head
+    if config.engine.args.get("enable_fp32_lm_head", both) != both:
+        raise ConfigError(
+            "engine.args.enable_fp32_lm_head",
+            config.engine.args["enable_fp32_lm_head"],
+            f"it must be model.fp32_lm_head = {both}, which sets it for trainer and engines",
         )
 
 

@@ -72,6 +72,8 @@ class TinyModel:
 class ModelConfig:
     path: str = ""  # Hugging Face folder: config.json, *.safetensors, tokenizer
     tiny: TinyModel = field(default_factory=TinyModel)
+    # Output layer of bf16 trainers and engines in fp32: products, logits and their gradients
+    fp32_lm_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -220,9 +220,10 @@ FEATURES = (
     ),
     Feature(
         "fp32 head",
-        Verdict.WITHOUT_REPLAY,
-        "the trainer's head multiplies in the trainer's dtype, so one side alone would have it",
-        {"enable_fp32_lm_head": _OFF},
+        Verdict.PROVEN,
+        "`enable_fp32_lm_head`, by `model.fp32_lm_head`, which sets the trainer's, too; a server "
+        "whose head differs from the trainer's is refused",
+        proof="tests/e2e/test_fp32_head_engine.py::test_both_sides_agree_and_one_alone_does_not",
     ),
     Feature(
         "weights exchanged under a request in another mode",

@@ -27,6 +27,7 @@ from moerl.engine.mailbox import Mailbox
 from moerl.engine.node_span import Follower, NodeSpan
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer, free_port
+from moerl.engine.weight_layout import asks_fp32_head, check_head
 from moerl.engine.weight_updates import Updates
 from moerl.errors import EngineError, RecordError
 from moerl.messages import Answers, EngineStatus
@@ -53,6 +54,7 @@ class EngineContext:
     token: str = field(repr=False)
     in_flight_mode: str = "abort_resume"
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fp32_head: bool = False  # of the trainer; engines must have the same
     # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -63,7 +65,10 @@ class EngineContext:
 
 
 class EngineHost:
-    """One engine.  Raises EngineError with cause and log tail once its server is dead."""
+    """One engine.  Raises EngineError with cause and log tail once its server is dead.
+
+    Raises ConfigError where its head and the trainer's differ.
+    """
 
     features = PROVEN  # deployment features proven with replay; any other is refused
 
@@ -76,6 +81,7 @@ class EngineHost:
         followers: Sequence[Follower] = (),
     ) -> None:
         """followers: the engine's other nodes, by node rank from 1."""
+        check_head(asks_fp32_head(config.args), asked=context.fp32_head)
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
         self._routing = context.routing

@@ -30,7 +30,14 @@ from moerl.engine.record_files import FOLDER, RecordReader
 from moerl.engine.scratch_dir import Scratch
 from moerl.engine.server_args import server_args
 from moerl.engine.sglang_client import EngineClient
-from moerl.engine.weight_layout import MODULES_CHECKED, LiveWeightLayout, check_model, engine_layout
+from moerl.engine.weight_layout import (
+    MODULES_CHECKED,
+    LiveWeightLayout,
+    asks_fp32_head,
+    check_head,
+    check_model,
+    engine_layout,
+)
 from moerl.errors import EngineError
 from moerl.rpc import Keys
 from moerl.weight_sync.receiver_names import keys_path, socket_path
@@ -170,7 +177,9 @@ class EngineServer:
                 or f"no server_info in start_timeout_s = {self.config.start_timeout_s:g} s"
             )
             raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
-        return engine_layout(info, self._environment(), config, release=str(info.get("version")))
+        layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
+        check_head(layout.fp32_head, asked=asks_fp32_head(self.args))
+        return layout
 
     def _check_ranks(self) -> None:
         """Raises EngineError unless all ranks of this node checked the layout of their weights."""

@@ -1,5 +1,7 @@
 """The layout of a live engine's weights: its identity, and the refusal of unknown layouts.
 
+The precision of the head belongs to the identity, too: a trainer with another one is refused.
+
 A transfer plan is right for one layout only, and shapes do not identify it: SGLang may interleave,
 swap, transpose, pack or shuffle expert weights after loading and keep their shape.  So every server
 argument and environment variable that moves weights is checked, and only values that were compared
@@ -123,6 +125,7 @@ FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.weight_s
 _BLOCK_SHAPE = [128, 128]
 _KNOWN_FP8 = {"weight_block_size": (_BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
 _FP8_KERNELS = ("auto", "triton")
+_FP32_HEAD = "enable_fp32_lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class LiveWeightLayout:
     quantization: str
     dtype: str
     kernel_flags: tuple[str, ...]  # names of other flags that change the format of weights
+    fp32_head: bool = False  # the head multiplies in fp32, whatever dtype its weight has
 
     def __post_init__(self) -> None:
         _check("sglang", self.release, KNOWN_RELEASES, "its layout was not read")
@@ -200,6 +204,7 @@ def engine_layout(
         quantization=_quantization(args, config),
         dtype=_dtype(_get(args, "dtype"), config),
         kernel_flags=_kernel_flags(args, environment),
+        fp32_head=_get(args, _FP32_HEAD),
     )
 
 
@@ -253,7 +258,7 @@ def _plain_server(config: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {name: allowed[0] for name, (allowed, _) in _ALLOWED.items()}
     plain |= {"tp_size": 1, "ep_size": 1, "attn_dp_size": 1, "disable_shared_experts_fusion": True}
     plain |= {"moe_runner_backend": "triton", "quantization": _stored(config).get("quant_method")}
-    plain |= {"fp8_gemm_runner_backend": "auto"}
+    plain |= {"fp8_gemm_runner_backend": "auto", _FP32_HEAD: False}
     plain |= {"dtype": str(config.get("dtype") or config.get("torch_dtype") or "auto")}
     return plain | dict.fromkeys(_ATTENTION)
 
@@ -310,12 +315,39 @@ def weights(model: Any) -> dict[str, Any]:
     }
 
 
+def asks_fp32_head(args: Mapping[str, Any]) -> bool:
+    """Whether server arguments turn the fp32 head on."""
+    return bool(args.get(_FP32_HEAD, False))
+
+
+def check_head(found: bool, *, asked: bool) -> None:
+    """Raises ConfigError where a head has another precision than the trainer's.
+
+    found: it multiplies in fp32; asked: the trainer's does.
+    """
+    if found != asked:
+        raise ConfigError(
+            f"engine.args.{_FP32_HEAD}",
+            found,
+            f"the trainer's model.fp32_lm_head is {asked}, and one side alone would have the fp32 "
+            "head",
+        )
+
+
 def check_loaded(_result: None, runner: Any) -> None:
     """AFTER ModelRunner.load_model, in each scheduler process: check the modules and log it.
 
+    The head, too: a model's config.json can turn on what no server argument shows.
     The log line shows that the hook ran: SGLang only logs a hook that it could not install.
     """
-    check_modules(runner.model.named_modules())
+    modules = list(runner.model.named_modules())
+    check_modules(modules)
+    asked = asks_fp32_head(runner.server_args.resolved_dict())
+    heads = [module for _, module in modules if hasattr(module, "use_fp32_lm_head")]
+    for head in heads:
+        check_head(head.use_fp32_lm_head or head.use_fp32_lm_head_output, asked=asked)
+    if not heads:
+        check_head(False, asked=asked)
     sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
 
 

@@ -156,6 +156,7 @@ class RunContext:
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
             lora=self.config.lora,
+            fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
         )
 

@@ -128,6 +128,7 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
     """(process, index, count, GPUs, purpose) rows of one node."""
     engine, parallel = config.engine, config.trainer.parallel
     workers = sum(task.scorer_workers for task in entries_of(config))
+    head = " and fp32 head" if config.model.fp32_lm_head else ""
     rows: list[tuple[str, ...]] = []
     if placed.controller.name == name:
         rows += [
@@ -153,11 +154,11 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
         ):
             devices = _numbers(d for slot in alike for d in slot.devices)
             which = _numbers(slot.engine for slot in alike)
-            what = f"tp {tp}{span}, {engine.dtype}, {does}"
+            what = f"tp {tp}{span}, {engine.dtype}{head}, {does}"
             rows += [(process, which, str(len(alike)), devices, what)] if alike else []
     for trainer in (slot for slot in placed.trainers if slot.node.name == name):
         count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
-        what = f"{_sizes(parallel)}, {config.trainer.dtype}"
+        what = f"{_sizes(parallel)}, {config.trainer.dtype}{head}"
         rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
     for slot in (slot for slot in placed.ref_models if slot.node.name == name):
         count, devices = str(len(slot.ranks)), _numbers(slot.devices)

@@ -60,6 +60,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         bucket=config.sync.bucket_bytes,
         gpu=gpu,
         lora=config.lora,
+        fp32_head=config.model.fp32_lm_head,
     )
 
 

@@ -17,7 +17,7 @@ Legend (of one rank; bytes unless stated otherwise)
     stage of them, 1F1B), and the activations inside one layer; without it inside every layer
     head         on the last stage (3 b + 4) t h, hidden states of tokens, as if all were sampled,
     and their gradient; b h V / tp, a placeholder for the gradient of a trained head; three blocks
-    of logits
+    of logits; an fp32 head of bf16 weights (2 b + 8) t h, and two blocks of the weight in fp32
     replay       routes of the stage's layers, int64 in the router: 8 s K per layer
     others       further models on the same ranks: reference b (P + X); critic as the policy
     adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;
@@ -64,6 +64,8 @@ RUNTIME = 3_000_000_000
 
 LOGITS_OF_A_BLOCK = 1 << 24
 """Logits in fp32 that exist at a time (`moerl/algorithms/head_logprob.py`)."""
+ENTRIES_OF_A_BLOCK = 8192
+"""Entries of the vocabulary that rows with sampling masks share."""
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -110,6 +112,7 @@ class Training:
     bucket: int = 0  # bytes of a publish's bucket, sync.bucket_bytes
     gpu: bool = True
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fp32_head: bool = False  # model.fp32_lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +295,13 @@ def _stage(
 def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
     """Bytes without weights and buffers.  vocab: entries of this rank."""
     width = 2 if training.dtype == "bf16" else 4
-    states = (3 * width + 4) * tokens * spec.hidden
     passing = 0 if training.lora.rank else width * vocab * spec.hidden
-    return states + passing + 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
+    logits = 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
+    if not (training.fp32_head and width == 2):
+        return (3 * width + 4) * tokens * spec.hidden + passing + logits
+    entries = max(LOGITS_OF_A_BLOCK // spec.hidden, ENTRIES_OF_A_BLOCK)
+    cast = 2 * 4 * min(entries, vocab) * spec.hidden
+    return (2 * width + 8) * tokens * spec.hidden + passing + logits + cast
 
 
 class _Adapted(NamedTuple):

@@ -78,7 +78,14 @@ def _train(config: Config, run: RunDir) -> None:
     ranks = parallel.start(trainer.parallel, place, timeout_s=trainer.step_timeout_s)
     torch.manual_seed(config.run.seed)
     source = HfFolder(config.model.path)
-    model = build(source.spec, trainer, ranks, with_replay=False, lora=config.lora)
+    model = build(
+        source.spec,
+        trainer,
+        ranks,
+        with_replay=False,
+        lora=config.lora,
+        fp32_head=config.model.fp32_lm_head,
+    )
     load_hf(model.tensors, model.tiles, source)
     model.keep_base()
     if config.lora.start:

@@ -100,6 +100,7 @@ class TrainLoop:
             parallel,
             with_replay=config.replay.routing != "off",
             lora=config.lora,
+            fp32_head=config.model.fp32_lm_head,
         )
         load_hf(self.model.tensors, self.model.tiles, self.source)
         self.model.keep_base()

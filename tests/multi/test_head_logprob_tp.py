@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,9 +26,11 @@ from moerl.algorithms.mismatch import MismatchSums
 S, V, H, R, WORLD = 40, 2400, 24, 3, 4
 PADDED = 2408
 SHARDS = (1, 2, 4)
+FP32 = "fp32 head"  # of bf16 operands
 KINDS = ("few", "one", "all", "mixed", "full")
 BLOCKS = {"one block": {}, "small blocks": {"_BLOCK": 900, "_ROWS": 11, "_UNION": 30}}
 EXACT = 1e-6
+HALF = ("hidden", "weight")
 
 
 class Found(NamedTuple):
@@ -72,9 +74,11 @@ def csr(keep: Tensor) -> SamplingMask:
     return SamplingMask(offsets, keep.nonzero()[:, 1].int())
 
 
-def by_logits(kind: str) -> Found:
+def by_logits(kind: str, *, half: bool = False) -> Found:
+    """half: of hidden states and a weight in bf16."""
     keep, sampled = record(kind)
-    x, w, a, b, tau = (t.double().requires_grad_() for t in tensors().values())
+    parts = {n: t.bfloat16() if half and n in HALF else t for n, t in tensors().items()}
+    x, w, a, b, tau = (t.double().requires_grad_() for t in parts.values())
     tau = tau.detach()
     # the adapter is in the weight already: no change of value, its gradient
     changed = w[:V] + 0.5 * (b @ a - (b @ a).detach())
@@ -100,6 +104,21 @@ def by_blocks(
     return Found(scores.logprob.detach(), scores.entropy, *(t.grad for t in (x, w, a, b)))
 
 
+def in_half(kind: str, rank: int, size: int, group: dist.ProcessGroup, *, fp32: bool) -> Found:
+    """`by_blocks` of hidden states and a weight in bf16, whose gradient is in a buffer."""
+    keep, sampled = record(kind)
+    part = slice(rank * (PADDED // size), (rank + 1) * (PADDED // size))
+    x, w, a, b, tau = tensors().values()
+    x, a, b = (t.requires_grad_() for t in (x.bfloat16(), a, b[part].clone()))
+    weight: Any = torch.nn.Parameter(w[part].bfloat16())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(len(weight), H), False
+    head = Head(weight, V, part.start, group, adapter=HeadFactors(a, b, 0.5), fp32=fp32)
+    scores = scored(kind, x, head, keep, sampled, tau, shift=0)
+    (scores.logprob * torch.linspace(-1, 2, S)).sum().backward()
+    gradients = (x.grad, weight.main_grad, a.grad, b.grad)
+    return Found(scores.logprob.detach(), scores.entropy, *gradients)
+
+
 def scored(
     kind: str, x: Tensor, head: Head, keep: Tensor, sampled: Tensor, tau: Tensor, shift: int
 ) -> Scores:
@@ -122,8 +141,11 @@ def _rank(rank: int, port: int, folder: Path) -> None:
             vars(head_logprob).update(sizes)
             for kind in KINDS if rank < size else ():
                 found[size, blocks, kind] = by_blocks(kind, rank, size, group)
+            for kind in ("few", "full") if rank < size else ():
+                found[size, f"{FP32}, {blocks}", kind] = in_half(kind, rank, size, group, fp32=True)
             vars(head_logprob).update(before)
         if rank < size:
+            found[size, "rounded", "full"] = in_half("full", rank, size, group, fp32=False)
             found[size, "shifted", "few"] = by_blocks("few", rank, size, group, shift=1)
     d = torch.arange(4.0) * (rank + 1) * 0.1
     sums = MismatchSums.of(-d, torch.zeros(4), torch.tensor([0, 1, 3, 9]))
@@ -148,7 +170,9 @@ def joined(ranks: Ranks, size: int, blocks: str, kind: str) -> Found:
     for other in every:  # equal bitwise: every rank computes the same loss
         assert torch.equal(other.logprob, first.logprob)
         assert torch.equal(other.entropy, first.entropy)
-    d_hidden, d_a = (sum(getattr(one, name) for one in every) for name in ("d_hidden", "d_a"))
+    d_hidden, d_a = (
+        sum(getattr(one, name).double() for one in every) for name in ("d_hidden", "d_a")
+    )
     d_weight, d_b = (
         torch.cat([getattr(one, name) for one in every]) for name in ("d_weight", "d_b")
     )
@@ -175,6 +199,26 @@ def test_shards_give_what_all_logits_give(ranks: Ranks, size: int, blocks: str, 
 @pytest.mark.parametrize("size", SHARDS)
 def test_control_sets_shifted_by_one_id_are_wrong(ranks: Ranks, size: int) -> None:
     found = errors(joined(ranks, size, "shifted", "few"), by_logits("few"))
+    assert min(found.values()) > 100 * EXACT, found
+
+
+@pytest.mark.parametrize("kind", ["few", "full"])
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("size", SHARDS)
+def test_shards_of_an_fp32_head_give_what_all_logits_of_bf16_operands_give(
+    ranks: Ranks, size: int, blocks: str, kind: str
+) -> None:
+    """Shards round their gradients of hidden states to bf16; they are summed here in fp64."""
+    found = errors(joined(ranks, size, f"{FP32}, {blocks}", kind), by_logits(kind, half=True))
+    print(found)
+    assert found.pop("d_hidden") <= 2**-7
+    assert found.pop("d_a") <= 3 * EXACT  # a sum over all entries, then one over all tokens
+    assert max(found.values()) <= EXACT, found
+
+
+@pytest.mark.parametrize("size", SHARDS)
+def test_control_a_head_in_bf16_is_rounded(ranks: Ranks, size: int) -> None:
+    found = errors(joined(ranks, size, "rounded", "full"), by_logits("full", half=True))
     assert min(found.values()) > 100 * EXACT, found
 
 

@@ -56,12 +56,13 @@ def close(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(), sizes=blocks)
-def test_kept_equals_the_dense_oracle(case: Case, sizes: dict[str, int]) -> None:
+@given(case=cases(), sizes=blocks, fp32=st.booleans())
+def test_kept_equals_the_dense_oracle(case: Case, sizes: dict[str, int], fp32: bool) -> None:
+    """fp32: the head's runs are shorter; fp64 stays fp64."""
     hidden, weight, keep, sampled, tau = case
     want, want_entropy = oracle(case)
     with mock.patch.multiple(head_logprob, **sizes):
-        head = Head(weight, len(weight))
+        head = Head(weight, len(weight), fp32=fp32)
         got, entropy, _ = kept_logprobs(hidden, head, sampled, csr(keep), temperature_S=tau)
         found = gradients(got, hidden, weight)
     close((got, entropy, *found), (want, want_entropy, *gradients(want, hidden, weight)))
@@ -69,15 +70,15 @@ def test_kept_equals_the_dense_oracle(case: Case, sizes: dict[str, int]) -> None
 
 
 @settings(max_examples=80, deadline=None)
-@given(case=cases(), sizes=blocks, padding=st.integers(0, 5))
+@given(case=cases(), sizes=blocks, padding=st.integers(0, 5), fp32=st.booleans())
 def test_full_equals_the_dense_oracle_and_ignores_padding(
-    case: Case, sizes: dict[str, int], padding: int
+    case: Case, sizes: dict[str, int], padding: int, fp32: bool
 ) -> None:
     hidden, weight, keep, sampled, tau = case
     want, want_entropy = oracle((hidden, weight, torch.ones_like(keep), sampled, tau))
     padded = torch.cat([weight.detach(), torch.full((padding, 5), 1e3).double()]).requires_grad_()
     with mock.patch.multiple(head_logprob, **sizes):
-        head = Head(padded, len(weight))
+        head = Head(padded, len(weight), fp32=fp32)
         got, entropy, _ = full_logprobs(hidden, head, sampled, temperature_S=tau)
         d_hidden, d_padded = gradients(got, hidden, padded)
     d_weight, d_padding = d_padded.split([len(weight), padding])

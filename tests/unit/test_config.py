@@ -24,6 +24,7 @@ from moerl.config.validate import read_section
 from moerl.data import environments, rewards
 from moerl.errors import ConfigError, ModelError
 from moerl.launch.engine_commands import engines
+from moerl.planning.dry_run import describe
 from moerl.run_dir import RunDir, read_manifest
 
 
@@ -43,6 +44,11 @@ BAD = [
     ("trainer.parallel.ep=3", "trainer.parallel.ep = 3", "must divide tp x cp x dp = 2"),
     ("trainer.parallel.vpp=2", "trainer.parallel.vpp = 2", "interleaved over stages"),
     ("trainer.dtype=fp8", "trainer.dtype = 'fp8'", "fp32 or bf16"),
+    (
+        "engine.args.enable_fp32_lm_head=true",
+        "engine.args.enable_fp32_lm_head = True",
+        "it must be model.fp32_lm_head = False, which sets it for trainer and engines",
+    ),
     (
         "task.name=poetry",
         "task.name = 'poetry'",
@@ -82,6 +88,23 @@ def test_bad_override(override: str, names: str, allows: str) -> None:
     assert names in text
     assert allows in text
     assert "\n" not in text
+
+
+def test_one_setting_makes_both_heads_fp32() -> None:
+    plain, both = (
+        resolve(load_config("quickstart", [f"model.fp32_lm_head={on}"])) for on in (False, True)
+    )
+    check(both)
+    assert both.engine.args == plain.engine.args | {"enable_fp32_lm_head": True}
+    assert resolve(both) == both
+    text = describe(both, [])
+    assert text.count("fp32 and fp32 head") == 1, "the trainer's row"
+    assert text.count("float32 and fp32 head") == 1, "the engine's"
+    assert "fp32 head" not in describe(plain, [])
+    by_hand = ["model.fp32_lm_head=true", "engine.args.enable_fp32_lm_head=false"]
+    refused = resolve(load_config("quickstart", by_hand))
+    with pytest.raises(ConfigError, match=r"must be model\.fp32_lm_head = True"):
+        check(refused)
 
 
 @pytest.mark.parametrize(

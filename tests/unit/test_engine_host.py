@@ -28,7 +28,7 @@ from moerl.engine.mailbox import Mailbox
 from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
 from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
 from moerl.engine.weight_layout import LiveWeightLayout
-from moerl.errors import BlobError, EngineError, RecordError
+from moerl.errors import BlobError, ConfigError, EngineError, RecordError
 from moerl.messages import CommitUpdate, Plan, PrepareUpdate, UpdateClosed
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
@@ -174,6 +174,17 @@ def play(
             await host.stop()
 
     return lambda scenario: asyncio.run(main(scenario))
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_a_host_whose_head_is_not_that_of_the_trainer_is_refused(
+    tmp_path: Path, trainer: bool
+) -> None:
+    run, store = RunDir(tmp_path), BlobStore(tmp_path / "blobs", "n")
+    context = EngineContext(tmp_path, SHAPE, ReplayConfig(), run, "t", fp32_head=trainer)
+    EngineHost(0, EngineConfig(args={"enable_fp32_lm_head": trainer}), context, store)
+    with pytest.raises(ConfigError, match=f"trainer's model.fp32_lm_head is {trainer}"):
+        EngineHost(0, EngineConfig(args={"enable_fp32_lm_head": not trainer}), context, store)
 
 
 def ask(name: str, length: int = 4, num_sampled: int = 0) -> GenerateRequest:

@@ -48,7 +48,7 @@ def test_the_fingerprint_is_stable() -> None:
     assert identity() == LiveWeightLayout(
         "0.5.23", "qwen3_moe", 2, 1, 1, "triton", "none", "bfloat16", ()
     )
-    assert identity().fingerprint() == "8090b10cb3f2d8fd"
+    assert identity().fingerprint() == "108bcfab1d2dbb57"
 
 
 def test_every_part_of_the_identity_changes_the_fingerprint() -> None:
@@ -57,9 +57,10 @@ def test_every_part_of_the_identity_changes_the_fingerprint() -> None:
         identity({"ep_size": 2}),
         identity({"attn_dp_size": 2}),
         identity({"dtype": "float32"}),
+        identity({"enable_fp32_lm_head": True}),
         identity(config=QWEN | {"model_type": "mixtral"}),
     ]
-    assert len({one.fingerprint() for one in [identity(), *changed]}) == 6
+    assert len({one.fingerprint() for one in [identity(), *changed]}) == 7
 
 
 def test_what_does_not_move_weights_does_not_change_it() -> None:
@@ -240,6 +241,7 @@ def test_a_started_server_knows_its_layout(tmp_path: Path) -> None:
         ({"quantization": "fp8"}, 1, "the checkpoint's quant_method is None"),
         ({"version": "0.6.0"}, 1, "sglang = '0.6.0'"),
         ({"enable_eplb": True}, 1, "experts then move"),
+        ({"enable_fp32_lm_head": True}, 1, "the trainer's model.fp32_lm_head is False"),
         ({}, 0, "0 of 1 ranks checked the layout of their weights"),
     ],
 )
@@ -366,10 +368,30 @@ def test_live_modules_are_asked() -> None:
 def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
     def runner(method: object) -> object:
         modules = [("a", SimpleNamespace(quant_method=method))]
-        return SimpleNamespace(model=SimpleNamespace(named_modules=lambda: modules))
+        model = SimpleNamespace(named_modules=lambda: modules)
+        args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": False})
+        return SimpleNamespace(model=model, server_args=args)
 
     weight_layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
     assert capsys.readouterr().out == f"{weight_layout.MODULES_CHECKED}\n"
     with pytest.raises(LayoutError):
         weight_layout.check_loaded(None, runner(AWQLinearMethod()))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_whose_head_is_not_that_of_the_trainer_is_refused(asked: bool) -> None:
+    """SGLang turns the fp32 head on for some config.json, whatever the server argument says."""
+
+    def load(fp32: bool, fp32_output: bool = False, module: str = "logits_processor") -> None:
+        head = SimpleNamespace(use_fp32_lm_head=fp32, use_fp32_lm_head_output=fp32_output)
+        modules = [(module, head if module else SimpleNamespace())]
+        model = SimpleNamespace(named_modules=lambda: modules)
+        args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": asked})
+        weight_layout.check_loaded(None, SimpleNamespace(model=model, server_args=args))
+
+    load(asked)
+    wrong = [(True, False, ""), (False,)] if asked else [(True,), (False, True)]
+    for other in wrong:  # the first: a model without SGLang's own head
+        with pytest.raises(ConfigError, match=f"model.fp32_lm_head is {asked}"):
+            load(*other)

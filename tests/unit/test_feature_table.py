@@ -65,7 +65,7 @@ def test_row(feature: str, name: str, allowed: tuple[Any, ...], verdict: Verdict
 def test_what_sglang_does_on_cuda_unasked_has_a_row() -> None:
     """Its defaults and choices there that the tests on a CPU never meet."""
     unasked = {"cuda_graph_backend_decode", "cuda_graph_backend_prefill", "attention_backend"}
-    unasked |= {"sampling_backend", "enable_fp32_lm_head", "enable_torch_compile"}
+    unasked |= {"sampling_backend", "enable_torch_compile"}
     assert unasked <= {name for _, name, _, _ in ROWS}
     assert "fused top-k kernels" in {feature.name for feature in FEATURES}
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms import head_logprob
-from moerl.algorithms.head_logprob import Head, SamplingMask, Scores, full_logprobs, kept_logprobs
+from moerl.algorithms.head_logprob import (
+    Head,
+    HeadFactors,
+    SamplingMask,
+    Scores,
+    full_logprobs,
+    kept_logprobs,
+)
 from moerl.errors import RecordError
 
 S, V, H = 6, 16, 5
@@ -156,6 +163,59 @@ def test_bf16_rounds_logits_once_and_sums_in_fp32(case: Case, masked: bool) -> N
     assert x.grad is not None
     assert w.grad is not None
     assert (x.grad.dtype, w.grad.dtype) == (torch.bfloat16,) * 2
+
+
+@each
+def test_an_fp32_head_gives_bf16_operands_the_precision_of_fp32(masked: bool) -> None:
+    """Against the same operands in fp64; control: without it logits and gradients are rounded."""
+    torch.manual_seed(1)
+    rows, vocab = 24, 300
+    keep, sampled = torch.rand(rows, vocab) < 0.3, torch.randint(0, vocab, (rows,))
+    keep[torch.arange(rows), sampled] = True
+    hidden, weight = torch.randn(rows, 64).bfloat16(), (torch.randn(vocab, 64) / 8).bfloat16()
+    record = (keep, sampled, torch.full((rows,), 0.7))
+
+    def found(dtype: torch.dtype, *, fp32: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities, gradient of hidden states, gradient of the weight in its buffer."""
+        x, w = hidden.to(dtype).requires_grad_(), buffered(weight.to(dtype), tied=False)
+        w.main_grad = torch.zeros(w.shape, dtype=torch.float64 if dtype == torch.float64 else None)
+        scores = score(x, Head(w, vocab, fp32=fp32), *record, masked=masked)
+        (scores.logprob * torch.linspace(-1, 2, rows)).sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == dtype
+        return scores.logprob.detach().double(), x.grad.double(), w.main_grad.double()
+
+    value, d_hidden, d_weight = found(torch.float64, fp32=False)
+    assert all(map(torch.equal, found(torch.float64, fp32=True), (value, d_hidden, d_weight)))
+    near, far = found(torch.bfloat16, fp32=True), found(torch.bfloat16, fp32=False)
+    for want, close, rounded in ((value, near[0], far[0]), (d_weight, near[2], far[2])):
+        largest = want.abs().max()
+        assert float((close - want).abs().max() / largest) < 1e-6
+        assert float((rounded - want).abs().max() / largest) > 1e-4
+    once = 2**-8 * d_hidden.abs() + 1e-6  # one rounding to bf16
+    assert bool(((near[1] - d_hidden).abs() <= once).all())
+    assert not bool(((far[1] - d_hidden).abs() <= once).all())
+
+
+def test_the_gradient_of_an_adapter_below_an_fp32_head_is_in_fp32() -> None:
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(12, 32).bfloat16(), (torch.randn(90, 32) / 6).bfloat16()
+    a, b = torch.randn(3, 32), torch.randn(90, 3)
+    sampled, tau = torch.randint(0, 90, (12,)), torch.ones(12)
+
+    def gradients(dtype: torch.dtype, *, fp32: bool) -> list[Tensor]:
+        width = torch.float64 if dtype == torch.float64 else torch.float32  # of the factors
+        factors = [t.to(width, copy=True).requires_grad_() for t in (a, b)]
+        head = Head(weight.to(dtype), 90, adapter=HeadFactors(*factors, 0.5), fp32=fp32)
+        scores = full_logprobs(hidden.to(dtype), head, sampled, temperature_S=tau)
+        (scores.logprob * torch.linspace(-1, 2, 12)).sum().backward()
+        return [t.grad for t in factors if t.grad is not None]
+
+    want = gradients(torch.float64, fp32=False)
+    near, far = gradients(torch.bfloat16, fp32=True), gradients(torch.bfloat16, fp32=False)
+    for exact, close, rounded in zip(want, near, far, strict=True):
+        assert float((close - exact).abs().max()) < 1e-5
+        assert float((rounded - exact).abs().max()) > 1e-3
 
 
 def largest_tensor(vocab: int, *, masked: bool) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moerl.config.algorithms import ref_models_of
-from moerl.config.schema import Config, TrainerConfig
+from moerl.config.schema import Config
 from moerl.errors import ConfigError
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.model.gpt import Model, build
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def open_ref_models(config: Config, vocab_size: int, parallel: Parallel) -> dict[str, RefModel]:
     """Every reference model that the algorithm needs, by role.  vocab_size: of the student."""
     return {
-        role: RefModel(f"algorithm.{role}", folder, vocab_size, config.trainer, parallel)
+        role: RefModel(f"algorithm.{role}", folder, vocab_size, config, parallel)
         for role, folder in ref_models_of(config).items()
     }
 
@@ -47,7 +47,7 @@ class RefModel:
     """One rank's part of a model that only scores."""
 
     def __init__(
-        self, field: str, path: str, vocab_size: int, trainer: TrainerConfig, parallel: Parallel
+        self, field: str, path: str, vocab_size: int, config: Config, parallel: Parallel
     ) -> None:
         """field: the setting that names `path`, a Hugging Face folder.
 
@@ -61,7 +61,13 @@ class RefModel:
                 f"it has {source.spec.vocab_size} vocabulary entries, the trained model has "
                 f"{vocab_size}; both must share a tokenizer",
             )
-        self.model = build(source.spec, without_router_losses(trainer), parallel, with_replay=False)
+        self.model = build(
+            source.spec,
+            without_router_losses(config.trainer),
+            parallel,
+            with_replay=False,
+            fp32_head=config.model.fp32_lm_head,
+        )
         load_hf(self.model.tensors, self.model.tiles, source)
         for chunk in self.model.chunks:
             chunk.module.requires_grad_(False).eval()

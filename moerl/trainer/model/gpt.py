@@ -61,6 +61,7 @@ class Model:
     indexers: IndexerReplay | None  # None: attention is dense, or its indexers are always live
     vocab_start: int  # first vocabulary entry of this rank's head
     half: bool
+    fp32_head: bool = False
 
     @property
     def gpt(self) -> GPTModel:
@@ -98,6 +99,7 @@ class Model:
             self.vocab_start,
             group,
             adapter=None if chunk.lora is None else chunk.lora.head,
+            fp32=self.fp32_head,
         )
 
     def keep_base(self) -> None:
@@ -145,10 +147,11 @@ def build(
     *,
     with_replay: bool,
     lora: LoraConfig | None = None,
+    fp32_head: bool = False,
 ) -> Model:
     """Build this rank's part, with weights not yet loaded.  Raises ConfigError, LayoutError.
 
-    lora: `Model.keep_base` is to be called when they are.
+    lora: `Model.keep_base` is to be called when they are.  fp32_head: `model.fp32_lm_head`.
     """
     layers = parallel.platform.layers
     check_family(spec, trainer.parallel, trainer.packing, on_cpu=layers == "local")
@@ -177,6 +180,7 @@ def build(
         indexers=indexers,
         vocab_start=_vocab_rows(spec, parallel.sizes) // parallel.tp_size * parallel.tp_rank,
         half=trainer.dtype == "bf16",
+        fp32_head=fp32_head,
     )
 
 
