@@ -151,7 +151,7 @@ def _gather(
         model.spec,
         ranks.sizes,
         ranks.rank,
-        "local",
+        PLACE.layers,
         ranks.control,
     )
     return gather.gather()
