@@ -274,14 +274,20 @@ def test_the_slices_of_ranks_are_those_of_the_whole(long: Long, cp_size: int, pa
 
 
 def packed_slice(long: Long, grid: Grid, layers: tuple[int, ...]) -> tuple[Microbatch, int]:
-    """A rank's share with its routes, and the most memory that making it took."""
-    tracemalloc.start()
-    try:
-        mine = pack_microbatch(long.plan, 0, 0, long.store, grid=grid)
-        mine.routes(layers)
-        return mine, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    """A rank's share with its routes, and the most memory that making it took.
+
+    The lesser of two, since the memory of other threads of this process is counted too.
+    """
+    peaks = list[int]()
+    for _ in range(2):
+        tracemalloc.start()
+        try:
+            mine = pack_microbatch(long.plan, 0, 0, long.store, grid=grid)
+            mine.routes(layers)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return mine, min(peaks)
 
 
 def compare_routes(mine: Microbatch, layers: tuple[int, ...], wanted: dict[int, Any]) -> None:

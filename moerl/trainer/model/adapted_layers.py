@@ -11,7 +11,7 @@ Both communicate alike: the input of a column-parallel layer is this rank's part
 gathered inside, the output of a row-parallel one is scattered inside, and experts leave it to their
 dispatcher.  The loop over experts costs some small kernels for each; no copy of their rows is made.
 
-Source of the flag: Megatron-Bridge, NeMo.  Legend: T tokens (and batch), R rank.
+Source of the flag: NeMo.  Legend: T tokens (and batch), R rank.
 """
 
 from __future__ import annotations
