@@ -47,7 +47,8 @@ def load(folder: Path) -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    return "\n".join(["| what | figure |", "|---|---|", *_rows(results)])
+    """Lines of the table, each with its end."""
+    return "".join(f"{line}\n" for line in ("| what | figure |", "|---|---|", *_rows(results)))
 
 
 def _rows(results: Iterable[Result]) -> Iterator[str]:
@@ -63,7 +64,7 @@ def with_table(text: str, rows: str) -> str:
         raise ValueError(f"README.md must have {BEGIN} and {END} once each")
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{rows}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{rows}{END}{tail}"
 
 
 if __name__ == "__main__":
