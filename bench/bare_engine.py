@@ -6,6 +6,7 @@ requests, and the arms take turns.  Idle servers sleep, so they cost the others 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from moerl.engine.weight_layout import MODULES_CHECKED
 from moerl.launch.nodes.ray_nodes import start_ray
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import ControllerActor, RayActors, place
-from moerl.messages import Hello, Ok, Plan, StepDone, TakePlan
+from moerl.messages import Hello, Ok, Plan, SetEngines, StepDone, TakePlan
 from moerl.rpc import Keys, RpcClient
 from moerl.types import PolicyVersion
 
@@ -67,21 +68,25 @@ class Arm:
     async def turn(self, number: int) -> Turn:
         processes = [one for root in self.roots() for one in _tree(root)]
         processes.append(psutil.Process())
-        cpu_s, begin = _cpu_s(processes), time.perf_counter()
+        before, begin = _cpu_s(processes), time.perf_counter()
         tokens = await self.answer(number)
-        turn = Turn(tokens, time.perf_counter() - begin, _cpu_s(processes) - cpu_s)
+        wall_s, after = time.perf_counter() - begin, _cpu_s(processes)
         self.settle(number)
-        return turn
+        return Turn(tokens, wall_s, sum(after[pid] - before[pid] for pid in after))
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    """CPU seconds so far of processes that live."""
-    times = [one.cpu_times() for one in processes if one.is_running()]
-    return sum(one.user + one.system for one in times)
+def _cpu_s(processes: Sequence[psutil.Process]) -> dict[int, float]:
+    """CPU seconds so far, by pid, of those that live."""
+    found = {}
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            found[one.pid] = times.user + times.system
+    return found
 
 
 async def measure(plan: RunContext, rounds: int, scratch: Path) -> dict[str, list[Turn]]:
@@ -150,6 +155,7 @@ class Requests:
         }
         if arm != BARE:
             body |= {"return_routed_experts": True, "return_sampling_mask": True}
+            body["sampling_logprobs_mode"] = "selected"
         return body
 
 
@@ -244,8 +250,10 @@ class WholePath:
         """Take the plan of one step.  The first batch began with the controller."""
         if number:
             ray.get(self._controller.next_batch.remote())
-        plan = self._trainer.expect(TakePlan(number, LIMIT_S, 0), Plan).plan
-        return sum(rollout.num_sampled for rollout in plan.rollouts())
+        ask = TakePlan(number, LIMIT_S, 0)
+        while not isinstance(told := self._trainer.request(ask), Plan):  # it takes longer
+            assert isinstance(told, Ok | SetEngines), told
+        return sum(rollout.num_sampled for rollout in told.plan.rollouts())
 
     def finish(self, number: int) -> None:
         """The step is done, as far as the controller is concerned."""
@@ -264,8 +272,12 @@ class WholePath:
 
     def _processes(self) -> list[psutil.Process]:
         """All that Ray started, and the server with them."""
-        mine = psutil.Process().children()
-        return [one for one in mine if "bare_server" not in " ".join(one.cmdline())]
+        found = []
+        for one in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if "bare_server" not in " ".join(one.cmdline()):
+                    found.append(one)
+        return found
 
     def close(self) -> None:
         self._trainer.close()
