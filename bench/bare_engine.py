@@ -20,6 +20,7 @@ import orjson
 import psutil
 import ray
 
+from moerl.controller.context import Context
 from moerl.engine.record_files import FIELD
 from moerl.engine.sglang_client import EngineClient
 from moerl.engine.sglang_server import EngineServer
@@ -219,10 +220,13 @@ class PacedController(ControllerActor):
     """The controller of a run, which lets this bench say when a batch begins."""
 
     async def next_batch(self) -> None:
-        """Admit one more batch under the version that the engine serves: none is published."""
-        context = self._controller.context
-        context.buffer.depth += 1
-        context.tasks.notify()
+        admit_batch(self._controller.context)
+
+
+def admit_batch(context: Context) -> None:
+    """Admit one batch more under the version that the engine serves: none is published."""
+    context.buffer.depth += 1
+    context.tasks.notify()
 
 
 class WholePath:
