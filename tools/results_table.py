@@ -47,8 +47,10 @@ def load(folder: Path) -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Lines of the table, each with its end."""
-    return "".join(f"{line}\n" for line in ("| what | figure |", "|---|---|", *_rows(results)))
+    """Lines of the table, each with its end; without results, a sentence that says so."""
+    rows = list(_rows(results))
+    lines = ["| what | figure |", "|---|---|", *rows] if rows else ["Not measured yet."]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _rows(results: Iterable[Result]) -> Iterator[str]:
