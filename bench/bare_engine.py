@@ -172,7 +172,10 @@ def check_records(reply: Any, arm: str) -> None:
 
 @asynccontextmanager
 async def _http(url: str, token: str) -> AsyncIterator[aiohttp.ClientSession]:
+    # A server closes a connection that rests for 5 s, which the next turn would find out.
+    connector = aiohttp.TCPConnector(force_close=True)
     session = aiohttp.ClientSession(
+        connector=connector,
         base_url=url,
         headers={"Authorization": f"Bearer {token}"},
         timeout=aiohttp.ClientTimeout(LIMIT_S),
