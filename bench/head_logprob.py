@@ -236,7 +236,7 @@ def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    from bench.learning_arms import machine
+    from figures import machine
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -23,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from figures import ROOT, machine
+
 from moerl.observe.metrics import Row, read_rows
 from moerl.run_dir import RunDir
 
-ROOT = Path(__file__).resolve().parents[1]
 STILL = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"  # the arm "rate 0"
 RUN_S = 900.0  # longest run on a machine that others share
 LEARNS, IDLES = 5.0, 2.0  # standard errors: at least, below
@@ -161,15 +160,6 @@ def load(out: Path, arm: str, seeds: int) -> list[HeldOut]:
 
 
 # --- command -------------------------------------------------------------------------------------
-def machine() -> str:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    load_1, load_5, _ = os.getloadavg()
-    cores = os.cpu_count()
-    return f"{platform.machine()}, {cores} cores, load {load_1:.1f} ({load_5:.1f}), commit {commit}"
-
-
 def report(out: Path, found: Found, said: Verdicts) -> None:
     """Print the table and write the results."""
     print(f"{'arm':9}  seed  first tenth      last tenth       run s  warm s  refused")

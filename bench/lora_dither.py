@@ -27,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from learning_arms import first_model, machine, moerl
+from figures import machine
+from learning_arms import first_model, moerl
 
 from moerl.observe.metrics import Row, read_rows
 from moerl.run_dir import RunDir

@@ -16,7 +16,6 @@ kept logits; nothing of it grows with parameters, so the share falls with model 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import tempfile
@@ -25,18 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
 import numpy as np
+from figures import Figure, of_ratios, report, result
+from one_rank import one_rank
 from small_moe import SPEC
 
-from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
+from moerl.config.schema import Config, ObserveConfig, RunConfig, TrainerConfig
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import RolloutSpec, random_rollout
-from moerl.distributed.store_server import StoreServer
-from moerl.distributed.token_store import store_variable
 from moerl.records import BlobStore
 from moerl.types import (
     BatchPlan,
@@ -62,12 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=24, help="interleaved pairs of steps (>= 20)")
     parser.add_argument("--tokens", type=int, default=4096, help="fed-in tokens of a step")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     args = parser.parse_args()
     if args.pairs < 20:
         parser.error("--pairs: at least 20 are needed for the interval")
     folder = Path(tempfile.mkdtemp(prefix="moerl-bench-"))
     try:
-        run(folder, args.pairs, args.tokens)
+        report(result(run(folder, args.pairs, args.tokens)), args.json)
     finally:
         shutil.rmtree(folder)
 
@@ -75,7 +71,7 @@ def main() -> None:
 ARMS = ("both", "routing", "none")
 
 
-def run(folder: Path, num_rounds: int, num_tokens: int) -> None:
+def run(folder: Path, num_rounds: int, num_tokens: int) -> list[Figure]:
     store = BlobStore(folder / "blobs", "bench")
     rng = np.random.default_rng(0)
     rollouts = [make_rollout(store, rng, i) for i in range(max(2, num_tokens // LENGTH))]
@@ -95,37 +91,22 @@ def run(folder: Path, num_rounds: int, num_tokens: int) -> None:
         rounds.append(seconds)
         shown = ", ".join(f"{name} {seconds[name]:.3f} s" for name in ARMS)
         print(f"round {index + 1:2d}/{num_rounds}: {shown}", flush=True)
-    for name in ARMS:
-        print(f"step, {name:8s} {statistics.median(r[name] for r in rounds):.3f} s (median)")
-    for name in ("both", "routing"):
-        report(name, [r[name] / r["none"] for r in rounds])
-
-
-def report(name: str, ratios: list[float]) -> None:
-    rng = np.random.default_rng(1)
-    draws = [statistics.median(rng.choice(ratios, len(ratios)).tolist()) for _ in range(4000)]
-    low, high = np.percentile(draws, [2.5, 97.5])
-    print(
-        f"overhead of {name:8s} {100 * (statistics.median(ratios) - 1):+.2f} % of a step without "
-        f"(95% interval {100 * (low - 1):+.2f} .. {100 * (high - 1):+.2f} %, "
-        f"{len(ratios)} interleaved rounds, load {os.getloadavg()[0]:.1f})"
-    )
+    medians = {name: round(statistics.median(r[name] for r in rounds), 3) for name in ARMS}
+    print(f"seconds of a step, median: {medians}")
+    return [
+        of_ratios(f"seconds of a step, {name} / none", [r[name] / r["none"] for r in rounds])
+        for name in ("both", "routing")
+    ]
 
 
 def learners(store: BlobStore) -> list[Any]:
     """Learners of the three arms, equal weights, one rank in this process."""
-    from moerl.trainer.model import parallel
-    from moerl.trainer.model.platform import prepare
-
-    platform = prepare("auto")
-    store = StoreServer("127.0.0.1")
-    os.environ |= store_variable(store.server_address, 0) | {"RANK": "0", "WORLD_SIZE": "1"}
     config = Config(
         run=RunConfig(steps=1000),
-        trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=2048),
+        trainer=TrainerConfig(max_tokens_per_microbatch=2048),
         observe=ObserveConfig(full_entropy=0),  # a metric, not part of replay
     )
-    job = parallel.start(config.trainer.parallel, platform, timeout_s=600)
+    job = one_rank()
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model.gpt import build
 

@@ -24,20 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
 import numpy as np
+from one_rank import one_rank
 from small_moe import SPEC as SMALL_MOE
 
-from moerl.config.schema import Config, ObserveConfig, ParallelConfig, RunConfig, TrainerConfig
+from moerl.config.schema import Config, ObserveConfig, RunConfig, TrainerConfig
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import TurnRows
 from moerl.data.batching import plan_batch
 from moerl.data.synthetic import RolloutSpec, random_reply
-from moerl.distributed.store_server import StoreServer
-from moerl.distributed.token_store import store_variable
 from moerl.records import BlobStore
 from moerl.types import (
     BatchPlan,
@@ -152,21 +147,15 @@ def make_plan(played: Sequence[PartialEpisode], form: TurnRows) -> BatchPlan:
 
 def make_learner(store: BlobStore) -> Learner:
     """One rank in this process."""
-    from moerl.trainer.model import parallel
-    from moerl.trainer.model.platform import prepare
-
-    platform = prepare("auto")
-    server = StoreServer("127.0.0.1")
-    os.environ |= store_variable(server.server_address, 0) | {"RANK": "0", "WORLD_SIZE": "1"}
     config = Config(
         run=RunConfig(steps=1000),
-        trainer=TrainerConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=MICROBATCH),
+        trainer=TrainerConfig(max_tokens_per_microbatch=MICROBATCH),
         observe=ObserveConfig(full_entropy=0),
     )
+    job = one_rank()
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model.gpt import build
 
-    job = parallel.start(config.trainer.parallel, platform, timeout_s=600)
     model = build(SPEC, config.trainer, job, with_replay=True)
     return Learner(model, job, config, store)
 

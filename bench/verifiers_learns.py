@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from learning_arms import ROOT, STILL, HeldOut, arguments, learns, run_arms, train
+from figures import ROOT
+from learning_arms import STILL, HeldOut, arguments, learns, run_arms, train
 
 ARMS = {"verifiers": [], "rate 0": [STILL]}
 HARNESS = {"agent": {"harness": {"id": "here_harness"}, "runtime": {"type": "subprocess"}}}

@@ -58,6 +58,8 @@ _SECONDARY = re.compile(
 class EngineServer:
     """Starts, watches and stops one server.  Not restartable: make a new one."""
 
+    program: tuple[str, ...] = ("-m", "moerl.engine.server_process")  # Python's arguments
+
     def __init__(
         self,
         config: EngineConfig,
@@ -237,7 +239,7 @@ class EngineServer:
         job = {"parent": os.getpid(), "token": self.token, "args": self.args}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "moerl.engine.server_process"],
+                [sys.executable, *self.program],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

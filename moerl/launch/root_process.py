@@ -32,7 +32,20 @@ def main() -> int:
 
 
 def _run(request: dict[str, Any]) -> int:
-    # Ray reads these on import: this run's own cluster, with authentication.
+    resume, scratch = bool(request["resume"]), Path(request["scratch"])
+    if resume:
+        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
+    else:
+        config = load_config(request["recipe"], request["overrides"])
+    set_ray_environment(config)
+    from moerl.launch.train import train
+
+    reset = resume and request["reset_optimizer"]
+    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
+
+
+def set_ray_environment(config: Config) -> None:
+    """What Ray reads on import: this run's own cluster, with authentication."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -41,19 +54,10 @@ def _run(request: dict[str, Any]) -> int:
         "RAY_AUTH_MODE": "token",
         "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
     }
-    resume, scratch = bool(request["resume"]), Path(request["scratch"])
-    if resume:
-        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
-    else:
-        config = load_config(request["recipe"], request["overrides"])
     os.environ["RAY_AUTH_TOKEN"] = ray_token(config, os.environ)
     if is_local(config.cluster):
         # its setting for macOS and Windows: all of Ray listens on loopback, not on all interfaces
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    from moerl.launch.train import train
-
-    reset = resume and request["reset_optimizer"]
-    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
 
 
 def ray_token(config: Config, environment: Mapping[str, str]) -> str:
