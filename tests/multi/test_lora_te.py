@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tr
 
 def _run(case: Trained, layout: str, **settings: Any) -> Found:
     found = case.run(layout, on="te", **settings)
-    assert found["te_layers"] > 10, "layers are megatron-core's own"
+    assert found["te_layers"] >= 10, "layers are megatron-core's own"  # five in each of two
     assert found["te_products"] == 0, "no gradient of a frozen weight is computed"
     return found
 
