@@ -26,6 +26,8 @@ _NOT_WITH_ADAPTERS = {  # fields of trainer.megatron
     "fp8": _QUANTIZED,
     "fp4": _QUANTIZED,
 }
+# Of trainer.megatron.recompute_modules: outputs that are released and made again in the backward pass.
+_RELEASED = {"layernorm", "moe_act", "mla_up_proj"}
 
 
 def check_lora(config: Config) -> None:
@@ -69,6 +71,13 @@ def check_lora(config: Config) -> None:
     for name, reason in _NOT_WITH_ADAPTERS.items():
         if value := config.trainer.megatron.get(name):
             raise ConfigError(f"trainer.megatron.{name}", value, reason)
+    if found := _RELEASED & set(config.trainer.megatron.get("recompute_modules") or ()):
+        raise ConfigError(
+            "trainer.megatron.recompute_modules",
+            sorted(found),
+            "they release inputs that adapters need; not with lora, "
+            "recompute_granularity = full is possible",
+        )
     if lora.serves_adapters:
         _check_slots(config)
     if lora.sends_factors and config.engine.count:

@@ -21,15 +21,9 @@ from tests.helpers.trainer_support import ROOT, make_model
 
 FORMS = {"each": LORA, "shared": SHARED, "wide": WIDE, "served": SERVED}
 RECOMPUTED = {
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "selective": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act", "layernorm"],
-    },
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
 
 
@@ -133,13 +127,10 @@ def test_other_forms_of_adapters_have_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_layers_have_them(
-    trained: Callable[..., Trained], recompute: str, family: str
-) -> None:
+def test_recomputed_layers_have_them(trained: Callable[..., Trained], family: str) -> None:
     case = trained(family)
-    _check(case.gaps(_run(case, "tp2-ep2", megatron=RECOMPUTED[recompute])))
+    _check(case.gaps(_run(case, "tp2-ep2", megatron=RECOMPUTED)))
 
 
 @pytest.mark.full

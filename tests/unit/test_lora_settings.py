@@ -102,6 +102,7 @@ def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> 
         ("fine_grained_activation_offloading", True, "releases inputs"),
         ("delay_wgrad_compute", True, "no gradient to delay"),
         ("overlap_dispatch_backward_with_experts_wgrad", True, "no gradient to delay"),
+        ("recompute_modules", ["moe_act", "core_attn"], "release inputs"),
         ("fp8", "hybrid", "not compared"),
         ("fp4", "e2m1", "not compared"),
     ],
