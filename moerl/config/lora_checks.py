@@ -26,7 +26,7 @@ _NOT_WITH_ADAPTERS = {  # fields of trainer.megatron
     "fp8": _QUANTIZED,
     "fp4": _QUANTIZED,
 }
-# Of trainer.megatron.recompute_modules: outputs that are released and made again in the backward pass.
+# Of trainer.megatron.recompute_modules: outputs that are released, and made again for backward.
 _RELEASED = {"layernorm", "moe_act", "mla_up_proj"}
 
 
