@@ -23,7 +23,7 @@ import pytest
 from moerl.audit.score_job import ScoreJob
 from moerl.serialization import decode_value, encode_value
 from moerl.types import PolicyVersion, Rollout
-from tests.helpers.rank_server import _server, run_ranks
+from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.replay_scenario import A, B
 from tests.helpers.sparse_servers import WAVES
 from tests.helpers.trainer_support import ROOT
@@ -38,7 +38,7 @@ Gaps = Mapping[str, np.ndarray]  # trainer minus engine, by rollout id
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dsa")
-    _server()  # it imports Megatron while the engines run
+    start_server()  # it imports Megatron while the engines run
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.helpers.sparse_servers", str(folder)],
         cwd=ROOT,

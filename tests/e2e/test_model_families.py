@@ -29,7 +29,7 @@ from moerl.config.schema import Precision, TinyFamily
 from moerl.launch.run_context import RunContext
 from moerl.types import Rollout
 from tests.helpers import warm_score
-from tests.helpers.rank_server import _server, run_ranks
+from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.train_runs import Run, start
 from tools.family_table import RESULTS, FamilyResult
 
@@ -47,7 +47,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Records of the families that are tested, and all their scores."""
     folder = tmp_path_factory.mktemp("families")
     wanted = {item.callspec.params["family"] for item in request.session.items if _of_here(item)}
-    _server()  # it imports Megatron while the engines run
+    start_server()  # it imports Megatron while the engines run
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.family_servers", str(folder)]
     done = subprocess.run(
         [*command, *(family for family in FAMILIES if family in wanted)],

@@ -79,6 +79,11 @@ def run_ranks(
     return output
 
 
+def start_server(on: str = "cpu") -> None:
+    """Let the process of `run_ranks` import Megatron while other work goes on."""
+    _server(_SERVERS[on])
+
+
 def meet_apart(number: int) -> None:
     """In a rank that starts several trainers: those of trainer `number` find no others' values."""
     os.environ[VARIABLE] = json.dumps(json.loads(_PLACE) | {"round": number})
