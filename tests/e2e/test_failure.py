@@ -136,12 +136,12 @@ def test_a_reward_that_is_not_finite_names_the_setting(tmp_path: Path) -> None:
 @pytest.mark.full  # test_engine_e2e.py asks the host for the same
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     """The engine's own cause with the end of its log, not a silent wait."""
-    wrong = "engine.args.attention_backend=no_such_backend"
+    wrong = "engine.args.schedule_policy=no_such_policy"
     run = start(tmp_path, "quickstart", *SETTINGS, wrong, name="bad")
     assert run.finish(120) == 1
     cause = run.text().split("moerl: ")[1].splitlines()[0]
     assert cause.startswith("engine did not start: "), cause
-    assert "no_such_backend" in run.text()
+    assert "no_such_policy" in run.text()
 
 
 def test_an_unknown_engine_argument_is_refused_before_the_start(tmp_path: Path) -> None:
