@@ -184,7 +184,7 @@ def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path:
 @pytest.mark.timeout(900)
 def test_a_trainer_that_hangs_is_started_again(three: list[Host], tmp_path: Path) -> None:
     """All ranks are stopped: nobody among them notices, and their nodes have to end them."""
-    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=15")
+    settings = (f"run.steps={STEPS}", "checkpoint.every=2", "trainer.step_timeout_s=30")
     with cluster_run(three, tmp_path, *settings, "supervision.max_restarts=6") as run:
         run.wait_for(lambda: len(run.rows()) >= 3)
         before, ranks = incarnation(run), ranks_of(run)
