@@ -30,7 +30,7 @@ RECIPES = {  # what the recipe must have measured, beyond what every run does
     "process-rewards": (),
     "grpo-roc": (),
     "digits-in-turns": (),
-    "digits-mixture": ("reward/mean/three", "sample/groups/turns"),
+    "digits-mixture": (),
     "m2po": ("loss/cut_frac/m2",),
     "minibatches": ("loss/moved_k3", "loss/cut_frac/tis_token"),
     "online-dpo": ("dpo/loss", "dpo/right_frac"),
@@ -48,6 +48,8 @@ def test_recipe(name: str, tmp_path: Path) -> None:
     for row in rows:
         assert not [metric for metric in (*EVERY, *RECIPES[name]) if metric not in row]
     assert any(row["loss/grad_norm"] > 0 for row in rows), "some answer was rewarded"
+    if name == "digits-mixture":  # a step takes what is ready, which need not be of every task
+        assert {"reward/mean/three", "sample/groups/turns"} <= {key for row in rows for key in row}
     if name == "deepseek-v32":  # the student starts as its reference
         assert abs(rows[0]["loss/kl_ref_k3"]) < 1e-3
 
