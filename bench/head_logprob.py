@@ -1,7 +1,8 @@
 """The head by blocks against one that makes all logits: time and peak memory, forward + backward.
 
     python bench/head_logprob.py [--tokens 4096] [--hidden 64] [--kept 64] [--dtype bfloat16]
-        [--rounds 3] [--rows masks] [--only blocks] [--fp32-head] [--most-gb 10] [--json FILE]
+        [--rounds 3] [--rows masks] [--only blocks] [--fp32-head] [--most-gb 10] [--equal]
+        [--skyrl WHEEL] [--json FILE]
 
 At V = 151,936 (Qwen3), from the hidden states of all tokens to the gradients of hidden states and
 weight.  `logits` is one product [tokens, V], log-probabilities from it (over the kept entries as
@@ -10,6 +11,10 @@ moerl/algorithms/head_logprob.py.  Every token is sampled, which favours `logits
 cost it as much.  Both with sampling masks and without.  Ways alternate, so that a noisy machine
 hits both alike; ratios are taken within a round.  `--device cuda` runs the same on a GPU.
 `--fp32-head` is `model.fp32_lm_head`, of blocks alone.
+
+`--skyrl` adds a third way, with masks: SkyRL 0.4's projection onto kept rows (bench/skyrl_head.py),
+from masks that are as wide as the largest; `--equal` makes all of one size, which is its best case.
+Errors are of log-probabilities and of the gradient of hidden states (its norm), against fp64.
 
 Memory is the peak beyond inputs and the gradient of the weight: on the CPU by the high-water mark
 of a process of its own, on CUDA by the allocator.  Where logits and their gradient take more than
@@ -26,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +44,9 @@ from torch.autograd import Function
 
 from moerl.algorithms.head_logprob import Head, SamplingMask, full_logprobs, kept_logprobs
 
-V = 151_936
+V, TAU = 151_936, 0.8
 KINDS = ("masks", "vocabulary")
+SKYRL_WHEEL = "SKYRL_WHEEL"  # environment variable: path of the wheel whose way is compared
 ROWS = 32  # of logits in fp32 at a time, about
 
 
@@ -52,6 +59,7 @@ class Shape:
     kept: int  # mean size of a sampling mask
     masked: bool
     fp32: bool = False  # an fp32 head of blocks
+    equal: bool = False  # all sampling masks have the mean size
 
     def logits_bytes(self, dtype: torch.dtype) -> int:
         """All logits and their gradient."""
@@ -64,6 +72,8 @@ class Inputs:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = torch.empty(shape.tokens).exponential_(1 / shape.kept, generator=generator)
+        if shape.equal:
+            sizes.fill_(shape.kept)
         sets = [
             torch.randint(0, V, (int(size),), generator=generator).unique()
             for size in sizes.long().clamp(1, V)
@@ -71,7 +81,11 @@ class Inputs:
         offsets = torch.tensor([0, *(len(one) for one in sets)]).cumsum(0)
         self.shape, self.mask = shape, SamplingMask(offsets, torch.cat(sets).int())
         self.sampled = torch.stack([one[len(one) // 2] for one in sets])
-        self.tau = torch.full((shape.tokens,), 0.8, device=device)
+        if os.environ.get(SKYRL_WHEEL):
+            from skyrl_head import support_of
+
+            self.support = support_of(self.mask.offsets, self.mask.ids)
+        self.tau = torch.full((shape.tokens,), TAU, device=device)
         hidden = torch.randn(shape.tokens, shape.hidden, generator=generator)
         weight = torch.randn(V, shape.hidden, generator=generator) * shape.hidden**-0.5
         self.hidden = hidden.to(device, dtype).requires_grad_()
@@ -133,7 +147,17 @@ class _Vocabulary(Function):
         return grad, None, None
 
 
-WAYS: dict[str, Callable[[Inputs], Tensor]] = {"logits": by_logits, "blocks": by_blocks}
+def by_skyrl(inputs: Inputs) -> Tensor:
+    from skyrl_head import logprobs
+
+    return logprobs(inputs.hidden, inputs.weight, inputs.sampled, inputs.support, TAU)
+
+
+WAYS: dict[str, Callable[[Inputs], Tensor]] = {
+    "logits": by_logits,
+    "blocks": by_blocks,
+    "skyrl": by_skyrl,
+}
 
 
 def step(inputs: Inputs, way: str) -> Tensor:
@@ -143,11 +167,37 @@ def step(inputs: Inputs, way: str) -> Tensor:
     return logprob.detach()
 
 
-def check(inputs: Inputs) -> None:
-    """Both ways agree, as far as one rounding of a logit goes."""
-    gap = float((step(inputs, "blocks") - step(inputs, "logits")).abs().max())
+def check(inputs: Inputs, names: Sequence[str]) -> None:
+    """All ways agree, as far as one rounding of a logit goes."""
+    one, *others = names
+    want = step(inputs, one)
     bound = 1e-4 if inputs.hidden.dtype == torch.float32 else 0.1
-    assert gap < bound, f"the ways differ by {gap}"
+    for way in others:
+        gap = float((step(inputs, way) - want).abs().max())
+        assert gap < bound, f"{way} and {one} differ by {gap}"
+
+
+def errors(inputs: Inputs, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of log-probabilities, the largest, and of the gradient of hidden states, relative."""
+    hidden, weight = inputs.hidden.detach().double().requires_grad_(), inputs.weight.detach()
+    offsets, ids = inputs.mask.offsets.tolist(), inputs.mask.ids.long().to(weight.device)
+    parts = []
+    for token, (begin, end) in enumerate(pairwise(offsets)):
+        z = weight[ids[begin:end]].double() @ hidden[token] / TAU
+        own = int((ids[begin:end] == inputs.sampled[token].to(ids.device)).nonzero())
+        parts.append(z[own] - z.logsumexp(0))
+    want = torch.stack(parts)
+    want.sum().backward()
+    assert hidden.grad is not None
+    found = {}
+    for way in names:
+        logprob = step(inputs, way)
+        gap = inputs.hidden.grad.double() - hidden.grad  # type: ignore[union-attr]
+        found[way] = {
+            "logprob": float((logprob.double() - want.detach()).abs().max()),
+            "grad": float(gap.norm() / hidden.grad.norm()),
+        }
+    return found
 
 
 def measure_time(inputs: Inputs, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
@@ -209,11 +259,14 @@ def _high_water() -> int:
 # --- command --------------------------------------------------------------------------------------
 def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     dtype, names = getattr(torch, args.dtype), args.only or list(WAYS)
+    if not (args.skyrl and shape.masked):
+        names = [name for name in names if name != "skyrl"]
     if shape.logits_bytes(dtype) > args.most_gb * 1e9:
         names = [name for name in names if name != "logits"]
     inputs = Inputs(shape, dtype, args.device)
     if len(names) > 1:
-        check(inputs)
+        check(inputs, names)
+    wrong = errors(inputs, names) if args.skyrl and shape.masked else {}
     seconds = measure_time(inputs, names, args.rounds)
     if args.device == "cuda":
         peaks = {name: cuda_peak(inputs, name) for name in names}
@@ -228,11 +281,13 @@ def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     }
     if "blocks" in peaks:
         found["computed_memory_ratio"] = shape.logits_bytes(dtype) / peaks["blocks"]
-    if len(names) > 1:
-        ratios = [a / b for a, b in zip(seconds["logits"], seconds["blocks"], strict=True)]
-        found["time_ratio"] = [min(ratios), statistics.median(ratios), max(ratios)]
-        found["memory_ratio"] = peaks["logits"] / peaks["blocks"]
-    return found
+    for name in {"logits", "skyrl"} & peaks.keys() if "blocks" in peaks else ():
+        ratios = [a / b for a, b in zip(seconds[name], seconds["blocks"], strict=True)]
+        found[f"{name}_over_blocks"] = {
+            "time": [min(ratios), statistics.median(ratios), max(ratios)],
+            "memory": peaks[name] / peaks["blocks"],
+        }
+    return found | ({"errors": wrong} if wrong else {})
 
 
 def main() -> None:
@@ -249,12 +304,17 @@ def main() -> None:
     parser.add_argument("--most-gb", type=float, default=10.0, help="of all logits, 1e9 bytes")
     parser.add_argument("--only", choices=list(WAYS), action="append", help="one way alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--equal", action="store_true", help="all masks of one size")
+    parser.add_argument("--skyrl", type=Path, metavar="WHEEL", help="compare with SkyRL's way")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
+    if args.skyrl:
+        os.environ[SKYRL_WHEEL] = str(args.skyrl.resolve())
     torch.set_num_threads(1)
     result: dict[str, Any] = {"machine": machine(), "dtype": args.dtype, "device": args.device}
     for rows in args.rows or KINDS:
-        shape = Shape(args.tokens, args.hidden, args.kept, rows == "masks", args.fp32_head)
+        masked = rows == "masks"
+        shape = Shape(args.tokens, args.hidden, args.kept, masked, args.fp32_head, args.equal)
         result[rows] = measured(shape, args)
     text = json.dumps(result, indent=1)
     print(text)

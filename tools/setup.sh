@@ -117,7 +117,8 @@ packages_gpu() {
   grep -v "^$source_package==" requirements/gpu.lock >"$wheels"
   run_pip "$(grep -c == "$wheels") pinned packages" "--requirement=$wheels"
   use_packaged_cuda
-  local folder=${MOERL_WHEELS:-build/wheels}/torch-$(pinned torch) made
+  local folder made
+  folder=${MOERL_WHEELS:-build/wheels}/torch-$(pinned torch)
   made=$(compiled "$folder")
   if [[ -z $made ]]; then
     mkdir -p "$folder"
