@@ -53,6 +53,23 @@ def test_one_scale_holds_for_all_ranks() -> None:
     assert [lora.rank_of(f"model.layers.0.{name}") for name in names] == [4, 2, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "means"),
+    [
+        (["trainer.dtype=bf16"], "dither"),
+        (["trainer.dtype=bf16", "lora.rounding=nearest"], "nearest"),
+        (["trainer.dtype=bf16", "lora.delivery=adapter"], "nearest"),
+        (["trainer.dtype=bf16", "lora.rank=0"], "nearest"),
+        (["trainer.dtype=fp32"], "nearest"),
+    ],
+)
+def test_merged_weights_in_bf16_are_dithered_unless_told(settings: list[str], means: str) -> None:
+    resolved = resolve(load_config("quickstart-lora", settings))
+    assert resolved.lora.rounding == means
+    assert resolve(resolved) == resolved
+    assert resolved.lora.dithers == (means == "dither")
+
+
 def test_the_base_is_the_reference_unless_another_model_is_wanted() -> None:
     kl = AlgorithmConfig(kl="k3", kl_coef=0.1)
     config = replace(Config(), lora=ON, algorithm=kl, model=ModelConfig(path="base"))
