@@ -44,6 +44,8 @@ from moerl.errors import RecordError
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
 _UNION = 8192  # kept entries of the rows that share a block
+_UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
+_WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape
 _FEW = 256  # rows that keep at most 1 / 256 of the vocabulary share blocks
 _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
 
@@ -115,7 +117,7 @@ def kept_logprobs(
     """
     sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
     _check_mask(sampled, offsets, ids)
-    blocks = _kept_blocks(sampled, offsets, ids, head)
+    blocks = _kept_blocks(sampled, offsets, ids, head, hidden_SH.device)
     scores = _score(hidden_SH, head, temperature_S, blocks)
     if not full_entropy:
         return scores
@@ -144,7 +146,7 @@ class _Block(NamedTuple):
     rows: Tensor  # [N] i64, sampled tokens
     columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
     places: Tensor | None  # [Z] i64, kept entries in the flattened block; None: all are kept
-    entries: Tensor | slice  # [U] i64 ascending, or a run of them; local to this shard
+    entries: Tensor | slice  # [U] i64 ascending, on a CPU then copies of the first; or a run
 
 
 def _full_blocks(sampled: Tensor, head: Head) -> list[_Block]:
@@ -156,7 +158,9 @@ def _full_blocks(sampled: Tensor, head: Head) -> list[_Block]:
     ]
 
 
-def _kept_blocks(sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head) -> list[_Block]:
+def _kept_blocks(
+    sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head, device: torch.device
+) -> list[_Block]:
     """The kept entries of this shard, each in one block."""
     owner = torch.repeat_interleave(offsets.diff())
     mine = (ids >= head.start) & (ids < head.start + head.width)
@@ -164,7 +168,7 @@ def _kept_blocks(sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head) -> l
     counts = torch.bincount(kept.owner, minlength=len(sampled))
     is_many = counts * _FEW > head.width
     few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
-    blocks = kept.unions(few, counts)
+    blocks = kept.unions(few, counts, on_cpu=device.type == "cpu")
     for rows in many.split(_ROWS):
         blocks += kept.runs(rows, _runs(head, len(rows)))
     return blocks
@@ -177,20 +181,23 @@ class _Kept(NamedTuple):
     ids: Tensor  # [nnz] i64, local, ascending in a row
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
-    def unions(self, rows: Tensor, counts: Tensor) -> list[_Block]:
+    def unions(self, rows: Tensor, counts: Tensor, *, on_cpu: bool) -> list[_Block]:
         """Blocks of rows with all that any of them keeps."""
         owner, ids = self._of(rows)
-        sizes = _sizes(counts[rows])
+        sizes = _sizes(counts[rows], min(_UNION, _UNION_CPU) if on_cpu else _UNION)
+        multiple = _WIDTHS_CPU if on_cpu else 1
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
         pieces = zip(rows.split(sizes), owner.split(lengths), ids.split(lengths), strict=True)
-        return [self._union(some, of - of[0], kept) for some, of, kept in pieces]
+        return [self._union(some, of - of[0], kept, multiple) for some, of, kept in pieces]
 
-    def _union(self, rows: Tensor, owner: Tensor, ids: Tensor) -> _Block:
+    def _union(self, rows: Tensor, owner: Tensor, ids: Tensor, multiple: int) -> _Block:
         entries, columns = torch.unique(ids, return_inverse=True)
         sampled = self.sampled[rows]
         found = torch.searchsorted(entries, sampled).clamp(max=len(entries) - 1)
         own = torch.where(entries[found] == sampled, found, -1)
+        # no row keeps the columns added here: their logits are absent, their gradients zeros
+        entries = torch.cat([entries, entries[:1].expand(-len(entries) % multiple)])
         return _Block(rows, own, owner * len(entries) + columns, entries)
 
     def runs(self, rows: Tensor, parts: list[slice]) -> list[_Block]:
@@ -220,11 +227,11 @@ class _Kept(NamedTuple):
         return number[number >= 0], self.ids[number >= 0]
 
 
-def _sizes(counts: Tensor) -> list[int]:
-    """How many rows go together: as long as they keep at most _UNION entries."""
+def _sizes(counts: Tensor, union: int) -> list[int]:
+    """How many rows go together: as long as they keep at most `union` entries."""
     sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
     while begin < len(counts):
-        end = max(int(torch.searchsorted(sums, before + _UNION, right=True)), begin + 1)
+        end = max(int(torch.searchsorted(sums, before + union, right=True)), begin + 1)
         sizes.append(end - begin)
         begin, before = end, int(sums[end - 1])
     return sizes

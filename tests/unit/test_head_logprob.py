@@ -254,6 +254,7 @@ def largest_tensor(vocab: int, *, masked: bool) -> tuple[int, int]:
 def test_logits_exist_by_blocks(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved does not depend on the vocabulary, nor what is made beyond a block's size."""
     monkeypatch.setattr(head_logprob, "_BLOCK", 64 * 32)
+    monkeypatch.setattr(head_logprob, "_WIDTHS_CPU", 32)  # columns, as of a block of 64 rows
     saved, made = largest_tensor(4096, masked=masked)
     assert saved == 64 * 4
     assert made <= 64 * 32
@@ -273,6 +274,21 @@ def test_no_sampled_token_gives_empty_results_and_a_zero_gradient(masked: bool) 
     lp.sum().backward()
     assert (len(lp), len(entropy), tuple(hidden.grad.shape)) == (0, 0, (0, 4))
     assert not weight.grad.any()
+
+
+def test_columns_of_no_row_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU unions are as wide as a multiple; results are those of unions as they are."""
+    hidden, weight, keep, sampled, tau = case
+    monkeypatch.setattr(head_logprob, "_FEW", 1)  # every row shares a block
+    found = []
+    for multiple in (1, 7, 256):
+        monkeypatch.setattr(head_logprob, "_WIDTHS_CPU", multiple)
+        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        scores = kept_logprobs(h, Head(w, V), sampled, csr(keep), temperature_S=tau)
+        scores.logprob.sum().backward()
+        found.append((scores.logprob.detach(), scores.entropy, h.grad, w.grad))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-6)
 
 
 def test_entropy_over_the_whole_vocabulary_beside_the_mask(case: Case) -> None:
