@@ -91,6 +91,7 @@ class Hello:
     plans them again.
     begins: first version of each trainer in the history of its weights, this one last; it comes
     from the checkpoint, because the controller's journal may be of another node.
+    pair_cost: of the model (`moerl.data.row_cost`).
     """
 
     world_size: int
@@ -98,19 +99,22 @@ class Hello:
     version: PolicyVersion  # current weights of the trainer
     consumed: Ranges
     begins: tuple[PolicyVersion, ...]
+    pair_cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TakePlan:
     """Ask for the plan of one optimizer step.
 
-    Reply: Plan; Stop when the run is over; Refresh when an engine must be published to first;
-    SetEngines when the set of engines has changed; Ok when answers take longer (ask again).
+    Reply: Plan; SamePlan when the one that came ahead stands; Stop when the run is over; Refresh
+    when an engine must be published to first; SetEngines when the set of engines has changed; Ok
+    when answers take longer (ask again).
     """
 
     step: int
     timeout_s: float
     incarnation: int  # of the sender; older incarnations are refused
+    came_ahead: bool = False  # the sender has this step's plan from `Plan.ahead`
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,7 @@ class TakeRecords:
     start: int  # earlier starts of these ranks
     dp_size: int
     timeout_s: float
+    pair_cost: float = 0.0  # as in Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +257,16 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class Plan:
     plan: BatchPlan
+    ahead: BatchPlan | None = None
+    """Of the next step, if its batch is complete: its records may be read; not yet to be trained.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class SamePlan:
+    """The plan that came ahead is the step's plan; ahead: as in `Plan`."""
+
+    ahead: BatchPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +348,7 @@ Message = (
     | Ok
     | Refused
     | Plan
+    | SamePlan
     | Stop
     | Refresh
     | SetEngines

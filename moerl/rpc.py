@@ -42,7 +42,7 @@ from zmq.utils import z85
 
 from moerl.atomic import atomic_write
 from moerl.errors import MoerlError, ProtocolError, TrainerError, cause_of
-from moerl.messages import Message, Plan, Refused
+from moerl.messages import Message, Plan, Refused, SamePlan
 from moerl.serialization import decode, encode
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class RpcServer:
             reply = await self._reply(data)
             number = caller.parts.number
             # encoding a plan of thousands of rollouts would block the loop for tens of milliseconds
-            if isinstance(reply, Plan):
+            if isinstance(reply, Plan | SamePlan):
                 frames = await asyncio.to_thread(_encoded, client, number, reply)
             else:
                 frames = _encoded(client, number, reply)

@@ -15,34 +15,42 @@ import msgspec
 import numpy as np
 
 from moerl.errors import ProtocolError
-from moerl.messages import Message, Plan
-from moerl.types import Array, EpisodeGroup
+from moerl.messages import Message, Plan, SamePlan
+from moerl.types import Array, BatchPlan, EpisodeGroup
+
+_Change = Callable[[Array, int, Array], Array]
 
 _TYPES: dict[str, type] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
     """A plan of thousands of rollouts takes long: call this in a thread."""
-    if isinstance(message, Plan):
-        plan = message.plan
-        message = Plan(replace(plan, groups=tuple(_with_turns(g, _cut) for g in plan.groups)))
-    return _ENCODER.encode((type(message).__name__, message))
+    return _ENCODER.encode((type(message).__name__, _with_plans(message, _cut)))
 
 
 def decode(data: bytes) -> Message:
     """Raises ProtocolError for an unknown or malformed message."""
     try:
         name, body = _ENVELOPE.decode(data)
-        message: Message = _DECODERS[name].decode(body)
-        if isinstance(message, Plan):
-            plan = message.plan
-            message = Plan(replace(plan, groups=tuple(_with_turns(g, _join) for g in plan.groups)))
-        return message
+        return _with_plans(_DECODERS[name].decode(body), _join)
     except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
         raise ProtocolError(f"unreadable message: {error}") from error
 
 
-def _with_turns(group: EpisodeGroup, change: Callable[[Array, int, Array], Array]) -> EpisodeGroup:
+def _with_plans(message: Message, change: _Change) -> Message:
+    """The message with other `token_ids` in its plans, see `_with_turns`."""
+    if isinstance(message, Plan | SamePlan) and message.ahead is not None:
+        message = replace(message, ahead=_with_groups(message.ahead, change))
+    if isinstance(message, Plan):
+        message = replace(message, plan=_with_groups(message.plan, change))
+    return message
+
+
+def _with_groups(plan: BatchPlan, change: _Change) -> BatchPlan:
+    return replace(plan, groups=tuple(_with_turns(group, change) for group in plan.groups))
+
+
+def _with_turns(group: EpisodeGroup, change: _Change) -> EpisodeGroup:
     """The group with other `token_ids`: change(own, full length, prefix of the row)."""
     prompt = np.asarray(group.prompt.token_ids, np.int32)
     episodes = []

@@ -96,8 +96,10 @@ class BlobAvailability:
         """
         if not any(uri in group_uris(group) for group in self.trainable()):
             return
-        for step, groups in list(self._batches.planned.items()):
-            if any(uri in group_uris(group) for group in groups):
+        planned = self._batches.planned
+        hit = [step for step in planned if any(uri in group_uris(group) for group in planned[step])]
+        for step in sorted(planned, reverse=True):  # a later step may have been planned ahead
+            if hit and step >= min(hit):
                 self._buffer.unplan(step, self._batches.unplan(step))
         self._evict_damaged({uri})
         self.check_waiting()

@@ -143,7 +143,7 @@ class Controller:
         siblings = rollout.group_size * rollout.oversample
         incarnation = -1 if pool.incarnation is None else pool.incarnation
         return {
-            "async/buffer_depth": float(buffer.num_ready),
+            "async/buffer_depth": float(buffer.num_ready + self.context.batches.num_ahead),
             "async/engines": pool.num_serving,
             "async/in_flight": float(buffer.num_started * siblings),
             "trainer/incarnation": float(incarnation),

@@ -131,18 +131,25 @@ class EnginePool:
         )
 
     def share(self, index: int, wanted: int) -> int:
-        """Share of `wanted` new groups for this engine, so that all engines have equally many.
+        """Share of `wanted` groups for this engine, so that all engines have equally many.
 
-        Engines on older weights do not count: they may have no capacity.
+        Engines on older weights do not count, because they may have no capacity, unless they are
+        drained: then their update is about to end, and the first engine to get its own would
+        otherwise take all.
         """
         member = self.members[index]
         rivals = [
             other.generating
             for place, other in self.members.items()
-            if self.serves(place) and other.version >= member.version
+            if self._is_drained(other) or (self.serves(place) and other.version >= member.version)
         ]
         even = math.ceil((sum(rivals) + wanted) / max(1, len(rivals)))
         return max(0, min(wanted, even - member.generating))
+
+    @staticmethod
+    def _is_drained(member: EngineState) -> bool:
+        waits = member.draining and not member.generating
+        return waits and member.phase == EnginePhase.UP and not (member.leaving or member.behind)
 
     @property
     def interrupts(self) -> bool:

@@ -162,7 +162,13 @@ class Journal:
         self.turns.close()
 
     # --- written before the effect is visible ---------------------------------------------------
-    def began(self, begins: tuple[PolicyVersion, ...], dp_size: int, consumed: Ranges) -> None:
+    def began(
+        self,
+        begins: tuple[PolicyVersion, ...],
+        dp_size: int,
+        consumed: Ranges,
+        pair_cost: float = 0.0,
+    ) -> None:
         """A trainer starts with the last of these weights; groups of later steps are ready again.
 
         begins: all starts that are known.
@@ -170,7 +176,11 @@ class Journal:
         spent, controller_state = IdSet(consumed), self._controller_state
         again = sorted(one for one in self._ids(_TRAINED) if one not in spent)
         controller_state = replace(
-            controller_state, begins=begins, dp_size=dp_size, done=begins[-1].step
+            controller_state,
+            begins=begins,
+            dp_size=dp_size,
+            pair_cost=pair_cost,
+            done=begins[-1].step,
         )
         with self._transaction() as db:
             self._move(db, [*sorted(self._ids(_PLANNED)), *again], _READY, -1)

@@ -30,6 +30,11 @@ class PlannedBatches:
             yield from groups
         yield from self.trained.values()
 
+    @property
+    def num_ahead(self) -> int:
+        """Number of groups that are planned for a step after the one in training."""
+        return sum(len(groups) for step, groups in self.planned.items() if step > self.done)
+
     def restart(self, done: int, consumed: IdSet) -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
         """A trainer starts from a checkpoint of `done` steps, which consumed these groups.
 

@@ -136,8 +136,8 @@ class Producer:
         members = self._pool.members
         version = members[index].version
         left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
-        if left:
-            return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:room]}
+        if count := min(room, self._pool.share(index, len(left))):
+            return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:count]}
         mine = [
             group_id
             for group_id, (home, _) in self._handed.items()

@@ -28,6 +28,7 @@ class ControllerState:
     done: int = 0  # optimizer steps finished in this history
     lives: int = 0  # number of controllers so far; part of rollout ids
     settings: str = ""  # fingerprint of the groups' settings
+    pair_cost: float = 0.0  # of the newest trainer's model
 
 
 @dataclass(frozen=True, slots=True)

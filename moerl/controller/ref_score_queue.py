@@ -59,7 +59,7 @@ class RefScoreQueue:
         """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
         self.start, deadline = message.start, time.monotonic() + message.timeout_s
         while self._batches.done < self._config.run.steps:
-            if (plan := self.next(message.dp_size)) is not None:
+            if (plan := self.next(message.dp_size, message.pair_cost)) is not None:
                 self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
@@ -77,7 +77,7 @@ class RefScoreQueue:
             return []
         return [g for g in groups if any(r.rollout_id not in self._known for r in g.rollouts())]
 
-    def next(self, dp_size: int) -> BatchPlan | None:
+    def next(self, dp_size: int, pair: float = 0.0) -> BatchPlan | None:
         """At most a batch of unscored groups in training order; None: all are scored."""
         limit = self._config.rollout.groups_per_step
         groups = self.waits(self._live())[:limit]
@@ -91,6 +91,7 @@ class RefScoreQueue:
             dp_size=dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             packed=trainer.packing,
+            pair=pair,
         )
 
     def add(self, message: Scored) -> None:

@@ -36,6 +36,7 @@ from moerl.messages import (
     PrepareUpdate,
     Refresh,
     RelayUpdate,
+    SamePlan,
     Scored,
     SetEngines,
     StepDone,
@@ -45,7 +46,7 @@ from moerl.messages import (
     VerifyUpdate,
 )
 from moerl.serialization import encode_value
-from moerl.types import EpisodeGroup, PolicyVersion
+from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +77,15 @@ class TrainerHandler:
         self._availability, self._ref_models = availability, ref_models
         self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
         self.failure = ""  # last error reported by a rank of the trainer
-        self._dp_size = 0
+        self._dp_size, self._pair_cost = 0, 0.0
+        self._ahead: list[EpisodeGroup] = []  # of the plan that the trainer was given ahead
+        self._ages_s: dict[int, list[float]] = {}  # in the buffer, by planned step
         self._rows = self._config.run.steps  # rows of metrics when all steps are done
 
     def restore(self, recovered: RecoveredState) -> None:
         """Restore the state of an earlier controller."""
-        self._dp_size = recovered.controller_state.dp_size
+        state = recovered.controller_state
+        self._dp_size, self._pair_cost = state.dp_size, state.pair_cost
 
     async def handle(self, message: Message) -> Message:
         """Answer one message of the trainer.  Raises MoerlError; the server replies Refused."""
@@ -137,11 +141,12 @@ class TrainerHandler:
         def begin() -> None:
             self._pool.expect_no_newer(message.version.incarnation)
             begins = self._history.joined(message.begins)
-            self._journal.began(begins, message.dp_size, consumed.parts)
+            self._journal.began(begins, message.dp_size, consumed.parts, message.pair_cost)
             self._services.on_rewind(message.version.step)
 
         await self._writes.until_done(f"the start from {message.version}", begin, self._limit_s)
-        self._dp_size = message.dp_size
+        self._dp_size, self._pair_cost = message.dp_size, message.pair_cost
+        self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
         self._pool.incarnation = message.version.incarnation
         self._history.restore(self._history.joined(message.begins))
@@ -208,9 +213,7 @@ class TrainerHandler:
                 return Ok()
             self._expect_in_time(waited_s, message.timeout_s)
             await self._tasks.wait_change(min(1.0, message.timeout_s))
-        self._scoring_stage.planned()
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
-        self._tasks.notify()
         return None
 
     async def _plan_next(self, step: int, incarnation: int | None) -> bool:
@@ -218,6 +221,8 @@ class TrainerHandler:
         while True:
             if self._pool.incarnation != incarnation:
                 raise ProtocolError("a newer trainer has started")
+            if step in self._batches.planned:
+                return True
             self._drop_stale()
             if not (due := self._buffer.due()):
                 return False
@@ -230,7 +235,10 @@ class TrainerHandler:
                 self._writes.failed(f"the plan of step {step}", error)
                 return False
             self._buffer.pop()
+            self._ages_s[step] = self._buffer.ages_s
             self._producer.cancel_stale()
+            self._scoring_stage.planned()
+            self._tasks.notify()
             return True
 
     def _expect_in_time(self, waited_s: float, timeout_s: float) -> None:
@@ -251,8 +259,9 @@ class TrainerHandler:
             self._step_metrics.dropped_stale += 1
             self._ref_counts.forget(group)
 
-    async def _scored_plan(self, message: TakePlan) -> Plan | None:
-        """The plan of a complete step, after reference ranks have scored all its groups.
+    async def _scored_plan(self, message: TakePlan) -> Plan | SamePlan | None:
+        """The plan of a complete step, after reference ranks have scored all its groups, and the
+        next one if it is complete too.
 
         None when a damaged record was found meanwhile: the step must be planned again.
         """
@@ -264,9 +273,36 @@ class TrainerHandler:
         waited_s = await self._ref_models.wait(message.step, message.timeout_s, is_current)
         self._step_metrics.ref_wait_s += waited_s
         self._step_metrics.trainer_wait_s += waited_s
-        return await self._plan(message.step, groups)
+        came_ahead = message.came_ahead and groups is self._ahead
+        plan = None if came_ahead else await self._plan(message.step, groups)
+        ahead = await self._plan_ahead(message.step + 1)
+        if self._batches.planned.get(message.step) is not groups:
+            return None
+        if came_ahead:
+            return SamePlan(ahead)
+        return None if plan is None else Plan(plan, ahead)
 
-    async def _plan(self, step: int, groups: list[EpisodeGroup]) -> Plan | None:
+    async def _plan_ahead(self, step: int) -> BatchPlan | None:
+        """The plan of the step after the one that is given out, if nothing has to be waited for.
+
+        Capacity and staleness count from the next step to be planned, so planning early changes
+        neither; the freshest groups are chosen when they are trained.
+        """
+        self._ahead = []
+        if step >= self._config.run.steps or self._config.rollout.selection == "freshest":
+            return None
+        if step not in self._batches.planned:
+            incarnation, is_next = self._pool.incarnation, step == self._buffer.next_step
+            if not is_next or not await self._plan_next(step, incarnation):
+                return None
+        groups = self._batches.planned.get(step, [])
+        if not groups or self._ref_models.waits(groups):
+            return None
+        plan = await self._plan(step, groups)
+        self._ahead = groups if plan is not None else []
+        return plan
+
+    async def _plan(self, step: int, groups: list[EpisodeGroup]) -> BatchPlan | None:
         """Build a plan; in a thread, because packing thousands of rollouts would block the loop.
 
         None when these are not the groups of the step any more.
@@ -279,10 +315,11 @@ class TrainerHandler:
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
             packed=self._config.trainer.packing,
+            pair=self._pair_cost,
         )
         if self._batches.planned.get(step) is not groups:
             return None
-        return Plan(self._ref_models.with_scores(plan))
+        return self._ref_models.with_scores(plan)
 
     async def _end(self, message: TakePlan) -> Message:
         """Stop the run; evaluations in no step's row, such as the last, get their own row."""
@@ -320,8 +357,8 @@ class TrainerHandler:
             raise ProtocolError(f"step {message.step} is not planned: a record of it is damaged")
         self._step_metrics.failed_writes += self._journal.take_failed()
         metrics = dict(message.metrics)
-        metrics |= found | self._step_metrics.row(engines, self._buffer.ages_s)
-        metrics["async/buffer_depth"] = float(self._buffer.num_ready)
+        metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(message.step, []))
+        metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(message.step, message.version, metrics, samples))
         self._keep_records(message.step, groups)

@@ -1,11 +1,14 @@
 """Placement of rows in microbatches and ranks: one plan per optimizer step, by the controller.
 
-Right-padded, a microbatch costs rows x its longest row; packed, the sum of its rows.  Rows sorted
-by length are cut into consecutive bins: neighbours have similar lengths, which keeps padding small.
-There are as many bins as data-parallel ranks x microbatches; the largest bin is as small as
-possible, and bins of one microbatch have similar cost, because ranks of an expert-parallel exchange
-wait for each other.
-Rejected: best-fit by token count (it ignores padding, which dominates with padded rows).
+A bin is what one rank trains in one microbatch; there are as many as data-parallel ranks x
+microbatches.  Its tokens have a bound, for memory: right-padded, rows x the longest row; packed,
+the sum of its rows.  Its cost (`moerl.data.row_cost`) has none, but the largest is kept small, and
+bins of one microbatch have similar cost, because ranks of an expert-parallel exchange wait for each
+other.  Padded, rows sorted by length are cut into consecutive bins: neighbours have similar
+lengths.  Packed, the next row by cost goes to the cheapest bin that has room for its tokens (the
+longest-processing-time rule, Graham 1969), so long rows share bins with short ones.
+Rejected: best-fit by token count (it ignores padding, and attention, which grows with the square);
+set differencing (Karmarkar and Karp), which cannot keep the bound on tokens.
 
 One batch may become several optimizer steps: whole groups in each, one plan per step.  How many is
 the trainer's own matter, so the split is made on every rank from the plan and the seed, and no
@@ -17,19 +20,29 @@ Rejected: splitting rollouts (siblings of a group would meet different weights),
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from moerl.config.schema import TrainerConfig
+from moerl.data.row_cost import row_cost
 from moerl.errors import ConfigError
 from moerl.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
 
 T = TypeVar("T")
-_Place = tuple[int, int, int]  # group, episode, turn
-_Item = tuple[int, _Place]  # fed-in tokens, place
+_TRIES = 8  # numbers of microbatches that packing tries, from the least that tokens need
+
+
+class _Item(NamedTuple):
+    """A row to place."""
+
+    tokens: int  # fed in
+    cost: int
+    place: tuple[int, int, int]  # group, episode, turn
 
 
 def plan_batch(
@@ -40,62 +53,114 @@ def plan_batch(
     dp_size: int,
     max_tokens_per_microbatch: int,
     packed: bool = False,
+    pair: float = 0.0,
 ) -> BatchPlan:
     """Place every row of every group exactly once.  Deterministic.
 
     max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a single
     row above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
+    pair: the model's `moerl.data.row_cost.pair_cost`; 0 counts tokens alone.
     """
-    items = [
-        (turn.rollout.num_tokens - 1, (group_idx, episode_idx, turn_idx))
-        for group_idx, group in enumerate(groups)
-        for episode_idx, episode in enumerate(group.episodes)
-        for turn_idx, turn in enumerate(episode.turns)
-    ]
+    items = _items(groups, pair)
     assert items, f"step {step} has no row to train"
-    items.sort(key=lambda item: (-item[0], item[1]))
-    num_microbatches = -(-len(_cut(items, max_tokens_per_microbatch, packed)) // dp_size)
-    bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch, packed)
-    bins.sort(key=lambda rows: (-_cost(rows, packed), rows[0][1]))
+    cut = _cut(items, max_tokens_per_microbatch, packed)
+    num_microbatches = -(-len(cut) // dp_size)
+    if packed:
+        bins = _dealt(items, dp_size, num_microbatches, max_tokens_per_microbatch) or cut
+    else:
+        bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch)
+    num_microbatches = -(-len(bins) // dp_size)
+    bins.sort(key=lambda rows: (-_cost(rows, packed), rows[0].place))
     rows = []
     for bin_idx, members in enumerate(bins):
         microbatch, rank = divmod(bin_idx, dp_size)
         if microbatch % 2:
             rank = dp_size - 1 - rank  # alternate the direction, so that rank totals even out
-        for row, (_, place) in enumerate(members):
-            rows.append(PlanRow(*place, dp_rank=rank, microbatch=microbatch, row=row))
+        for row, item in enumerate(members):
+            rows.append(PlanRow(*item.place, dp_rank=rank, microbatch=microbatch, row=row))
     return BatchPlan(step, version, tuple(groups), tuple(rows), num_microbatches)
 
 
+def _items(groups: Sequence[EpisodeGroup], pair: float) -> list[_Item]:
+    """All rows, the longest first, which is the most expensive too."""
+    items = []
+    for group_idx, group in enumerate(groups):
+        for episode_idx, episode in enumerate(group.episodes):
+            for turn_idx, turn in enumerate(episode.turns):
+                tokens = turn.rollout.num_tokens - 1
+                place = (group_idx, episode_idx, turn_idx)
+                items.append(_Item(tokens, row_cost(tokens, pair), place))
+    return sorted(items, key=lambda item: (-item.tokens, item.place))
+
+
 def _cost(rows: Sequence[_Item], packed: bool) -> int:
-    return sum(num for num, _ in rows) if packed else len(rows) * rows[0][0]
+    return sum(row.cost for row in rows) if packed else len(rows) * rows[0].cost
 
 
-def _cut(items: Sequence[_Item], cap: int, packed: bool) -> list[list[_Item]]:
-    """Fewest consecutive bins of cost <= cap, a single item may exceed it; items fall in length."""
+def _cut(
+    items: Sequence[_Item], cap: int, packed: bool, most: float = math.inf
+) -> list[list[_Item]]:
+    """Fewest consecutive bins of at most `cap` tokens, and padded of at most the cost `most`.
+
+    A single item may exceed both.
+    """
     bins: list[list[_Item]] = []
     room = 0  # tokens left in a packed bin
     for item in items:
-        fits = item[0] <= room if packed else bins and bins[-1][0][0] * (len(bins[-1]) + 1) <= cap
+        if packed:
+            fits = item.tokens <= room
+        elif bins:
+            first, count = bins[-1][0], len(bins[-1]) + 1
+            fits = first.tokens * count <= cap and first.cost * count <= most
         if bins and fits:
             bins[-1].append(item)
-            room -= item[0]
+            room -= item.tokens
         else:
             bins.append([item])
-            room = cap - item[0]
+            room = cap - item.tokens
     return bins
 
 
-def _smallest(items: Sequence[_Item], num_bins: int, cap: int, packed: bool) -> list[list[_Item]]:
-    """At most num_bins bins with the smallest possible cap; `cap` is known to suffice."""
-    low = 1
-    while low < cap:
-        middle = (low + cap) // 2
-        if len(_cut(items, middle, packed)) <= num_bins:
-            cap = middle
+def _smallest(items: Sequence[_Item], num_bins: int, cap: int) -> list[list[_Item]]:
+    """At most num_bins padded bins whose largest cost is as small as possible; cap suffices."""
+    low, high = 1, sum(item.cost for item in items) + len(items) * items[0].cost
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(items, cap, False, middle)) <= num_bins:
+            high = middle
         else:
             low = middle + 1
-    return _cut(items, cap, packed)
+    return _cut(items, cap, False, high)
+
+
+def _dealt(items: Sequence[_Item], dp_size: int, most: int, cap: int) -> list[list[_Item]] | None:
+    """Packed bins of like cost, for at most `most` microbatches; None: the rule found none."""
+    alone = sum(2 * item.tokens > cap for item in items)  # no two of these share a bin
+    fewest = max(alone, -(-sum(item.tokens for item in items) // cap))
+    first = min(-(-fewest // dp_size), most)
+    for num in range(first, min(first + _TRIES, most + 1)):
+        if bins := _into(items, num * dp_size, cap):
+            return bins
+    return None
+
+
+def _into(items: Sequence[_Item], num_bins: int, cap: int) -> list[list[_Item]] | None:
+    """Each item, the most expensive first, into the cheapest bin with room for its tokens."""
+    bins: list[list[_Item]] = [[] for _ in range(num_bins)]
+    free = [cap] * num_bins
+    cheapest = [(0, number) for number in range(num_bins)]  # a heap
+    for item in items:
+        passed = []
+        while cheapest and bins[cheapest[0][1]] and free[cheapest[0][1]] < item.tokens:
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, number = heapq.heappop(cheapest)
+        bins[number].append(item)
+        free[number] -= item.tokens
+        for entry in (*passed, (cost + item.cost, number)):
+            heapq.heappush(cheapest, entry)
+    return [rows for rows in bins if rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +180,12 @@ class Minibatch:
         return [values[row] for row in self.rows]
 
 
-def split_plan(plan: BatchPlan, trainer: TrainerConfig, *, seed: int) -> tuple[Minibatch, ...]:
+def split_plan(
+    plan: BatchPlan, trainer: TrainerConfig, *, seed: int, pair: float = 0.0
+) -> tuple[Minibatch, ...]:
     """`trainer.minibatches` parts with equal numbers of groups, in the order they are trained.
 
-    Deterministic in plan and seed; one part is the plan itself.
+    Deterministic in plan and seed; one part is the plan itself.  pair: as in `plan_batch`.
     Raises ConfigError when the groups do not divide.
     """
     count, groups = trainer.minibatches, len(plan.groups)
@@ -129,7 +196,7 @@ def split_plan(plan: BatchPlan, trainer: TrainerConfig, *, seed: int) -> tuple[M
     order = np.random.default_rng([seed, plan.step]).permutation(groups)
     number = {(r.group, r.episode, r.turn): index for index, r in enumerate(plan.rows)}
     return tuple(
-        _part(plan, sorted(chosen.tolist()), number, trainer)
+        _part(plan, sorted(chosen.tolist()), number, trainer, pair)
         for chosen in order.reshape(count, groups // count)
     )
 
@@ -139,6 +206,7 @@ def _part(
     chosen: Sequence[int],
     number: dict[tuple[int, int, int], int],
     trainer: TrainerConfig,
+    pair: float,
 ) -> Minibatch:
     part = plan_batch(
         plan.step,
@@ -147,6 +215,7 @@ def _part(
         dp_size=trainer.parallel.dp,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         packed=trainer.packing,
+        pair=pair,
     )
     rows = tuple(number[chosen[row.group], row.episode, row.turn] for row in part.rows)
     return Minibatch(part, rows)

@@ -48,11 +48,12 @@ def demonstration_plan(
     *,
     dp_size: int,
     max_tokens_per_microbatch: int,
+    pair: float = 0.0,
 ) -> BatchPlan:
     """The plan of one supervised step, equal on every rank.
 
-    encode: text -> token ids without special tokens.  Raises ConfigError for an answer that is
-    missing, not text, or empty.
+    encode: text -> token ids without special tokens.  pair: as in `plan_batch`.  Raises ConfigError
+    for an answer that is missing, not text, or empty.
     """
     version = PolicyVersion(0, step)
     groups = [
@@ -65,6 +66,7 @@ def demonstration_plan(
         groups,
         dp_size=dp_size,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
+        pair=pair,
     )
 
 

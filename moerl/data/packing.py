@@ -30,7 +30,7 @@ from torch import Tensor
 from moerl.data.grid import Grid, Run, Span
 from moerl.errors import RecordError
 from moerl.records import blob_ranges
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
 from moerl.records.sampling_mask import concat
 from moerl.types import Array, BatchPlan, PolicyVersion, Rollout
@@ -79,8 +79,10 @@ class Microbatch:
     rollouts: tuple[Rollout, ...]  # in order; empty for a microbatch of padding only
     runs: tuple[Run, ...]
     route_dtype: str  # uint8 or uint16
-    store: BlobStore
+    store: RecordReads
     read: BytesRead
+    ahead: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    """By model chunk, routes that were read and checked before their pass."""
 
     def routes(self, layers: Sequence[int], span: Span | None = None) -> dict[int, Tensor]:
         """Recorded expert ids per layer: {global 0-based layer: [slots * B, K], slot-major}.
@@ -182,7 +184,7 @@ def pack_microbatch(
     plan: BatchPlan,
     dp_rank: int,
     microbatch: int,
-    store: BlobStore,
+    store: RecordReads,
     *,
     loss: LossInputs | None = None,
     read_mask: bool = True,
@@ -343,7 +345,7 @@ def _spread(
     return _tensor(parts, np.float32)
 
 
-def _old_logprobs(rollouts: Sequence[Rollout], store: BlobStore | None) -> Tensor:
+def _old_logprobs(rollouts: Sequence[Rollout], store: RecordReads | None) -> Tensor:
     """The engine's log-probabilities; NaN without a store."""
     if store is None:
         num = sum(rollout.num_sampled for rollout in rollouts)
@@ -410,7 +412,7 @@ def _check_indexer_tiles(rollout: Rollout) -> None:
 def _read_mask(
     rollouts: Sequence[Rollout],
     intervals: Sequence[Sequence[blob_ranges.Interval]],
-    store: BlobStore,
+    store: RecordReads,
     read: BytesRead,
 ) -> tuple[Array, Array] | None:
     """CSR of this rank's sampled tokens in order, or None when no rollout was truncated.

@@ -189,7 +189,7 @@ FEATURES = (
     Feature(
         "attention backends",
         Verdict.NOT_RUN,
-        "none = SGLang's choice for the GPU; they change rounding, and not how rows are recorded",
+        "other backends were not looked at; none leaves the choice to SGLang",
         {
             "attention_backend": _ATTENTION,
             "prefill_attention_backend": _ATTENTION,

@@ -22,7 +22,7 @@ import numpy as np
 
 from moerl.errors import RecordError
 from moerl.records import indexer
-from moerl.records.blob_store import BlobStore, Run
+from moerl.records.blob_store import RecordReads, Run
 from moerl.records.header_check import check_logprobs, count_logprobs
 from moerl.types import Array, IndexerBlob, MaskBlob, Rollout, RoutingBlob
 
@@ -30,7 +30,7 @@ Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 
 
 def read_routes(
-    store: BlobStore,
+    store: RecordReads,
     parts: Sequence[RoutingBlob],
     *,
     layers: Sequence[int],
@@ -71,7 +71,7 @@ def read_routes(
 
 
 def read_indexer(
-    store: BlobStore,
+    store: RecordReads,
     parts: Sequence[IndexerBlob],
     *,
     layer: int,
@@ -109,7 +109,7 @@ def read_indexer(
 
 
 def read_mask(
-    store: BlobStore, parts: Sequence[MaskBlob], *, tokens: Sequence[Interval] | None = None
+    store: RecordReads, parts: Sequence[MaskBlob], *, tokens: Sequence[Interval] | None = None
 ) -> tuple[Array, Array]:
     """Sampling masks of some sampled tokens of one rollout, CSR: offsets [n + 1] i64, ids [nnz]
     i32.
@@ -137,7 +137,7 @@ def read_mask(
     return np.cumsum(np.concatenate(lengths)), np.concatenate(ids)
 
 
-def read_logprobs(store: BlobStore, rollout: Rollout) -> Array:
+def read_logprobs(store: RecordReads, rollout: Rollout) -> Array:
     """Behaviour log-probabilities of one rollout, [S] f32, sealed or inline; checked once more.
 
     Raises RecordError `length`, `logprob_finite`, `logprob_sign`; BlobError.
@@ -159,7 +159,7 @@ def read_logprobs(store: BlobStore, rollout: Rollout) -> Array:
 
 
 def _read_part(
-    store: BlobStore, part: RoutingBlob, layers: Sequence[int], rows: Sequence[Interval]
+    store: RecordReads, part: RoutingBlob, layers: Sequence[int], rows: Sequence[Interval]
 ) -> Array:
     """[L, n, K] of one part; rows counted from its first row."""
     missing = sorted(set(layers) - set(part.layers))
@@ -189,7 +189,7 @@ def _read_part(
 
 
 def _read_packed(
-    store: BlobStore, part: IndexerBlob, layer: int, rows: Sequence[Interval]
+    store: RecordReads, part: IndexerBlob, layer: int, rows: Sequence[Interval]
 ) -> list[Array]:
     """Stored bytes of some rows of one layer of a part, [bytes] u8 per interval."""
     top_k, of_layer = part.top_k, indexer.num_bytes(part.row_begin, part.row_end, part.top_k)
@@ -209,7 +209,7 @@ def _read_packed(
     return [flat[stop - end + begin : stop] for (begin, end), stop in zip(runs, ends, strict=True)]
 
 
-def _read_kept(store: BlobStore, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
+def _read_kept(store: RecordReads, part: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
     """Lengths and ids of some sampling masks of one part; rows counted from its first row."""
     if part.offsets.shape != (part.num_tokens + 1,):
         raise RecordError(

@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -46,6 +46,13 @@ class Found(NamedTuple):
 
     gone: set[str]  # missing or too short everywhere
     copied: set[str]  # found in the run directory (durability `shared`)
+
+
+class RecordReads(Protocol):
+    """What a reader of records needs of a store."""
+
+    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
+        """See `BlobStore.read_runs`."""
 
 
 class BlobStore:

@@ -20,6 +20,7 @@ from moerl.algorithms.device_copies import to_host
 from moerl.config.schema import Config
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
+from moerl.data.row_cost import pair_cost
 from moerl.distributed.object_collectives import broadcast_value, gather_values
 from moerl.errors import TrainerError
 from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
@@ -48,9 +49,10 @@ class RefModelLoop:
         """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
         self.config, self.context, self.parallel = config, context, parallel
         self.tracer = Tracer(context.run.trace, f"ref_models-{parallel.rank}")
-        vocab_size = HfFolder(config.model.path).spec.vocab_size
+        spec = HfFolder(config.model.path).spec
+        self.pair_cost = pair_cost(spec)
         with self.tracer.span("load"):
-            self.policies = open_ref_models(config, vocab_size, parallel)
+            self.policies = open_ref_models(config, spec.vocab_size, parallel)
         self.basis = basis_of(config)
         self.client: RpcClient | None = None
         if parallel.is_first:
@@ -105,7 +107,8 @@ class RefModelLoop:
         data: bytes | None = None
         with self.tracer.span("wait"):
             if self.client is not None:
-                request = TakeRecords(self.context.incarnation, self.parallel.dp_size, _ASK_S)
+                start, dp_size = self.context.incarnation, self.parallel.dp_size
+                request = TakeRecords(start, dp_size, _ASK_S, self.pair_cost)
                 # the controller may be restarted meanwhile, and engines start slowly
                 limit_s = self.config.trainer.step_timeout_s + REPLY_SLACK_S
                 data = encode(self.client.request(request, limit_s))

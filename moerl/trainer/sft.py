@@ -104,6 +104,7 @@ def _train(config: Config, run: RunDir) -> None:
             tokenizer.eos_token_id,
             dp_size=ranks.dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            pair=learner.pair_cost,
         )
         metrics = learner.step(plan)
         if ranks.is_first:

@@ -36,12 +36,14 @@ from moerl.messages import (
     Plan,
     Refresh,
     Refused,
+    SamePlan,
     SetEngines,
     StepDone,
     Stop,
     TakePlan,
 )
 from moerl.records.blob_store import BlobStore
+from moerl.records.read_ahead import ReadAhead
 from moerl.rpc import Keys, RpcClient
 from moerl.run_dir import RunDir
 from moerl.serialization import decode
@@ -106,10 +108,12 @@ class TrainLoop:
         self.model.keep_base()
         if config.lora.start and context.checkpoint is None:
             self.model.set_factors(start_factors(config.lora, self.source))
+        self.records = ReadAhead(context.blobs)
+        self.ahead: BatchPlan | None = None  # the next step's plan, when it came with this one's
         critic = None
         if config.algorithm.advantage == "gae":
-            critic = Critic(config, parallel, context.blobs)
-        self.learner = Learner(self.model, parallel, config, context.blobs, critic)
+            critic = Critic(config, parallel, self.records)
+        self.learner = Learner(self.model, parallel, config, self.records, critic)
         self.version = PolicyVersion(context.incarnation, 0)
         # first version of each trainer in the history of these weights
         self.begins: tuple[PolicyVersion, ...] = (self.version,)
@@ -177,6 +181,7 @@ class TrainLoop:
                 version=self.version,
                 consumed=self.consumed.parts,
                 begins=self.begins,
+                pair_cost=self.learner.pair_cost,
             )
             data = self.client.request_encoded(hello)
         self._set_engines(self._shared(data))
@@ -196,9 +201,12 @@ class TrainLoop:
                 self._serve_late()
         if isinstance(message, Stop):
             return None
-        if not isinstance(message, Plan):
+        if not isinstance(message, Plan | SamePlan):
             raise TrainerError(f"TakePlan was answered with {type(message).__name__}")
-        plan = message.plan
+        plan = message.plan if isinstance(message, Plan) else self.ahead
+        self.ahead = message.ahead
+        if plan is None:
+            raise TrainerError(f"no plan of step {self.version.step} came ahead")
         if plan.version != self.version or plan.step != self.version.step:
             raise TrainerError(
                 f"plan of step {plan.step} starts from {plan.version}, "
@@ -211,9 +219,10 @@ class TrainLoop:
         data: bytes | None = None
         with self.tracer.span("wait", step=self.version.step):
             if self.client is not None:
-                limit_s = self.config.trainer.step_timeout_s
+                limit_s, step = self.config.trainer.step_timeout_s, self.version.step
+                came_ahead = self.ahead is not None and self.ahead.step == step
                 data = self.client.request_encoded(
-                    TakePlan(self.version.step, limit_s, self.version.incarnation),
+                    TakePlan(step, limit_s, self.version.incarnation, came_ahead),
                     limit_s + REPLY_SLACK_S,
                 )
             return self._shared(data)
@@ -226,9 +235,14 @@ class TrainLoop:
         return reply
 
     def _train(self, plan: BatchPlan) -> None:
+        with self.tracer.span("data", step=plan.step):
+            self.records.use()
+        if (ahead := self.ahead) is not None:
+            self.records.begin(lambda records: self.learner.read_ahead(ahead, records))
         metrics = self._probe(plan)
         with self.tracer.span("step", step=plan.step):
             metrics |= self.learner.step(plan)
+        metrics["perf/ahead_reads"] = float(self.records.drop())
         self._note_load(plan.step)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed.update(group.group_id for group in plan.groups)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from moerl.messages import (
     PrepareUpdate,
     Refused,
     RelayUpdate,
+    SamePlan,
     Scored,
     SessionMessage,
     SetEngines,
@@ -105,8 +107,12 @@ class FakeController:
         plans: Callable[[int], BatchPlan | None],
         fleets: Mapping[int, SetEngines] | None = None,
         model: Path | None = None,
+        *,
+        gives_ahead: bool = False,
     ) -> None:
-        self.plans, self.fleets = plans, dict(fleets or {})
+        """gives_ahead: the plan of the next step comes with that of each step."""
+        self.plans, self.fleets = cache(plans), dict(fleets or {})
+        self.gives_ahead = gives_ahead
         self.model, self.engines = model, dict[int, FakeEngine]()
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
@@ -149,8 +155,7 @@ class FakeController:
             case TakePlan():
                 if message.step in self.fleets:
                     return self.fleets.pop(message.step)
-                plan = self.plans(message.step)
-                return Plan(plan) if plan is not None else Stop("all steps are done")
+                return self._planned(message)
             case StepDone():
                 self.steps.append(message)
             case (
@@ -169,6 +174,13 @@ class FakeController:
             case Failed():
                 self.failed.append(message)
         return Ok()
+
+    def _planned(self, message: TakePlan) -> Message:
+        plan = self.plans(message.step)
+        if plan is None:
+            return Stop("all steps are done")
+        ahead = self.plans(message.step + 1) if self.gives_ahead else None
+        return SamePlan(ahead) if message.came_ahead else Plan(plan, ahead)
 
     def _session(self, message: SessionMessage) -> Message:
         if message.engine not in self.engines:

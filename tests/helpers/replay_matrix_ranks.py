@@ -301,6 +301,7 @@ def watching(learner: Learner, alter: Callable[..., Any] | None) -> Iterator[See
     seen, model = Seen(), learner.model
     assert model.replay is not None
     replay, score, load = model.replay, forward.sampled_logprobs, forward.load_routes
+    read = forward.read_routes
 
     def keep(layer: int) -> Any:
         def hook(_module: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -325,11 +326,13 @@ def watching(learner: Learner, alter: Callable[..., Any] | None) -> Iterator[See
         if hasattr(layer.mlp, "router")
     ]
     forward.sampled_logprobs = scored
-    forward.load_routes = alter or load
+    if alter is not None:  # which reads for itself
+        forward.load_routes, forward.read_routes = alter, lambda *_: None
     try:
         yield seen
     finally:
         forward.sampled_logprobs, forward.load_routes = score, load
+        forward.read_routes = read
         for handle in handles:
             handle.remove()
 

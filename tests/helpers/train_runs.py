@@ -155,11 +155,18 @@ def start(root: Path, *args: str, name: str = "", copies: bool = False) -> Run:
     return Run(RunDir(root / name), process, output)
 
 
+def _runs(member: psutil.Process) -> bool:
+    try:
+        return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
 def survivors(members: list[psutil.Process], within_s: float) -> list[psutil.Process]:
     """Members that still run when the time is up."""
     deadline = time.monotonic() + within_s
     while True:
-        left = [m for m in members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
+        left = [member for member in members if _runs(member)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)

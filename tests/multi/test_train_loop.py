@@ -62,10 +62,12 @@ class Bench:
         until: int = STEPS,
         spoil: int = -1,
         fleets: Mapping[int, SetEngines] | None = None,
+        gives_ahead: bool = False,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the trainer until `until`; the plan of step `spoil` has a damaged blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
-        controller = FakeController(plans, fleets, Path(self.config.model.path))
+        model = Path(self.config.model.path)
+        controller = FakeController(plans, fleets, model, gives_ahead=gives_ahead)
         arguments = ["--incarnation", str(incarnation)]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]
@@ -92,7 +94,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple:
     """One uninterrupted run of all steps; engine 5 takes the place of engine 0 at step 2."""
     bench = Bench(tmp_path_factory.mktemp("straight"), model, every=2, keep=2, keep_versions=True)
-    done, controller = bench.train(fleets={2: SetEngines((SyncTarget(5, 1),))})
+    fleets = {2: SetEngines((SyncTarget(5, 1),))}
+    done, controller = bench.train(fleets=fleets, gives_ahead=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return bench, controller
 
@@ -106,6 +109,16 @@ def test_every_step_is_reported_once_with_full_coverage(straight: tuple) -> None
         assert step.metrics["routing/replay_cover_frac"] == 1.0
         assert step.metrics["keep/cover_frac"] == 1.0
         assert step.metrics["mismatch/tokens"] == step.metrics["loss/tokens"] > 0
+
+
+def test_the_first_records_of_a_step_are_read_while_the_one_before_is_trained(
+    straight: tuple,
+) -> None:
+    """`straight` has its plans ahead; runs that resume have not, and end in the same weights."""
+    _, controller = straight
+    found = [step.metrics["perf/ahead_reads"] for step in controller.steps]
+    assert found[0] == 0, found
+    assert min(found[1:]) > 0, found
 
 
 def test_engine_holds_the_published_weights_bitwise(straight: tuple) -> None:

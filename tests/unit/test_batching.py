@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moerl.data.batching import plan_batch
+from moerl.data.row_cost import row_cost
 from moerl.types import (
     BatchPlan,
     Episode,
@@ -126,6 +127,48 @@ def test_a_long_turn_gets_a_microbatch_of_its_own() -> None:
 def test_fewer_turns_than_ranks_leaves_ranks_empty() -> None:
     plan = plan_batch(0, V0, groups([[[5]]]), dp_size=4, max_tokens_per_microbatch=20)
     assert (len(plan.rows), plan.num_microbatches) == (1, 1)
+
+
+PAIR = 3e-4  # attention costs as much as the weights at 6,700 tokens
+
+
+def _waiting(plan: BatchPlan, dp_size: int) -> float:
+    """Time of the slowest ranks of all microbatches, over the mean of the ranks."""
+    cells = {cell: sum(row_cost(n, PAIR) for n in rows) for cell, rows in costs(plan).items()}
+    slowest = sum(
+        max(cells.get((microbatch, rank), 0) for rank in range(dp_size))
+        for microbatch in range(plan.num_microbatches)
+    )
+    return slowest * dp_size / sum(cells.values())
+
+
+@pytest.mark.parametrize(("dp_size", "below", "control"), [(2, 1.01, 1.05), (8, 1.05, 1.2)])
+def test_ranks_wait_little_for_long_rows(dp_size: int, below: float, control: float) -> None:
+    """A heavy tail of lengths; control: bins of equal tokens wait for those with long rows."""
+    cap = 2**15
+    lengths = np.random.default_rng(1).lognormal(8.3, 1.2, 512).astype(int).clip(2, 32_000)
+    shape = groups([[[int(n)] for n in lengths]])
+    by_cost, by_tokens = (
+        plan_batch(
+            0, V0, shape, dp_size=dp_size, max_tokens_per_microbatch=cap, packed=True, pair=pair
+        )
+        for pair in (PAIR, 0.0)
+    )
+    assert _waiting(by_cost, dp_size) < below
+    assert _waiting(by_tokens, dp_size) > control
+    least = -(-int((lengths - 1).sum()) // (cap * dp_size))
+    assert by_cost.num_microbatches == least
+
+
+def test_long_rows_share_bins_with_short_ones() -> None:
+    lengths = [[[n] for n in (1001, 1001, *[101] * 20)]]
+    plan = plan_batch(
+        0, V0, groups(lengths), dp_size=2, max_tokens_per_microbatch=2500, packed=True, pair=PAIR
+    )
+    assert {cell: sorted(rows)[-1] for cell, rows in costs(plan).items()} == {
+        (0, 0): 1000, (0, 1): 1000,
+    }  # fmt: skip
+    assert {len(rows) for rows in costs(plan).values()} == {11}
 
 
 def test_packing_needs_no_more_microbatches_than_padding() -> None:

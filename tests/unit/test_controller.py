@@ -15,6 +15,7 @@ from moerl.config import resolve
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
+from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.journal import Journal
 from moerl.controller.step_metrics import StepReport
 from moerl.errors import (
@@ -716,6 +717,48 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
         assert (pool.share(0, 4), pool.share(1, 4)) == (4, 3)
         pool.members[1].generating = 5
         assert (pool.share(1, 1), pool.share(2, 1)) == (0, 1)
+        # drained for an update that the first engine has had: they are about to serve it
+        for number in (1, 2):
+            pool.members[number].generating, pool.members[number].draining = 0, True
+        pool.members[0].generating = 0
+        assert pool.share(0, 9) == 3
+        pool.members[1].phase, pool.members[2].leaving = EnginePhase.SUSPENDED, True
+        assert pool.share(0, 9) == 9, "control: these do not come back soon"
+        await controller.stop()
+        await tasks
+
+    asyncio.run(scenario())
+
+
+def test_engines_share_the_groups_of_one_that_failed(tmp_path: Path) -> None:
+    """The first engine to look does not take all of them."""
+
+    class Waits(StubEngine):
+        fails = asyncio.Event()
+
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
+            self.requests += requests
+            await self.fails.wait()
+            raise EngineError("it failed")
+
+    class Slow(StubEngine):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
+            self.requests += requests
+            await asyncio.sleep(3600)
+            return []
+
+    async def scenario() -> None:
+        engines = [Waits(), Slow(), Slow()]
+        rollout = replace(CONFIG.rollout, groups_per_request=8, buffer_depth=2)
+        config = replace(CONFIG, rollout=rollout)
+        controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
+        assert await controller.handle(hello(PolicyVersion(0, 0))) == Ok()
+        tasks = asyncio.create_task(controller.run())
+        await asyncio.sleep(0.3)
+        assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
+        engines[0].fails.set()
+        await asyncio.sleep(0.3)
+        assert [len(engine.requests) for engine in engines] == [4, 6, 6]
         await controller.stop()
         await tasks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from moerl.controller.rollout_builder import blob_uris
 from moerl.data.packing import pack_microbatch
 from moerl.errors import BlobError, ProtocolError, RecordError
-from moerl.messages import Plan
+from moerl.messages import Plan, SamePlan
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
@@ -157,6 +158,24 @@ def test_a_plan_names_what_a_turn_continues_once(store: BlobStore) -> None:
         assert theirs.loss_mask.dtype == np.bool_
         assert theirs.loss_mask.tolist() == mine.loss_mask.tolist()
     assert len(encode_value(plan)) - len(data) > 4 * (5 + 5 + 25) - 32, "nothing was left out"
+
+
+@pytest.mark.parametrize("kind", [partial(Plan, plan_of()), SamePlan])
+def test_the_plan_of_the_next_step_travels_as_the_plan_does(
+    store: BlobStore, kind: Callable[[BatchPlan | None], Plan | SamePlan]
+) -> None:
+    plan = talk(store)
+    data = encode(kind(plan))
+    told = decode(data)
+    assert isinstance(told, Plan | SamePlan)
+    assert told.ahead is not None
+    tokens = [row.token_ids.tolist() for row in rollouts_of(told.ahead)]
+    assert tokens == [row.token_ids.tolist() for row in rollouts_of(plan)]
+    saved = len(encode_value(kind(plan))) - len(data)
+    assert saved > 4 * (5 + 5 + 25) - 32, "prefixes travel twice"
+    none = decode(encode(kind(None)))
+    assert isinstance(none, Plan | SamePlan)
+    assert none.ahead is None
 
 
 def test_tokens_that_continue_nothing_travel_whole(store: BlobStore) -> None:

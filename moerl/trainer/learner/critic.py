@@ -37,7 +37,7 @@ from moerl.config.schema import Config
 from moerl.data.batching import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.learner.optimizer import (
     connect,
@@ -120,7 +120,7 @@ class _Sums:
 class Critic:
     """One rank's part of the critic."""
 
-    def __init__(self, config: Config, parallel: Parallel, store: BlobStore) -> None:
+    def __init__(self, config: Config, parallel: Parallel, store: RecordReads) -> None:
         """Raises ConfigError, LayoutError as the policy's model does."""
         self.config, self.parallel, self.store = config, parallel, store
         source = HfFolder(config.model.path)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,9 @@ from moerl.config.schema import Config
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
+from moerl.data.row_cost import pair_cost
 from moerl.errors import TrainerError
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.dithered_cast import dither_casts
 from moerl.trainer.learner.optimizer import (
     connect,
@@ -95,7 +96,7 @@ class Learner:
         model: Model,
         parallel: Parallel,
         config: Config,
-        store: BlobStore,
+        store: RecordReads,
         critic: Critic | None = None,
     ) -> None:
         """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
@@ -106,6 +107,7 @@ class Learner:
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
         # a user's objective that is not there ends the start, not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
+        self.pair_cost = pair_cost(model.spec)
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
@@ -135,7 +137,7 @@ class Learner:
         be used).
         """
         begin, times = time.perf_counter(), _Times()
-        parts = split_plan(plan, self.config.trainer, seed=self.config.run.seed)
+        parts = self._parts(plan)
         known = self._know(plan, parts)
         advantages, metrics = self._advantages(plan, parts, known)
         times.score = time.perf_counter() - begin
@@ -158,6 +160,22 @@ class Learner:
         if routers:
             metrics["loss/grad_norm_router"] = max(routers)
         return metrics if self.critic is None else metrics | self.critic.update(parts)
+
+    def read_ahead(self, plan: BatchPlan, records: RecordReads) -> None:
+        """Read what the first microbatch of each optimizer step of a plan will ask for.
+
+        Thread-safe: it computes nothing and changes nothing of the model.
+        Raises RecordError and BlobError, as the step would.
+        """
+        for part in self._parts(plan):
+            batch = Batches(part.plan, self.config, self.parallel, records).pack(0)
+            if self.model.replay is not None and self.config.replay.routing == "R3":
+                for layers in self.model.replay.chunks:
+                    batch.routes(layers, forward.routed_slots(batch, self.parallel))
+
+    def _parts(self, plan: BatchPlan) -> tuple[Minibatch, ...]:
+        trainer, seed = self.config.trainer, self.config.run.seed
+        return split_plan(plan, trainer, seed=seed, pair=self.pair_cost)
 
     def gradients(self, plan: BatchPlan) -> StepSums:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
@@ -254,7 +272,13 @@ class Learner:
         if self.router_losses is None:
             return load
         self.router_losses.begin(plan)
-        return partial(_load_both, load, self.router_losses.prepare)
+        prepare = self.router_losses.prepare
+
+        def load_both(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
+            load.load(batch, microbatch, chunk)
+            prepare(batch, microbatch, chunk)
+
+        return replace(load, load=load_both)
 
     def _update(self, step: int, times: _Times) -> list[float]:
         """One optimizer step; returns the gradient norm before clipping if Megatron has one."""
@@ -349,10 +373,3 @@ class Learner:
             "perf/optimizer_s": times.optimizer,
             "perf/train_tokens_per_s": total.counts["fed"] / step_s,
         }
-
-
-def _load_both(
-    load: LoadRoutes, prepare: LoadRoutes, batch: Microbatch, microbatch: int, chunk: Chunk
-) -> None:
-    load(batch, microbatch, chunk)
-    prepare(batch, microbatch, chunk)

@@ -60,11 +60,10 @@ class RouteReplay(LayerCalls):
         self._rows: dict[Key, Tensor] = {}
         self._live: dict[Key, LiveChoice] = {}
 
-    def load(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
-        """Load the recorded ids of one microbatch and chunk: one [N, K] integer tensor per layer.
+    def check(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
+        """Whether `load` takes these routes.  Reads nothing that a pass changes: any thread may.
 
-        The tensors are kept unchanged, u8 or u16, until a router needs them.
-        Raises RecordError: `routing_rows` (layers missing or unknown, wrong shape, loaded twice),
+        Raises RecordError: `routing_rows` (layers missing or unknown, wrong shape),
         `routing_range`, `routing_duplicate`.
         """
         if set(routes) != set(self.chunks[chunk]):
@@ -74,8 +73,26 @@ class RouteReplay(LayerCalls):
                 f"chunk {chunk} of this rank needs {list(self.chunks[chunk])}",
             )
         for layer, rows in routes.items():
+            self._check(rows, Key(microbatch, chunk, layer))
+
+    def load(
+        self,
+        microbatch: int,
+        routes: Mapping[int, Tensor],
+        chunk: int = 0,
+        *,
+        checked: bool = False,
+    ) -> None:
+        """Load the recorded ids of one microbatch and chunk: one [N, K] integer tensor per layer.
+
+        The tensors are kept unchanged, u8 or u16, until a router needs them.  checked: they have
+        passed `check`.
+        Raises RecordError as `check` does, and `routing_rows` for routes that are loaded twice.
+        """
+        if not checked:
+            self.check(microbatch, routes, chunk)
+        for layer, rows in routes.items():
             key = Key(microbatch, chunk, layer)
-            self._check(rows, key)
             self._add(key, len(rows))
             self._rows[key] = rows
             self.held_bytes += rows.nbytes

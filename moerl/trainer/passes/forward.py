@@ -50,13 +50,25 @@ def routed_slots(batch: Microbatch, parallel: Parallel) -> Span:
     return count * parallel.tp_rank, count * (parallel.tp_rank + 1)
 
 
+def read_routes(model: Model, batch: Microbatch, microbatch: int, parallel: Parallel) -> None:
+    """Read and check what `load_routes` needs of all chunks.  Raises as `RouteReplay.load`."""
+    assert model.replay is not None, "the model was built without replay"
+    for chunk, layers in enumerate(model.replay.chunks):
+        routes = batch.routes(layers, routed_slots(batch, parallel))
+        model.replay.check(microbatch, routes, chunk)
+        batch.ahead[chunk] = routes
+
+
 def load_routes(
     model: Model, batch: Microbatch, microbatch: int, parallel: Parallel, chunk: int = 0
 ) -> None:
-    """Read the recorded routes of one chunk's layers and this rank's tokens for its routers."""
+    """Give one chunk's routers the recorded routes of this rank's tokens."""
     assert model.replay is not None, "the model was built without replay"
-    layers = model.replay.chunks[chunk]
-    model.replay.load(microbatch, batch.routes(layers, routed_slots(batch, parallel)), chunk)
+    if (routes := batch.ahead.pop(chunk, None)) is not None:
+        model.replay.load(microbatch, routes, chunk, checked=True)
+    else:
+        layers = model.replay.chunks[chunk]
+        model.replay.load(microbatch, batch.routes(layers, routed_slots(batch, parallel)), chunk)
     load_positions(model, batch, microbatch, chunk)
 
 

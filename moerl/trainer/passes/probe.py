@@ -34,7 +34,7 @@ from moerl.algorithms.device_copies import upload
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import Config
 from moerl.data.packing import Microbatch
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
@@ -92,7 +92,7 @@ def due(config: Config, step: int) -> bool:
 
 
 def probe(
-    model: Model, plan: BatchPlan, config: Config, parallel: Parallel, store: BlobStore
+    model: Model, plan: BatchPlan, config: Config, parallel: Parallel, store: RecordReads
 ) -> dict[str, float]:
     """Metrics `probe/*` and `alert/*` of one microbatch; all ranks call it together.
 

@@ -34,7 +34,7 @@ from moerl.data.batching import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_ranges import read_logprobs
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
@@ -88,7 +88,10 @@ def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
     def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
         forward.load_routes(model, batch, microbatch, parallel, chunk.index)
 
-    return load
+    def read(batch: Microbatch, microbatch: int) -> None:
+        forward.read_routes(model, batch, microbatch, parallel)
+
+    return LoadRoutes(load, read)
 
 
 def recorded_positions(model: Model) -> LoadRoutes:
@@ -97,7 +100,7 @@ def recorded_positions(model: Model) -> LoadRoutes:
     def load(batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
         forward.load_positions(model, batch, microbatch, chunk.index)
 
-    return load
+    return LoadRoutes(load)
 
 
 def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
@@ -113,7 +116,7 @@ def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
         batch.read.routing_rows += rows
         batch.read.routing += rows * replay.top_k * _id_dtype(replay).itemsize
 
-    return load
+    return LoadRoutes(load)
 
 
 def _taken(replay: RouteReplay, turn: ScheduledPass) -> Routes:
@@ -134,7 +137,7 @@ def bound_second_moment(
     known: Sequence[Known],
     limit: float,
     parallel: Parallel,
-    store: BlobStore,
+    store: RecordReads,
 ) -> None:
     """M2PO: set the one bound of the whole batch, over all minibatches and data-parallel ranks."""
     if not parallel.is_last_stage:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from moerl.algorithms.device_copies import upload
 from moerl.config.schema import Config, TrainerConfig
 from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
 from moerl.errors import TrainerError
-from moerl.records.blob_store import BlobStore
+from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
@@ -33,7 +35,15 @@ from moerl.types import Array, BatchPlan
 
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # loss of a chunk's output
 ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]
-LoadRoutes = Callable[[Microbatch, int, Chunk], None]  # loads the routes of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRoutes:
+    """Brings routes to the routers; called with a microbatch and its number."""
+
+    load: Callable[[Microbatch, int, Chunk], None]  # before each pass of a chunk
+    read: Callable[[Microbatch, int], None] = lambda batch, number: None
+    """In the thread that packs, so on records alone: what `load` would read."""
 
 
 class ScheduledPass(NamedTuple):
@@ -45,14 +55,17 @@ class ScheduledPass(NamedTuple):
 
 
 class Batches:
-    """Microbatches of one plan on this rank, packed when they are asked for."""
+    """Microbatches of one plan on this rank, packed when they are asked for.
+
+    pack_s: seconds for which passes waited for packed microbatches and loaded their routes.
+    """
 
     def __init__(
         self,
         plan: BatchPlan,
         config: Config,
         parallel: Parallel,
-        store: BlobStore,
+        store: RecordReads,
         *,
         loss: LossInputs | None = None,
         with_masks: bool = True,
@@ -126,43 +139,71 @@ def run_pass(
     pass of a chunk; None = nothing is replayed.
     Raises RecordError when a loaded row was not used exactly once.
     """
-    packed: dict[int, Microbatch] = {}
-    scheduled_passes = [
-        _scheduled_passes(model, chunk, batches, packed, load) for chunk in model.chunks
-    ]
     rows, length = batches.shape
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=scheduled_passes if len(scheduled_passes) > 1 else scheduled_passes[0],
-        model=list(modules),
-        num_microbatches=batches.num_microbatches,
-        # shape of hidden states between stages; unused where shapes are exchanged
-        seq_length=length * batches.parallel.cp_size,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-    )
+    with ThreadPoolExecutor(1, "pack") as thread:
+        packed = PackedAhead(batches, thread, load)
+        scheduled_passes = [_scheduled_passes(model, chunk, packed, load) for chunk in model.chunks]
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=scheduled_passes if len(scheduled_passes) > 1 else scheduled_passes[0],
+            model=list(modules),
+            num_microbatches=batches.num_microbatches,
+            # shape of hidden states between stages; unused where shapes are exchanged
+            seq_length=length * batches.parallel.cp_size,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
     if model.replay is not None:
         model.replay.finish_step()
     if model.indexers is not None:
         model.indexers.finish_step()
 
 
+class PackedAhead:
+    """Microbatches in the order of the plan: one is packed while the one before it is computed.
+
+    Records are read and checked in the thread, so that only the first microbatch of a pass waits
+    for them.  One ahead: a microbatch holds routes and masks of all its rows.
+    """
+
+    def __init__(self, batches: Batches, thread: Executor, load: LoadRoutes | None) -> None:
+        self.batches, self._thread, self._load = batches, thread, load
+        self._packed: dict[int, Future[Microbatch]] = {}
+        self._begun = 0
+
+    def take(self, index: int, *, last: bool) -> Microbatch:
+        """Microbatch `index`, waited for.  last: nobody asks for it again.
+
+        Raises what packing raised.
+        """
+        self._begin(index)
+        packed = (self._packed.pop if last else self._packed.__getitem__)(index)
+        batch = packed.result()
+        self._begin(index + 1)
+        return batch
+
+    def _begin(self, index: int) -> None:
+        if index == self._begun < self.batches.num_microbatches:
+            self._packed[index] = self._thread.submit(self._pack, index)
+            self._begun += 1
+
+    def _pack(self, index: int) -> Microbatch:
+        batch = self.batches.pack(index)
+        if self._load is not None:
+            self._load.read(batch, index)
+        return batch
+
+
 def _scheduled_passes(
-    model: Model,
-    chunk: Chunk,
-    batches: Batches,
-    packed: dict[int, Microbatch],
-    load: LoadRoutes | None,
+    model: Model, chunk: Chunk, packed: PackedAhead, load: LoadRoutes | None
 ) -> Iterator[ScheduledPass]:
-    """A microbatch is packed when the first chunk needs it and kept until the last has run."""
-    for index in range(batches.num_microbatches):
+    """A microbatch is kept until the last chunk has run."""
+    for index in range(packed.batches.num_microbatches):
         begin = time.perf_counter()
-        batch = packed.pop(index, None) or batches.pack(index)
-        if chunk is not model.chunks[-1]:
-            packed[index] = batch
+        batch = packed.take(index, last=chunk is model.chunks[-1])
         if load is not None:
-            load(batch, index, chunk)
-        batches.pack_s += time.perf_counter() - begin
+            load.load(batch, index, chunk)
+        packed.batches.pack_s += time.perf_counter() - begin
         yield ScheduledPass(chunk, index, batch)
 
 

@@ -1,0 +1,81 @@
+"""Records of the next step, read while this one is trained.
+
+A step begins with a read that nothing hides: that of the first microbatch of each pass.  When the
+controller has the next plan already, a thread makes those reads early and keeps the verified bytes
+until that plan is trained.  What was not read early, or failed, is read as ever: an error is the
+reader's, when it asks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from moerl.errors import MoerlError
+from moerl.records.blob_store import RecordReads, Run
+from moerl.types import Array, BlobRef
+
+log = logging.getLogger(__name__)
+
+Kept = dict[tuple[str, int, tuple[Run, ...]], Array]  # by blob, place in it, and runs
+
+
+class ReadAhead:
+    """The records of a store, some of which were read early.  Calls come from any thread."""
+
+    def __init__(self, store: RecordReads) -> None:
+        self._store = store
+        self._hits = 0  # reads that early ones have answered, since `use`
+        self._kept: Kept = {}
+        self._coming: Future[Kept] | None = None
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+
+    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
+        """As `BlobStore.read_runs`.  The bytes of an early read are shared: do not change them."""
+        found = self._kept.get(_key(ref, runs))
+        if found is None:
+            return self._store.read_runs(ref, runs)
+        self._hits += 1
+        return found
+
+    def begin(self, read: Callable[[RecordReads], None]) -> None:
+        """Call `read` in the thread; what it reads is kept for the next `use`."""
+        self._coming = self._thread.submit(_gather, self._store, read)
+
+    def use(self) -> None:
+        """From now on answer with what `begin` read, waited for, and with nothing older."""
+        coming, self._coming = self._coming, None
+        self._hits = 0
+        self._kept = {} if coming is None else coming.result()
+
+    def drop(self) -> int:
+        """What `use` brought is not needed any more; returns how many reads it has answered."""
+        self._kept = {}
+        return self._hits
+
+
+class _Gathering:
+    """Reads of a store, kept."""
+
+    def __init__(self, store: RecordReads) -> None:
+        self.kept: Kept = {}
+        self._store = store
+
+    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
+        read = self._store.read_runs(ref, runs)
+        self.kept[_key(ref, runs)] = read
+        return read
+
+
+def _gather(store: RecordReads, read: Callable[[RecordReads], None]) -> Kept:
+    gathering = _Gathering(store)
+    try:
+        read(gathering)
+    except (MoerlError, OSError) as error:
+        log.info("records were not read ahead: %s", error)
+    return gathering.kept
+
+
+def _key(ref: BlobRef, runs: Sequence[Run]) -> tuple[str, int, tuple[Run, ...]]:
+    return ref.uri, ref.offset, tuple(runs)
