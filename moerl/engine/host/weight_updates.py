@@ -3,10 +3,8 @@
 By default a commit aborts the running requests one by one through /abort_request and waits for
 their partial output; with rollout.in_flight_mode in_place or retract they run through it
 (`moerl.engine.plugin.in_flight`).  With adapter slots a commit adds an adapter and running
-requests
-end
-under theirs (`moerl.engine.host.adapter_slots`).  Rejected: SGLang's engine-wide pause, which polls once
-a second.
+requests end under theirs (`moerl.engine.host.adapter_slots`).  Rejected: SGLang's engine-wide
+pause, which polls once a second.
 """
 
 from __future__ import annotations
@@ -66,10 +64,10 @@ class WeightUpdater:
         *,
         mode: str,
         slots: AdapterSlots | None = None,
-        followers: Sequence[Follower] =
-        (), ) -> None:
-        """mode: of `moerl.engine.plugin.in_flight`; slots: versions are adapters; followers: the engine's
-        other nodes.
+        followers: Sequence[Follower] = (),
+    ) -> None:
+        """Start at version 0.  mode: as in `moerl.engine.plugin.in_flight`; slots: versions are
+        adapters; followers: the engine's other nodes.
         """
         self._health, self._tracer, self._followers = health, tracer, followers
         self.mode, self.slots = mode, slots
