@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithFolders(build_py):
-    """Copies both folders below moerl/, where moerl/resources.py finds them; not when editable."""
+    """Copies both folders below moerl/ (see moerl/runtime/resources.py), unless editable."""
 
     def run(self) -> None:
         super().run()

@@ -35,7 +35,7 @@ from moerl.config.schema import Config
 from moerl.data.tasks import SortDigits
 from moerl.data.tiny_model import make_tiny_model
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 TRL_PYTHON = ROOT / "build/reference/bin/python"
 WINDOW = 10  # steps over which a reward is averaged

@@ -48,8 +48,8 @@ import numpy as np
 
 from moerl.observe.metrics import read_rows
 from moerl.observe.overlap import Interval, intersect, intervals, length
-from moerl.run_dir import RunDir
-from moerl.trace import read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import read_spans
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (0, 1, 2, 4)

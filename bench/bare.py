@@ -42,11 +42,11 @@ import one_rank  # noqa: F401  it sets what torch reads at its import
 from figures import Figure, of_ratios, report, result
 
 from moerl.config import load_config
-from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
 from moerl.launch.prepare import prepare
 from moerl.launch.root_process import set_ray_environment
 from moerl.launch.run_context import RunContext
-from moerl.run_dir import RunDir
+from moerl.runtime.process_tree import become_subreaper, end_descendants
+from moerl.runtime.run_dir import RunDir
 
 ENGINE_RECORDS_AIM, ENGINE_AIM, TRAINER_AIM = 0.97, 0.93, 0.97
 SETTINGS = (

@@ -21,16 +21,16 @@ import psutil
 import ray
 
 from moerl.controller.context import Context
+from moerl.core.messages import Hello, Ok, Plan, SetEngines, StepDone, TakePlan
+from moerl.core.rpc import Keys, RpcClient
+from moerl.core.types import PolicyVersion
+from moerl.engine.host.sglang_client import EngineClient
+from moerl.engine.host.sglang_server import EngineServer
 from moerl.engine.record_files import FIELD
-from moerl.engine.sglang_client import EngineClient
-from moerl.engine.sglang_server import EngineServer
 from moerl.engine.weight_layout import MODULES_CHECKED
 from moerl.launch.nodes.ray_nodes import start_ray
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import ControllerActor, RayActors, place
-from moerl.messages import Hello, Ok, Plan, SetEngines, StepDone, TakePlan
-from moerl.rpc import Keys, RpcClient
-from moerl.types import PolicyVersion
 
 BARE, RECORDS, DIRECT, PATH = "bare", "bare, records on", "moerl's server", "whole path"
 ARMS = (BARE, RECORDS, DIRECT, PATH)

@@ -5,7 +5,7 @@ memory that is not pinned, fork in place of spawn, decode attention for the whol
 them SGLang does not run here, or several times slower.  None of them records, checks or updates.
 """
 
-from moerl.engine import hooks, server_process
+from moerl.engine.plugin import hooks, server_process
 
 hooks.HOOKS = tuple(hook for hook in hooks.HOOKS if hook.when is hooks.When.CPU)
 

@@ -27,14 +27,14 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 from small_moe import SPEC
 
 from moerl.config.schema import CheckpointConfig, Config, ParallelConfig, TrainerConfig
+from moerl.core.types import PolicyVersion
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
 from moerl.layout import ModelSpec
 from moerl.records import BlobStore
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from moerl.trainer.model import platform
-from moerl.types import PolicyVersion
 
 
 def main() -> None:

@@ -43,9 +43,8 @@ from moerl.config.schema import (
 )
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
-from moerl.controller.journal import Journal
-from moerl.engine.mailbox import Mailbox
-from moerl.messages import (
+from moerl.controller.journal.journal import Journal
+from moerl.core.messages import (
     Answers,
     CommitUpdate,
     EngineStatus,
@@ -53,12 +52,10 @@ from moerl.messages import (
     Plan,
     StepDone,
     TakePlan,
-    UpdateClosed,
+    UpdateDone,
 )
-from moerl.records import BlobStore
-from moerl.records.blob_store import Found
-from moerl.serialization import encode
-from moerl.types import (
+from moerl.core.serialization import encode
+from moerl.core.types import (
     BlobRef,
     Episode,
     Finish,
@@ -71,6 +68,9 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.engine.host.mailbox import Mailbox
+from moerl.records import BlobStore
+from moerl.records.blob_store import Found
 
 GROUP, DEPTH, ENGINES = 16, 4, 16
 PROMPT, MEAN_TOKENS, MAX_TOKENS = 200, 800, 4000
@@ -187,12 +187,12 @@ class StubEngine:
             sealed_logprobs=sealed,
         )
 
-    async def session(self, message: CommitUpdate) -> UpdateClosed:
+    async def session(self, message: CommitUpdate) -> UpdateDone:
         await asyncio.sleep(0.05)  # the pause of a real one
         self.version = message.version
         self.updated.set()
         self.updated = asyncio.Event()
-        return UpdateClosed(pause_s=0.01, aborted=0)
+        return UpdateDone(pause_s=0.01, aborted=0)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.index, self.version, 1, 0, self.tokens, 0.0)

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from moerl.run_dir import RunDir
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.delta import apply, encode
 
 Weights = dict[str, torch.Tensor]

@@ -78,10 +78,10 @@ def turn(server: subprocess.Popen[str]) -> list[float]:
 async def serve(seconds: float) -> None:
     """Take a turn for each line of standard input; an empty one ends."""
     from moerl.config.schema import EngineConfig, ReplayConfig
-    from moerl.engine.host import EngineContext, EngineHost
+    from moerl.core.types import PolicyVersion
+    from moerl.engine.host.host import EngineContext, EngineHost
     from moerl.records import BlobStore
-    from moerl.run_dir import RunDir
-    from moerl.types import PolicyVersion
+    from moerl.runtime.run_dir import RunDir
     from tests.helpers import engine_tiny_model as tiny
 
     root = Path(tempfile.mkdtemp())
@@ -116,7 +116,7 @@ def cpu_seconds() -> float:
 
 def requests(call: int, vocab: int) -> list[object]:
     """One message of the quickstart: groups of one prompt each."""
-    from moerl.types import GenerateRequest, SamplingParams
+    from moerl.core.types import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(TOKENS, top_p=0.95, top_k=64, ignore_eos=True)
     draw = np.random.default_rng(call)

@@ -37,7 +37,7 @@ from learning_arms import (
 )
 
 from moerl.observe.metrics import Row, read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 LEVEL = 0.03
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom

@@ -24,7 +24,7 @@ from pathlib import Path
 from figures import ROOT, machine
 
 from moerl.observe.metrics import Row, read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 STILL = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"  # the arm "rate 0"
 RUN_S = 900.0  # longest run on a machine that others share

@@ -30,8 +30,8 @@ from statistics import fmean, pstdev
 import ray
 
 from moerl.config import load_config, save_config
+from moerl.core.types import PolicyVersion
 from moerl.data.tiny_model import make_tiny_model
-from moerl.launch.nodes.process_tree import become_subreaper, end_descendants
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
@@ -39,8 +39,8 @@ from moerl.launch.supervision.actors import ControllerActor, EngineActor, Scorer
 from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html
-from moerl.run_dir import RunDir
-from moerl.types import PolicyVersion
+from moerl.runtime.process_tree import become_subreaper, end_descendants
+from moerl.runtime.run_dir import RunDir
 
 _POLL_S = 0.5
 

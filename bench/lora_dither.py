@@ -31,7 +31,7 @@ from figures import machine
 from learning_arms import first_model, moerl
 
 from moerl.observe.metrics import Row, read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 ROUNDINGS = ("nearest", "dither")
 BF16 = ["trainer.dtype=bf16", "engine.dtype=bfloat16", "checkpoint.every=0"]

@@ -24,8 +24,8 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.layout import ModelSpec
 from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.sync_forecast import planned_layouts
-from moerl.weight_sync.factor_plan import FactorPlan
-from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 
 RECIPES = ("qwen3-30b-a3b-lora", "qwen3-235b-a22b", "deepseek-v3-lora", "kimi-k2")

@@ -53,8 +53,8 @@ from controller_load import (
 from waiting_environment import Waiting, all_waits_s
 
 from moerl.agents.agent_loop import PolicySettings
-from moerl.agents.environment_episodes import EnvironmentEpisodes, OpenEnvironment
-from moerl.agents.environment_pool import EnvironmentPool
+from moerl.agents.environments.environment_episodes import EnvironmentEpisodes, OpenEnvironment
+from moerl.agents.environments.environment_pool import EnvironmentPool
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import (
@@ -71,9 +71,9 @@ from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode, TurnEngine
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
-from moerl.controller.journal import Journal
-from moerl.messages import CommitUpdate, UpdateClosed
-from moerl.types import GenerateRequest, ModelShape, Prompt, SamplingParams
+from moerl.controller.journal.journal import Journal
+from moerl.core.messages import CommitUpdate, UpdateDone
+from moerl.core.types import GenerateRequest, ModelShape, Prompt, SamplingParams
 
 GROUP = 8
 MEAN_TOKENS, MAX_TOKENS, CONTEXT = 200, 1000, 32768
@@ -132,7 +132,7 @@ class TurnStubEngine(StubEngine):
             if name in self.cuts:
                 self.cuts[name].set()
 
-    async def session(self, message: CommitUpdate) -> UpdateClosed:
+    async def session(self, message: CommitUpdate) -> UpdateDone:
         closed = await super().session(message)
         await self.abort(list(self.cuts))
         return closed

@@ -26,8 +26,8 @@ import os
 import statistics
 from pathlib import Path
 
-from moerl.run_dir import RunDir
-from moerl.trace import read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import read_spans
 
 PARTS = ("pause_s", "drain_s", "reach_s", "commit_s", "commit_cpu_s", "rest_s")
 NAMES = {"commit_cpu_s": "- cpu"}

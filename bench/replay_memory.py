@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moerl.core.types import Array, PolicyVersion, RoutingBlob
 from moerl.records import BlobStore
 from moerl.records.blob_ranges import Interval, read_routes
-from moerl.types import Array, PolicyVersion, RoutingBlob
 
 
 @dataclass(frozen=True, slots=True)

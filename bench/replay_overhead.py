@@ -30,10 +30,7 @@ from one_rank import one_rank
 from small_moe import SPEC
 
 from moerl.config.schema import Config, ObserveConfig, RunConfig, TrainerConfig
-from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
-from moerl.records import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -45,6 +42,9 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records import BlobStore
 
 PROMPT, LENGTH, KEPT_MEAN = 32, 256, 32
 START = PolicyVersion(0, 0)

@@ -1,4 +1,4 @@
-"""Requests of a run (`moerl.rpc`) against the same messages over plain ZeroMQ, in one process pair.
+"""Requests of a run (`moerl.core.rpc`) against plain ZeroMQ, in one pair of processes.
 
     python bench/rpc.py [--rounds 5] [--seconds 1] [--mib 32]
 
@@ -30,10 +30,10 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from moerl.messages import AskEngine, EngineHolds, Failed, Message, Ok, Plan, Refused
-from moerl.rpc import Keys, RpcClient, RpcServer
-from moerl.serialization import decode, encode
-from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Prompt
+from moerl.core.messages import AskEngine, EngineVersion, Failed, Message, Ok, Plan, Refused
+from moerl.core.rpc import Keys, RpcClient, RpcServer
+from moerl.core.serialization import decode, encode
+from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion, Prompt
 
 V0 = PolicyVersion(0, 0)
 LONG_REPLY, PLAN = 1, 2  # engines that a request names to get one
@@ -60,7 +60,7 @@ def make_handler(size: int) -> Callable[[Message], Message]:
 
     def handle(message: Message) -> Message:
         if isinstance(message, AskEngine):
-            return {LONG_REPLY: long, PLAN: full}.get(message.engine, EngineHolds(V0, ""))
+            return {LONG_REPLY: long, PLAN: full}.get(message.engine, EngineVersion(V0, ""))
         return Ok()
 
     return handle

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from moerl.scoring.tool_box import BoxPool, ToolBox, ToolSandbox
+from moerl.sandbox.sandbox import Sandbox, SandboxPool, ToolSandbox
 
 WAIT_S = 60.0
 BYTES = 4096
@@ -44,7 +44,7 @@ def first_answer(sandbox: ToolSandbox) -> float:
 
 def warm_answer(sandbox: ToolSandbox) -> float:
     """Milliseconds to the answer of a shell in a box that had started."""
-    pool = BoxPool(sandbox, warm=1)
+    pool = SandboxPool(sandbox, warm=1)
     while not pool.waiting:
         time.sleep(0.01)
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def warm_answer(sandbox: ToolSandbox) -> float:
     return 1000 * elapsed
 
 
-def check(box: ToolBox) -> None:
+def check(box: Sandbox) -> None:
     ran = box.run(["/bin/sh", "-c", "echo 1"], timeout_s=WAIT_S, max_output=BYTES)
     assert ran.out == b"1\n", ran
 
@@ -68,7 +68,7 @@ def calls(count: int, call: Callable[[], object]) -> float:
     return count / (time.perf_counter() - start)
 
 
-def memory_mib(box: ToolBox) -> float:
+def memory_mib(box: Sandbox) -> float:
     """Proportional set size of a box: keeper, two of bubblewrap, server."""
     keeper = psutil.Process(box.pid)
     family = [keeper, *keeper.children(recursive=True)]

@@ -15,9 +15,9 @@ import time
 from typing import Literal
 
 from moerl.config.schema import TaskConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.types import Episode, Prompt
 from moerl.scoring import ProcessScorer
-from moerl.types import Episode, Prompt
 
 GROUP = 8
 IN_FLIGHT = 32  # groups

@@ -58,8 +58,8 @@ import psutil
 
 from moerl.launch.prepare import outside_folder
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir
-from moerl.trace import read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import read_spans
 
 LASTING = ("engine-0", "engine-0-host", "trainer rank", "trainer", "scorer", "controller")
 DEADLY = ("raylet", "gcs_server", "root", "front")  # the run ends with them

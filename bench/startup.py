@@ -31,7 +31,7 @@ from figures import ROOT, Figure, report, result
 
 LIMIT_S = 600.0
 PHASES = ("command", "ray", "servers", "first step", "end")
-IMPORTS = ("torch", "ray", "moerl.launch.train", "moerl.trainer.main", "moerl.engine.host")
+IMPORTS = ("torch", "ray", "moerl.launch.train", "moerl.trainer.main", "moerl.engine.host.host")
 Phases = dict[str, float]
 
 

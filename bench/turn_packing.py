@@ -31,10 +31,7 @@ from small_moe import SPEC as SMALL_MOE
 from moerl.config.schema import Config, ObserveConfig, RunConfig, TrainerConfig
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import TurnRows
-from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_reply
-from moerl.records import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -45,6 +42,9 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RolloutSpec, random_reply
+from moerl.records import BlobStore
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Mapping
 
-from moerl.agents.episode_environment import (
+from moerl.agents.environments.episode_environment import (
     EpisodeEnd,
     EpisodeStart,
     Observation,

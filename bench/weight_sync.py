@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.layout import model_spec
 from moerl.layout.tiles import Box
 from moerl.planning.sync_cost import Links, forecast

@@ -16,7 +16,12 @@ from __future__ import annotations
 
 import asyncio
 
-from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observation, PolicyAnswer
+from moerl.agents.environments.episode_environment import (
+    EpisodeEnd,
+    EpisodeStart,
+    Observation,
+    PolicyAnswer,
+)
 
 
 class Locks:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from moerl.errors import ConfigError, MoerlError, printable
+from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import shape_commands
-from moerl.run_dir import RunDir, find_run, read_manifest
+from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:
     from moerl.config import Config
@@ -240,7 +240,7 @@ def doctor(
     from moerl.config import load_config, resolve
     from moerl.config.checks import check
     from moerl.config.load import CONFIG_ROOT
-    from moerl.planning.doctor import describe, examine
+    from moerl.doctor.doctor import describe, examine
 
     settings = list(overrides or [])
     if (CONFIG_ROOT / "clusters" / f"{cluster}.yaml").is_file():
@@ -370,7 +370,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
 
 def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process") -> int:
     """Run the request in a guarded root process, then remove its scratch folder."""
-    from moerl.launch.nodes.process_tree import run_guarded
+    from moerl.runtime.process_tree import run_guarded
 
     if importlib.util.find_spec("torch") is None:
         raise MoerlError(f"this command needs torch: {INSTALL}")

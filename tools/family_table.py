@@ -16,7 +16,7 @@ from typing import get_args
 from moerl.config.schema import TinyFamily, TinyModel
 from moerl.config.tiny_configs import tiny_config
 from moerl.engine import feature_table
-from moerl.engine.stand_ins import hooks_of
+from moerl.engine.plugin.cpu_kernels import hooks_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests/data/model_families.json"
 _COLUMNS = (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moerl.config.schema import TinyModel
 from moerl.config.validate import check_keys, read_section
+from moerl.core.errors import MoerlError
 from moerl.data.tiny_model import make_tiny_model
-from moerl.errors import MoerlError
 
 
 def main() -> int:

@@ -26,9 +26,9 @@ from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
-from moerl.errors import RecordError
-from moerl.rollout_names import episode_of
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.rollout_names import episode_of
+from moerl.core.types import (
     Array,
     GenerateRequest,
     LeftOut,

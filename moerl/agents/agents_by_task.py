@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from moerl.controller.agent_episodes import EpisodeRunner, PlayedEpisode, TurnEngine
-from moerl.types import Prompt, SamplingParams
+from moerl.core.types import Prompt, SamplingParams
 
 
 class AgentsByTask:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moerl.agents.answer_stream import PartialAnswer
 from moerl.agents.chat_messages import MessageCall
+from moerl.agents.gateway.answer_stream import PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.agents.turn_forest import RecordedTurn
 from moerl.controller.agent_episodes import TurnEngine
-from moerl.grammar import Grammar
-from moerl.types import Array, GraphTurn, Rollout, SamplingParams
+from moerl.core.grammar import Grammar
+from moerl.core.types import Array, GraphTurn, Rollout, SamplingParams
 
 Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
 

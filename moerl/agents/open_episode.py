@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moerl.agents.answer_stream import AnswerStream, PartialAnswer
-from moerl.agents.api_errors import ApiError, unsupported
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.episode_types import (
     Ends,
@@ -28,6 +26,8 @@ from moerl.agents.episode_types import (
     Tell,
     TurnAnswer,
 )
+from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
+from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.prompt_tokens import PromptIds, TemplateError
 from moerl.agents.stop_texts import Stops
 from moerl.agents.turn_forest import TurnForest, TurnRequest
@@ -35,9 +35,9 @@ from moerl.agents.turn_sampler import TurnSampler
 from moerl.config.task_programs import POLICY
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import EngineError, RecordError
-from moerl.rollout_names import without_life
-from moerl.types import Array, GraphTurn, LeftOut, Prompt, SamplingParams
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.rollout_names import without_life
+from moerl.core.types import Array, GraphTurn, LeftOut, Prompt, SamplingParams
 
 T = TypeVar("T")
 NO_MASKS = (

@@ -31,8 +31,8 @@ import jinja2
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.errors import ConfigError, MoerlError
-from moerl.types import Array
+from moerl.core.errors import ConfigError, MoerlError
+from moerl.core.types import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -20,8 +20,8 @@ import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
 from moerl.controller.turn_rows import SampledTurn, SharedIds, join
-from moerl.errors import RecordError
-from moerl.types import Array, Rollout
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, Rollout
 
 
 class Origin(StrEnum):

@@ -12,13 +12,13 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from moerl.agents.answer_stream import AnswerStream
+from moerl.agents.gateway.answer_stream import AnswerStream
 from moerl.agents.stop_texts import StopFinder, Stops
 from moerl.controller.agent_episodes import TurnEngine
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, Segment
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.types import Finish, GenerateRequest, Segment
 
 _WITHDRAW_S = 60.0  # seconds in which an ended request must come back
 _AGAIN_S = 0.2  # between two orders to end it: it may not have arrived at the first

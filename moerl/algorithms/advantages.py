@@ -27,8 +27,8 @@ from torch import Tensor
 from moerl.algorithms.registry import choose
 from moerl.config.algorithms import ADVANTAGES
 from moerl.config.schema import AlgorithmConfig
-from moerl.errors import RecordError
-from moerl.types import Array, BatchPlan, Episode, Finish
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, BatchPlan, Episode, Finish
 
 _STD_EPS = 1e-4  # as in TRL; verl uses 1e-6
 _WHITEN_EPS = 1e-8

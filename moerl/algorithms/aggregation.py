@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from moerl.algorithms.registry import choose
 from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
-from moerl.types import BatchPlan
+from moerl.core.types import BatchPlan
 
 
 def seq_mean_token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:

@@ -39,7 +39,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.device_copies import upload
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moerl.algorithms.advantages import Outcomes, plan_outcomes
 from moerl.config.schema import AlgorithmConfig
-from moerl.types import BatchPlan
+from moerl.core.types import BatchPlan
 
 
 def plan_pairs(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.types import Array
+from moerl.core.types import Array
 
 NEEDED = ("none", "routing", "mask", "both")
 CAUSES = ("routing", "mask", "numerics")

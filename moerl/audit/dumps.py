@@ -15,13 +15,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.layout import ModelSpec
-from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.records.routing import check_ids, id_dtype
-from moerl.records.sampling_mask import check_csr
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.types import (
     Array,
     Finish,
     MaskBlob,
@@ -32,6 +27,11 @@ from moerl.types import (
     SamplingParams,
     VersionSpan,
 )
+from moerl.layout import ModelSpec
+from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
+from moerl.records.routing import check_ids, id_dtype
+from moerl.records.sampling_mask import check_csr
 
 NEWEST = PolicyVersion(0, 1_000_000)  # for the scoring weights: a token of lag n is n older
 _FIELDS = {

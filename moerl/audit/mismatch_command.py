@@ -35,18 +35,14 @@ from moerl.config.schema import Precision
 from moerl.config.task_mixture import entries_of
 from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
-from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
-from moerl.launch.nodes.process_tree import (
-    become_subreaper,
-    die_with_parent,
-    end_descendants,
-)
+from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
+from moerl.core.serialization import encode_value
+from moerl.core.types import PolicyVersion, Rollout
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.records.header_check import check as check_rollout
-from moerl.run_dir import RunDir
-from moerl.serialization import encode_value
-from moerl.types import PolicyVersion, Rollout
+from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.plan_check import check_plan
 
 VARIANTS = NEEDED

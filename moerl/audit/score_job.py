@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moerl.config.schema import Dispatcher, Precision
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 # name: (routes of the forward pass, recorded sampling masks used)
 VARIANTS: dict[str, tuple[str, bool]] = {

@@ -45,18 +45,18 @@ from torch import Tensor
 from moerl.algorithms.device_copies import to_host
 from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
 from moerl.config.schema import ParallelConfig, Precision, TrainerConfig
+from moerl.core.errors import MoerlError, RecordError
+from moerl.core.serialization import decode_value
+from moerl.core.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.distributed.object_collectives import gather_values
-from moerl.errors import MoerlError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.segment_split import split_segments
-from moerl.serialization import decode_value
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.platform import prepare
 from moerl.trainer.passes.route_agreement import downstream
-from moerl.types import BatchPlan, Episode, EpisodeGroup, Prompt, Rollout, Turn
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model

@@ -14,7 +14,7 @@ from moerl.config.schema import Config
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.task_programs import POLICY, AgentConfig, OtherModelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 Problem = tuple[str, object, str]
 SANDBOX_TOOLS = "sandbox_tools"

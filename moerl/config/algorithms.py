@@ -18,7 +18,7 @@ from types import MappingProxyType
 from moerl.config.functions import check_is_there
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from moerl.config.agent_checks import check_agent
 from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.evaluating import check_isolation
-from moerl.config.json_files import read_model_config
 from moerl.config.lora_checks import check_lora
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
@@ -30,7 +29,8 @@ from moerl.config.schema import (
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
-from moerl.errors import ConfigError, ModelError
+from moerl.core.errors import ConfigError, ModelError
+from moerl.core.json_files import read_model_config
 
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
 _REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
@@ -442,7 +442,7 @@ def _check_tasks(config: Config) -> None:
 
 
 def _truncates(sampling: SamplingConfig) -> bool:
-    """As `moerl.types.SamplingParams.truncates`."""
+    """As `moerl.core.types.SamplingParams.truncates`."""
     return sampling.top_p < 1.0 or sampling.top_k != -1 or sampling.min_p > 0.0
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 _GPU_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 

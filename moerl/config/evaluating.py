@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moerl.config.schema import TaskConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 # By eval or sympy's parse_expr, in reasoning-gym 0.1.25; `composite` asks the scorers of others.
 EVALUATING = frozenset(

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 def look_up(field: str, path: str, named: Sequence[str]) -> Any:

@@ -19,15 +19,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moerl.atomic import atomic_write
 from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.task_mixture import with_changes, with_finite_top_k
 from moerl.config.transport_rules import default_transport, with_transport
 from moerl.config.validate import check_keys, read_section
-from moerl.errors import ConfigError
-from moerl.resources import resource_folder
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import ConfigError
+from moerl.runtime.resources import resource_folder
 
 CONFIG_ROOT = resource_folder("configs")
 SECRETS = "secrets.yaml"  # next to config.yaml

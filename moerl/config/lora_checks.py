@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moerl.config.lora_settings import SLOT_TARGETS
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _LOSSES = "routers are frozen with lora, a loss of theirs was not tried; use 0"

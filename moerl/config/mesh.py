@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from moerl.config.schema import ParallelConfig
 from moerl.config.validate import read_section
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 TRAINER = "trainer.parallel"
 

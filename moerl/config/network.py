@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 
 from moerl.config.schema import ClusterConfig, Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 def own_address(cluster: ClusterConfig) -> str:
@@ -29,7 +29,7 @@ def own_address(cluster: ClusterConfig) -> str:
     )
 
 
-def here(config: Config) -> Config:
+def bind_node_address(config: Config) -> Config:
     """The configuration as this node's processes use it: bound to its own address."""
     if config.cluster.address:
         return config

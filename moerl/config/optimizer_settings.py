@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moerl.config.schema import TrainerConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 Kind = type | tuple[str, ...]  # a type, or the names that a dtype may have
 

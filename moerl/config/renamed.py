@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 RENAMED: dict[str, str] = {
     "frozen.ranks=own": "ref_models.placement=separate",

@@ -16,7 +16,7 @@ import xxhash
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 _ENDS = 2**20  # bytes of a file's begin and end that name it
 

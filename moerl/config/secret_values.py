@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 HIDDEN = "(hidden)"
 _NAME = re.compile(r"TOKEN(?!I[SZ])|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # no tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 from moerl.config.bounds import Positive
 from moerl.config.schema import Config, SamplingConfig, TaskConfig
 from moerl.config.validate import check_keys, read_section
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 MAX_PERIOD = 10_000  # prompts after which the order of tasks repeats
 _LABEL = re.compile(r"[A-Za-z][\w.-]*")  # it is part of metric names

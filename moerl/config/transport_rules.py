@@ -20,7 +20,7 @@ from typing import get_args
 from moerl.config.clusters import is_local, nodes
 from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, Role, TransportName
 from moerl.config.validate import either
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
 NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")

@@ -16,7 +16,7 @@ import msgspec
 from moerl.config.bounds import LARGEST
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide_value
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 T = TypeVar("T")
 

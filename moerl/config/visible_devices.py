@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

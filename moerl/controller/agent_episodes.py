@@ -16,8 +16,8 @@ from typing import Protocol
 
 from moerl.controller.rollout_builder import blob_uris
 from moerl.controller.turn_rows import SampledTurn, TurnRows, rows_of
-from moerl.errors import RecordError
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.types import (
     Array,
     Finish,
     GenerateRequest,

@@ -22,9 +22,9 @@ from moerl.controller.held_out_episodes import RunningAgents
 from moerl.controller.producer import Partials, Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
-from moerl.errors import ScoreError
-from moerl.rollout_names import name_rollout
-from moerl.types import GraphTurn, Prompt
+from moerl.core.errors import ScoreError
+from moerl.core.rollout_names import name_rollout
+from moerl.core.types import GraphTurn, Prompt
 
 log = logging.getLogger(__name__)
 

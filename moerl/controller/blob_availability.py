@@ -21,8 +21,8 @@ from moerl.controller.context import Context
 from moerl.controller.producer import Producer
 from moerl.controller.rollout_builder import group_refs, group_uris
 from moerl.controller.scoring_stage import ScoringStage
+from moerl.core.types import EpisodeGroup
 from moerl.records.blob_store import Found, sizes_of
-from moerl.types import EpisodeGroup
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moerl.controller.rollout_builder import group_uris
+from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
-from moerl.types import EpisodeGroup
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from moerl.id_sets import IdSet, Ranges, ranges
-from moerl.types import EpisodeGroup
+from moerl.core.id_sets import IdSet, Ranges, ranges
+from moerl.core.types import EpisodeGroup
 
 
 class GroupBuffer:

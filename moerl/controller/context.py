@@ -13,16 +13,16 @@ from moerl.controller.agent_episodes import EpisodeRunner
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
-from moerl.controller.journal import Journal
+from moerl.controller.journal.journal import Journal
+from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.planned_batches import PlannedBatches
-from moerl.controller.recovered_state import Lineage
 from moerl.controller.rollout_builder import Environment
 from moerl.controller.scorer_timeout import ScorerWithTimeout
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
-from moerl.messages import Engine, Scorer
+from moerl.core.messages import Engine, Scorer
+from moerl.core.types import ModelShape, Prompt
 from moerl.records import BlobStore
-from moerl.types import ModelShape, Prompt
 
 
 class PromptSource(Protocol):

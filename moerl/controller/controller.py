@@ -18,15 +18,15 @@ from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Services, make_context
 from moerl.controller.evaluation import Evaluator
 from moerl.controller.held_out_episodes import RunningAgents
+from moerl.controller.journal.recovered_state import RecoveredState
 from moerl.controller.pooled_turns import PooledTurns
 from moerl.controller.producer import Producer
-from moerl.controller.recovered_state import RecoveredState
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.controller.rollout_builder import group_uris
 from moerl.controller.scoring_stage import ScoringStage
-from moerl.controller.task_group import look_after_memory
+from moerl.controller.task_group import trim_memory_loop
 from moerl.controller.trainer_handler import TrainerHandler
-from moerl.messages import Engine
+from moerl.core.messages import Engine
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Controller:
 
     async def run(self) -> None:
         """Produce until `stop`; raises the first failure of any loop or of the trainer."""
-        self.context.tasks.spawn(look_after_memory())
+        self.context.tasks.spawn(trim_memory_loop())
         self._availability.check_waiting()
         self.producer.start()
         self._evaluator.start()

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from moerl.controller.rollout_builder import own_uris
 from moerl.controller.task_group import TaskGroup
-from moerl.errors import EngineError, RecordError
-from moerl.messages import Answers, Engine
-from moerl.types import Array, GenerateRequest, Segment
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.messages import Answers, Engine
+from moerl.core.types import Array, GenerateRequest, Segment
 
 log = logging.getLogger(__name__)
 

@@ -42,20 +42,20 @@ from moerl.config.schema import EngineConfig, RolloutConfig
 from moerl.controller.engine_calls import ANSWER_S, EngineCalls
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
-from moerl.errors import EngineError, ProtocolError, RecordError
-from moerl.messages import (
+from moerl.core.errors import EngineError, ProtocolError, RecordError
+from moerl.core.messages import (
     AskEngine,
     CommitUpdate,
     Engine,
-    EngineHolds,
     EngineStatus,
+    EngineVersion,
     Message,
     SessionMessage,
     SetEngines,
     SyncTarget,
-    UpdateClosed,
+    UpdateDone,
 )
-from moerl.types import Array, GenerateRequest, PolicyVersion, Segment
+from moerl.core.types import Array, GenerateRequest, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 
@@ -372,13 +372,13 @@ class EnginePool:
             member.draining = False
             await self._ask_fitness(message.engine)
             raise EngineError(f"engine {message.engine}: {error}") from error
-        if isinstance(message, CommitUpdate) and isinstance(reply, UpdateClosed):
+        if isinstance(message, CommitUpdate) and isinstance(reply, UpdateDone):
             if member.phase != EnginePhase.LOST:
                 member.phase = EnginePhase.UP
             self._updated(member, message.version, reply)
         return reply
 
-    def _updated(self, member: EngineState, version: PolicyVersion, closed: UpdateClosed) -> None:
+    def _updated(self, member: EngineState, version: PolicyVersion, closed: UpdateDone) -> None:
         member.version, member.draining, member.behind = version, False, False
         self._step_metrics.update_closed(closed)
         self._tasks.notify()
@@ -397,7 +397,7 @@ class EnginePool:
             return
         with contextlib.suppress(EngineError):
             holds = await _answer(member.engine.session(AskEngine(index)), "AskEngine")
-            if isinstance(holds, EngineHolds) and holds.cause:
+            if isinstance(holds, EngineVersion) and holds.cause:
                 log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
                 self._step_metrics.engines_suspended += 1
                 member.phase = EnginePhase.SUSPENDED
@@ -444,7 +444,7 @@ class SyncTargets:
         self._published_to = self._taken = self._configured
         return self.pending_update()
 
-    def taken_in(self) -> None:
+    def acknowledge(self) -> None:
         """The trainer asks for a plan: the set sent last is in effect."""
         self._taken = self._published_to
 

@@ -30,8 +30,8 @@ from moerl.controller.rollout_builder import (
     generate,
     sampling_params,
 )
-from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import (
+from moerl.core.errors import EngineError, RecordError, ScoreError
+from moerl.core.types import (
     Episode,
     Finish,
     GenerateRequest,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from moerl.controller.turn_rows import TurnRows
-from moerl.errors import RecordError
-from moerl.types import Array, Finish, GraphTurn, PolicyVersion, Prompt, Score, Turn
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, Finish, GraphTurn, PolicyVersion, Prompt, Score, Turn
 
 
 class Sealed(Protocol):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.engine_calls import EngineCalls
 from moerl.controller.rollout_builder import PartialEpisode, own_uris, used_uris
-from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.types import Segment
+from moerl.core.errors import EngineError, RecordError, ScoreError
+from moerl.core.types import Segment
 
 Arrived = Segment | RecordError | EngineError | ScoreError | None
 """Reply of the engine; None or ScoreError: of the environment, which has added its own."""

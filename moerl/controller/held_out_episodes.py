@@ -16,8 +16,8 @@ from typing import Any
 from moerl.config.schema import EvaluationConfig
 from moerl.controller.agent_episodes import ENDED, EpisodeRunner, PlayedEpisode
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
-from moerl.errors import EngineError
-from moerl.types import Prompt, SamplingParams
+from moerl.core.errors import EngineError
+from moerl.core.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from moerl.controller.journal import Journal
-from moerl.controller.recovered_state import RecoveredState
-from moerl.id_sets import IdSet
-from moerl.types import EpisodeGroup
+from moerl.controller.journal.journal import Journal
+from moerl.controller.journal.recovered_state import RecoveredState
+from moerl.core.id_sets import IdSet
+from moerl.core.types import EpisodeGroup
 
 
 class PlannedBatches:

@@ -4,7 +4,8 @@ A request waits for an engine that serves, and goes to the one that has sampled 
 for its prefix cache, or to the least busy one.  Versions never go backwards inside an episode.
 When an engine fails, the reply is empty and the rest is asked for again, on any engine.
 
-Replies to episodes that may be trained are kept in the journal (`moerl.controller.turn_log`).  What
+Replies to episodes that may be trained are kept in the journal
+(`moerl.controller.journal.turn_log`).  What
 an earlier controller got for an equal request is given out again, if its weights are part of the
 trainer's history and its records can be read whole.
 """
@@ -21,10 +22,10 @@ import numpy as np
 from moerl.controller.context import Context
 from moerl.controller.engine_pool import EnginePhase, EngineState
 from moerl.controller.rollout_builder import blob_refs, blob_uris
-from moerl.errors import EngineError, RecordError
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.rollout_names import episode_of
+from moerl.core.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 from moerl.records.blob_store import sizes_of
-from moerl.rollout_names import episode_of
-from moerl.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from moerl.controller.rollout_builder import (
     sealed_uris,
 )
 from moerl.controller.scoring_stage import ScoringStage
-from moerl.errors import EngineError, RecordError, ScoreError
-from moerl.rollout_names import group_of, name_rollout
-from moerl.types import Segment
+from moerl.core.errors import EngineError, RecordError, ScoreError
+from moerl.core.rollout_names import group_of, name_rollout
+from moerl.core.types import Segment
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 from moerl.config.algorithms import ref_models_of
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
+from moerl.core.errors import ProtocolError
+from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.core.types import BatchPlan, EpisodeGroup, RefScores
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
-from moerl.errors import ProtocolError
-from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.types import BatchPlan, EpisodeGroup, RefScores
 
 
 class RefScoreQueue:

@@ -22,9 +22,9 @@ import numpy as np
 from moerl.config.schema import SamplingConfig
 from moerl.controller.generated import Generated, Sealed
 from moerl.controller.turn_rows import SampledTurn, SharedIds, TurnRows, join, rows_of
-from moerl.errors import RecordError
-from moerl.messages import Scorer
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.messages import Scorer
+from moerl.core.types import (
     Array,
     BlobRef,
     EpisodeGroup,

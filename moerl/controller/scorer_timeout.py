@@ -10,9 +10,9 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from moerl.errors import ScoreError
-from moerl.messages import Scorer
-from moerl.types import Episode, Prompt, Score
+from moerl.core.errors import ScoreError
+from moerl.core.messages import Scorer
+from moerl.core.types import Episode, Prompt, Score
 
 _START_S = 120.0  # seconds for a restart of the scorer
 _REPLY_S = 600.0  # more seconds for replies of thousands of episodes at once

@@ -16,19 +16,15 @@ from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
 from moerl.config.task_mixture import by_label, naming
-from moerl.controller import write_retry
 from moerl.controller.context import Context
 from moerl.controller.generated import Generated, checked_graph
-from moerl.controller.rollout_builder import (
-    blob_uris,
-    group_uris,
-    wasted_uris,
-)
-from moerl.controller.write_retry import WriteRetry
-from moerl.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
+from moerl.controller.journal import write_retry
+from moerl.controller.journal.write_retry import WriteRetry
+from moerl.controller.rollout_builder import blob_uris, group_uris, wasted_uris
+from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
+from moerl.core.rollout_names import without_life
+from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.records.header_check import check
-from moerl.rollout_names import without_life
-from moerl.types import Episode, EpisodeGroup, Rollout, Score
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +214,7 @@ class ScoringStage:
             await asyncio.sleep(write_retry.PAUSE_S)
         self._attempts.pop(group.group_id, None)
         self._forget_turns(group.group_id)
-        if self._history.holds_all(group):
+        if self._history.in_lineage(group):
             self._buffer.admit(group)
             return
         self._journal.left([group.group_id])
@@ -230,7 +226,7 @@ class ScoringStage:
         try:
             if self._journal.is_shared:
                 await asyncio.to_thread(self._journal.share, group)
-            if self._history.holds_all(group):
+            if self._history.in_lineage(group):
                 self._journal.admitted(group)
         except JournalError as error:
             self._writes.failed(f"group {group.group_id}", error)

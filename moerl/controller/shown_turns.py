@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moerl.types import Episode, Rollout
+from moerl.core.types import Episode, Rollout
 
 Decode = Callable[[Sequence[int]], str]
 

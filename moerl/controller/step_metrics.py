@@ -17,8 +17,8 @@ import numpy as np
 from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
-from moerl.messages import EngineStatus, UpdateClosed
-from moerl.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
+from moerl.core.messages import EngineStatus, UpdateDone
+from moerl.core.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -101,7 +101,7 @@ class StepMetrics:
         """Replies of an earlier controller cannot be used."""
         self.agents["lost_turns"] += count
 
-    def update_closed(self, closed: UpdateClosed) -> None:
+    def update_closed(self, closed: UpdateDone) -> None:
         self.pauses.append(closed.pause_s)
         self.interrupts += closed.aborted
         self.recomputed_tokens += closed.recomputed

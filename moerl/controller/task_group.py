@@ -62,7 +62,7 @@ def share_one_heap() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-async def look_after_memory() -> None:
+async def trim_memory_loop() -> None:
     """Apply all of the above."""
     share_one_heap()
     await asyncio.gather(collect_rarely(), return_memory())

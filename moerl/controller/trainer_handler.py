@@ -11,20 +11,19 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from moerl.atomic import atomic_write
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.controller.evaluation import Evaluator
+from moerl.controller.journal.recovered_state import RecoveredState
+from moerl.controller.journal.write_retry import WriteRetry
 from moerl.controller.producer import Producer
-from moerl.controller.recovered_state import RecoveredState
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.step_metrics import StepReport, batch_metrics, samples_of
-from moerl.controller.write_retry import WriteRetry
-from moerl.data.batching import plan_batch
-from moerl.errors import JournalError, ProtocolError, TrainerError
-from moerl.id_sets import IdSet
-from moerl.messages import (
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import JournalError, ProtocolError, TrainerError
+from moerl.core.id_sets import IdSet
+from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
@@ -45,8 +44,9 @@ from moerl.messages import (
     TakeRecords,
     VerifyUpdate,
 )
-from moerl.serialization import encode_value
-from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion
+from moerl.core.serialization import encode_value
+from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
+from moerl.data.batching import plan_batch
 
 log = logging.getLogger(__name__)
 
@@ -164,12 +164,12 @@ class TrainerHandler:
 
     def drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
-        strange = self._buffer.evict(lambda group: not self._history.explains(group))
+        strange = self._buffer.evict(lambda group: not self._history.knows_trainer(group))
         self._journal.left(group.group_id for group in strange)
         for group in strange:
             self._step_metrics.refused["lineage"] += 1
             self._ref_counts.forget(group)
-        branch = self._buffer.evict(lambda group: not self._history.holds_all(group))
+        branch = self._buffer.evict(lambda group: not self._history.in_lineage(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
             self._scoring_stage.drop_branch(group)
@@ -177,7 +177,7 @@ class TrainerHandler:
     # --- plans ----------------------------------------------------------------------------------
     async def _take_plan(self, message: TakePlan) -> Message:
         self._pool.expect_no_newer(message.incarnation)
-        self._sync_targets.taken_in()
+        self._sync_targets.acknowledge()
         self._tasks.notify()
         if message.step >= self._config.run.steps:
             return await self._end(message)

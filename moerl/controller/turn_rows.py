@@ -25,9 +25,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from moerl.config.task_programs import POLICY
-from moerl.errors import RecordError
-from moerl.records.segment_split import split_segments
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.types import (
     Array,
     GraphTurn,
     LeftOut,
@@ -39,6 +38,7 @@ from moerl.types import (
     TurnEnd,
     VersionSpan,
 )
+from moerl.records.segment_split import split_segments
 
 TurnRows = Literal["join", "split", "separate"]
 Blob = TypeVar("Blob", MaskBlob, LogprobBlob)

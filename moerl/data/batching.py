@@ -29,9 +29,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from moerl.config.schema import TrainerConfig
+from moerl.core.errors import ConfigError
+from moerl.core.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
 from moerl.data.row_cost import row_cost
-from moerl.errors import ConfigError
-from moerl.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
 
 T = TypeVar("T")
 _TRIES = 8  # numbers of microbatches that packing tries, from the least that tokens need

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from moerl.types import Prompt
+from moerl.core.types import Prompt
 
 _CALL = re.compile(r"<calc>([^<>]*)</calc>")
 # At most 8 numbers of 9 digits, so a result has at most 72.

@@ -15,9 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.data.batching import plan_batch
-from moerl.errors import ConfigError
-from moerl.types import (
+from moerl.core.errors import ConfigError
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -31,6 +30,7 @@ from moerl.types import (
     TurnEnd,
     VersionSpan,
 )
+from moerl.data.batching import plan_batch
 
 
 class Prompts(Protocol):

@@ -11,8 +11,8 @@ from typing import Any
 
 from moerl.config.functions import look_up
 from moerl.config.schema import TaskConfig
+from moerl.core.types import Prompt
 from moerl.data.calculator import calculator
-from moerl.types import Prompt
 
 Environment = Callable[[Prompt, Sequence[str]], str]
 # A user's function: function(prompt text, answer, turns so far, extra fields) -> text.

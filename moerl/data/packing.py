@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, BatchPlan, PolicyVersion, Rollout
 from moerl.data.grid import Grid, Run, Span
-from moerl.errors import RecordError
 from moerl.records import blob_ranges
 from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
 from moerl.records.sampling_mask import concat
-from moerl.types import Array, BatchPlan, PolicyVersion, Rollout
 
 
 @dataclass(slots=True)

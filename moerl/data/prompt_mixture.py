@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from moerl.config.task_mixture import TaskEntry, naming, whole_weights
+from moerl.core.types import Array, Prompt
 from moerl.data.tasks import PromptStream
-from moerl.types import Array, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -20,11 +20,11 @@ import numpy as np
 import xxhash
 
 from moerl.config.algorithms import ref_models_of
-from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.json_files import read_model_config
+from moerl.core.types import Array, BatchPlan, RefScores, Rollout
 from moerl.layout import model_spec
-from moerl.types import Array, BatchPlan, RefScores, Rollout
 
 
 def basis_of(config: Config) -> str:

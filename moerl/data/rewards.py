@@ -18,9 +18,9 @@ from typing import Any
 
 from moerl.config.functions import look_up
 from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
+from moerl.core.types import Prompt, Score
 from moerl.data.tasks import reasoning_gym_dataset
-from moerl.errors import ConfigError
-from moerl.types import Prompt, Score
 
 Reward = Callable[[Prompt, Sequence[str]], Score]
 # A user's function: function(prompt text, answer, last response, extra fields) -> a number, or

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.records.blob_store import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     Array,
     Finish,
     GenerateRequest,
@@ -27,6 +26,7 @@ from moerl.types import (
     Segment,
     VersionSpan,
 )
+from moerl.records.blob_store import BlobStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
 from moerl.data.tasks import Item, item_of
-from moerl.errors import ConfigError
 
 
 class TableRows:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from moerl.config.schema import Column, TaskConfig
+from moerl.core.errors import ConfigError, ModelError
+from moerl.core.types import Prompt
 from moerl.data.calculator import demonstration
-from moerl.errors import ConfigError, ModelError
-from moerl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

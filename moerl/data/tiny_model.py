@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moerl.config.schema import TinyModel
 from moerl.config.tiny_configs import MAX_POSITIONS, tiny_config
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes, model_spec, stacked_forms, transposed_stacks
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")

@@ -36,11 +36,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-from moerl.atomic import atomic_write
-from moerl.distributed.store_server import Behind, Join, Request, StoreServer, ask
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import ConfigError, TransportError
+from moerl.distributed.store_server import JoinRound, Request, StoreServer, WaitingSlots, ask
 from moerl.distributed.token_server import Channel, ServerAddress, open_channel
 from moerl.distributed.token_store import TokenStore, store_variable
-from moerl.errors import ConfigError, TransportError
 
 BACKEND = "moerl"
 _JOIN_S = 600.0  # how long a node waits for the others, unless join_timeout
@@ -81,7 +81,7 @@ class MoerlRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         attempt, deadline = secrets.token_hex(8), time.monotonic() + self._join_s
-        while not (number := self._ask(Join(self._place.slot, attempt))):
+        while not (number := self._ask(JoinRound(self._place.slot, attempt))):
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
                     f"{self._place.slots} nodes did not meet within {self._join_s:g} s"
@@ -100,7 +100,7 @@ class MoerlRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """0 also while slot 0 cannot be reached."""
-        return 0 if time.monotonic() < self._next_try else self._ask(Behind(self._number))
+        return 0 if time.monotonic() < self._next_try else self._ask(WaitingSlots(self._number))
 
     def is_closed(self) -> bool:
         return self._closed

@@ -1,7 +1,7 @@
 """Collectives over values: msgpack in tensors of bytes.
 
 torch's `*_object` collectives pickle, and what a rank unpickles runs code.  Groups are of gloo, or
-of NCCL with the current CUDA device.  A value has a type that `moerl.serialization` knows; all
+of NCCL with the current CUDA device.  A value has a type that `moerl.core.serialization` knows; all
 ranks of the group name the same.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.serialization import decode_value, encode_value
+from moerl.core.serialization import decode_value, encode_value
 
 _T = TypeVar("_T")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from moerl.core.errors import TransportError
 from moerl.distributed.token_server import Channel, TokenServer
-from moerl.errors import TransportError
 
 _ASK, _ANSWER = 0, 1  # kinds of frame
 _SILENT_S = 15.0  # a slot that waits asks several times a second; later its agent is taken for dead
@@ -62,20 +62,20 @@ class Count(msgspec.Struct, tag=True, array_like=True, frozen=True):
     pass
 
 
-class Join(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class JoinRound(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Number of the round that this attempt of a slot belongs to; 0: not yet, ask again."""
 
     slot: int
     attempt: str
 
 
-class Behind(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class WaitingSlots(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """How many slots wait for a round after this one."""
 
     number: int
 
 
-Request = Write | Read | Add | Exchange | Append | Delete | Count | Join | Behind
+Request = Write | Read | Add | Exchange | Append | Delete | Count | JoinRound | WaitingSlots
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
@@ -151,10 +151,10 @@ class StoreServer:
     def _answer(self, request: Request) -> object:
         if isinstance(request, Read):
             return self._read(request.keys, min(request.wait_s, MAX_WAIT_S))
-        if isinstance(request, Join):
+        if isinstance(request, JoinRound):
             return self._join(request)
         with self._changed:
-            if isinstance(request, Behind):
+            if isinstance(request, WaitingSlots):
                 return self._rounds.behind(request.number)
             if isinstance(request, Delete):
                 return self._values.pop(request.key, None) is not None
@@ -172,7 +172,7 @@ class StoreServer:
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _join(self, request: Join) -> int:
+    def _join(self, request: JoinRound) -> int:
         with self._changed:
             before = self._rounds.number
             number = self._rounds.join(request.slot, request.attempt)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 
 log = logging.getLogger(__name__)
 

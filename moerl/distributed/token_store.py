@@ -17,9 +17,9 @@ from typing import cast
 import msgspec
 import torch.distributed as dist
 
+from moerl.core.errors import TrainerError, TransportError
 from moerl.distributed import store_server as wire
 from moerl.distributed.token_server import Channel, ServerAddress, open_channel
-from moerl.errors import TrainerError, TransportError
 
 # torch's wrappers of a store do not keep its Python part alive.
 _STORES: list[TokenStore] = []

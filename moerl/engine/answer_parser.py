@@ -17,9 +17,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moerl.core.errors import ConfigError
+from moerl.core.grammar import Grammar
 from moerl.engine import torchvision_fix
-from moerl.errors import ConfigError
-from moerl.grammar import Grammar
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -1,7 +1,7 @@
 """Server arguments and environment that a model family needs on a plain CPU, by `model_type`.
 
-Without them the functions of `moerl.engine.stand_ins` would not run, or not in the dtype that is
-served.  This table loads without torch: dry runs print it on login nodes.
+Without them the functions of `moerl.engine.plugin.cpu_kernels` would not run, or not in the dtype
+that is served.  This table loads without torch: dry runs print it on login nodes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.config.json_files import read_json
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.json_files import read_json
 
 # Environment variables of a server, which the plug-in reads.
 MODEL_FOLDER = "MOERL_ENGINE_MODEL"  # the folder of its model

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 class Verdict(StrEnum):

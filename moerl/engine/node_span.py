@@ -20,9 +20,9 @@ from urllib.parse import parse_qs, urlparse
 
 import msgspec
 
+from moerl.core.messages import Message
+from moerl.core.types import PolicyVersion
 from moerl.distributed.token_server import ServerAddress
-from moerl.messages import Message
-from moerl.types import PolicyVersion
 
 _VARIABLE = "MOERL_ENGINE_STORE"
 _SCHEME = "moerl"

@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from moerl.errors import RecordError
-from moerl.private_dir import private_opener
-from moerl.types import Array
+from moerl.core.errors import RecordError
+from moerl.core.types import Array
+from moerl.runtime.private_dir import private_opener
 
 FIELD = "moerl_records"  # of a reply's finish_reason: the reference
 FOLDER = "records"  # in the server's private folder

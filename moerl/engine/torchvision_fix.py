@@ -7,7 +7,7 @@ nothing that handles text calls them.
 
 tools/setup.sh writes moerl-torchvision.pth into the environment, so that `arm` runs at the start of
 each of its programs: a folder `hf/` opens in plain transformers there.  It costs the import of this
-module.  `moerl.engine.server_process` calls it for environments without that file.
+module.  `moerl.engine.plugin.server_process` calls it for environments without that file.
 Rejected: `arm` in each process of ours that imports transformers (plain transformers fails on).
 """
 

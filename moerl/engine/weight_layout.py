@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moerl.errors import ConfigError, LayoutError
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 from moerl.layout.spec_readers import LLAMA4_TEXT
 

@@ -24,8 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.errors import MoerlError
-from moerl.resources import resource_folder
+from moerl.core.errors import MoerlError
+from moerl.runtime.resources import resource_folder
 
 BUILT = Path(__file__).resolve().parent / "built"
 _COMMON = ("-O3", "-std=c++17", "-shared")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moerl.launch.nodes.control_api import request
-from moerl.run_dir import RunDir, find_run
+from moerl.runtime.run_dir import RunDir, find_run
 
 engines = typer.Typer(no_args_is_help=True, help="Engines of a running run: list, add, remove.")
 _RUN = typer.Argument(metavar="RUN", help="Name or folder of a run; it must be running.")

@@ -18,21 +18,21 @@ from moerl.config import Config, resolve
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, placement, starts_on_cuda
-from moerl.config.json_files import read_model_config
 from moerl.config.resume import check_adapters, check_resume
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming
-from moerl.engine.planned_layout import check_planned_layout
-from moerl.engine.server_args import check_args
-from moerl.errors import ConfigError, LayoutError, ModelError
+from moerl.core.errors import ConfigError, LayoutError, ModelError
+from moerl.core.json_files import read_model_config
+from moerl.core.rpc import Keys
+from moerl.engine.host.planned_layout import check_planned_layout
+from moerl.engine.host.server_args import check_args
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
 from moerl.layout import ModelSpec, model_spec
-from moerl.private_dir import private_dir, user_dir
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
-from moerl.scoring.enforced import isolation_of
+from moerl.runtime.private_dir import private_dir, user_dir
+from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
+from moerl.sandbox.limits import isolation_of
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, newest_checkpoint
 from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint
 

@@ -1,6 +1,6 @@
 """Root process of a run: `python -m moerl.launch.root_process REQUEST`, started by `moerl train`.
 
-REQUEST is a JSON object.  `moerl.launch.nodes.process_tree` says why there are two processes.
+REQUEST is a JSON object.  `moerl.runtime.process_tree` says why there are two processes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from moerl.config.clusters import is_local
 from moerl.config.load import load_config, load_saved
 from moerl.config.schema import Config
-from moerl.errors import ConfigError, MoerlError, printable
-from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent
+from moerl.core.errors import ConfigError, MoerlError, printable
+from moerl.runtime.process_tree import become_subreaper, die_with_parent
 
 
 def main() -> int:

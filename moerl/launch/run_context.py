@@ -18,23 +18,23 @@ import xxhash
 
 from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
-from moerl.config.network import here, own_address
+from moerl.config.network import bind_node_address, own_address
 from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
+from moerl.core.types import ModelShape
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs, cluster_reader
-from moerl.run_dir import RunDir
-from moerl.types import ModelShape
+from moerl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from moerl.controller.journal import Journal
+    from moerl.controller.journal.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
-    from moerl.engine.follower import EngineFollower
-    from moerl.engine.host import EngineContext, EngineHost
+    from moerl.engine.host.follower import EngineFollower
+    from moerl.engine.host.host import EngineContext, EngineHost
     from moerl.engine.node_span import Follower
     from moerl.scoring import TaskScorers
 
@@ -96,8 +96,8 @@ class RunContext:
         return f"tcp://{own_address(cluster)}:{cluster.ports.controller}"
 
     def journal(self) -> Journal:
-        from moerl.controller.journal import Journal
-        from moerl.controller.shared_groups import SharedGroups
+        from moerl.controller.journal.journal import Journal
+        from moerl.controller.journal.shared_groups import SharedGroups
 
         config, rollout = self.config, self.config.rollout
         is_shared = rollout.durability == "shared"
@@ -134,19 +134,22 @@ class RunContext:
         devices: Mapping[str, str] | None = None,
     ) -> EngineHost:
         """followers: on the engine's other nodes; devices: see `EngineContext`."""
-        from moerl.engine.host import EngineHost
+        from moerl.engine.host.host import EngineHost
 
-        engine, blobs = replace(here(self.config).engine, tp=tp), self.serve_blobs(index)
+        engine, blobs = (
+            replace(bind_node_address(self.config).engine, tp=tp),
+            self.serve_blobs(index),
+        )
         return EngineHost(index, engine, self._engine_context(devices), blobs, followers)
 
     def engine_follower(self, index: int, tp: int) -> EngineFollower:
-        from moerl.engine.follower import EngineFollower
+        from moerl.engine.host.follower import EngineFollower
 
-        engine = replace(here(self.config).engine, tp=tp)
+        engine = replace(bind_node_address(self.config).engine, tp=tp)
         return EngineFollower(index, engine, self._engine_context())
 
     def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
-        from moerl.engine.host import EngineContext
+        from moerl.engine.host.host import EngineContext
 
         return EngineContext(
             model_path=self.model_path,

@@ -12,17 +12,13 @@ import sys
 from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
-from moerl.errors import MoerlError, TrainerError, printable
-from moerl.launch.nodes.process_tree import (
-    become_subreaper,
-    die_with_parent,
-    end_descendants,
-)
+from moerl.core.errors import MoerlError, TrainerError, printable
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
 from moerl.observe.metrics import MetricsWriter
-from moerl.run_dir import RunDir
+from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moerl.agents.agent_loop import AgentRunner
@@ -31,10 +31,10 @@ def task_agents(plan: RunContext) -> AgentsByTask | None:
 
 def _runner(plan: RunContext, task: TaskEntry) -> AgentRunner:
     from moerl.agents.agent_loop import PolicySettings, no_grammar
-    from moerl.agents.agent_process import program_of
-    from moerl.agents.agent_programs import AgentPrograms
-    from moerl.agents.environment_episodes import EnvironmentEpisodes
-    from moerl.agents.environment_pool import EnvironmentPool
+    from moerl.agents.environments.environment_episodes import EnvironmentEpisodes
+    from moerl.agents.environments.environment_pool import EnvironmentPool
+    from moerl.agents.programs.agent_process import program_of
+    from moerl.agents.programs.agent_programs import AgentPrograms
     from moerl.agents.prompt_tokens import PromptTokens
     from moerl.controller.rollout_builder import sampling_params
     from moerl.records.blob_ranges import read_logprobs

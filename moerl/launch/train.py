@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from moerl.config import Config, save_config
-from moerl.errors import MoerlError, cause_of, printable
-from moerl.launch.nodes.process_tree import end_descendants
+from moerl.core.errors import MoerlError, cause_of, printable
 from moerl.launch.prepare import prepare
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.signal_watch import INTERRUPT, SignalWatch
@@ -28,7 +27,8 @@ from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.run_dir import RunDir
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

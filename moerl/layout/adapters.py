@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout.shards import hf_shapes, megatron_tiles
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Box, Local, Named, Tile, full_box

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from moerl.layout.rules import (
-    Part,
-    Rule,
-    flat,
-)
+from moerl.layout.rules import Part, Rule, flat
 
 # --- outside the layers --------------------------------------------------------------------------
 EMBED, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from moerl.layout.rules import (
-    Part,
-    Rule,
-    columns,
-    concat,
-    deinterleave,
-    each,
-    first,
-    flat,
-)
+from moerl.layout.rules import Part, Rule, columns, concat, deinterleave, each, first, flat
 
 
 # --- feed-forward --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Box, Local, Named, Tile
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from moerl.config.mesh import check_divides, check_mesh, stage_layers
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError, LayoutError
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout.common_parts import EMBED, FIRST, HEAD, LAST, MTP, MTP_COPIES, MTP_PREFIX
 from moerl.layout.families import FAMILY_TABLES, te_rule
 from moerl.layout.rules import Layer, Part, Place, Rule, Shard, expand

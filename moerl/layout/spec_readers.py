@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout.spec import ModelSpec, Yarn
 
 Config = Mapping[str, Any]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 
 Box = tuple[range, ...]
 """One range per dim.  A step above 1 says that rows are interleaved with others (gate, up)."""

@@ -27,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 MODES = ("auto", "panel", "lines", "quiet")
 STILL_WAITING_S = 5.0  # seconds between two "still waiting" lines

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moerl.config.schema import Config
-from moerl.errors import ConfigError, ProtocolError, RecordError
-from moerl.private_dir import private_opener
-from moerl.run_dir import RunDir
-from moerl.types import PolicyVersion
+from moerl.core.errors import ConfigError, ProtocolError, RecordError
+from moerl.core.types import PolicyVersion
+from moerl.runtime.private_dir import private_opener
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

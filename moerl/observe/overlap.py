@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Interval = tuple[float, float]
-Span = Mapping[str, Any]  # one line of a trace file, see moerl.trace
+Span = Mapping[str, Any]  # one line of a trace file, see moerl.runtime.trace
 
 STEP, WAIT, GENERATE = "step", "wait", "generate"  # span names that carry the overlap
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment
 
-from moerl.atomic import atomic_write
+from moerl.core.atomic import atomic_write
 from moerl.observe.charts import Chart, draw_chart
 
 

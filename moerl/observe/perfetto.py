@@ -1,6 +1,7 @@
 """trace.json: all processes of a run on one time axis, for Perfetto and chrome://tracing.
 
-It reads only the trace folder (`moerl.trace`), so it also works for a run that is still training or
+It reads only the trace folder (`moerl.runtime.trace`), so it also works for a run that is still
+training or
 that died.  Times are microseconds since the first span, by the clock of each node.  Spans of one
 process may overlap (requests, threads): each gets the first free thread track, so a viewer nests or
 stacks them correctly.
@@ -16,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moerl.atomic import atomic_write
-from moerl.run_dir import RunDir
-from moerl.trace import read_counters, read_spans
+from moerl.core.atomic import atomic_write
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import read_counters, read_spans
 
 MAX_EVENTS = 500_000  # the newest are kept; viewers are slow with more
 _ORDER = ("controller", "engine", "scorer", "trainer", "ref_models")  # processes, top to bottom
@@ -38,7 +39,7 @@ def write_trace(run: RunDir) -> Path:
 def trace_events(
     spans: Sequence[Mapping[str, Any]], counters: Sequence[Mapping[str, Any]] = ()
 ) -> list[Event]:
-    """Trace events of the spans and counters that `moerl.trace` reads."""
+    """Trace events of the spans and counters that `moerl.runtime.trace` reads."""
     spans, counters = spans[-MAX_EVENTS:], counters[-MAX_EVENTS:]
     starts = [span["start_s"] for span in spans] + [value["time_s"] for value in counters]
     zero = min(starts, default=0.0)

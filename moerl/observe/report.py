@@ -52,8 +52,8 @@ from moerl.observe.report_sections import (
     router_heatmaps,
     task_charts,
 )
-from moerl.run_dir import RunDir
-from moerl.trace import read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import read_spans
 
 ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run
 ENGINE_TRAINING = "engine tokens/s while training"

@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from moerl.config import Config
-from moerl.config.clusters import (
-    Node,
-    Placement,
-    TrainerSlot,
-    engine_gpus,
-    is_local,
-    mapped_gpus,
-)
+from moerl.config.clusters import Node, Placement, TrainerSlot, engine_gpus, is_local, mapped_gpus
 from moerl.config.visible_devices import VISIBLE, visible_devices
 
 

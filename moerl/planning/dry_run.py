@@ -23,7 +23,6 @@ from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
-from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT, printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
@@ -31,12 +30,13 @@ from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
+from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
-from moerl.engine.adapter_slots import slot_arguments
 from moerl.engine.family_settings import model_type_of
+from moerl.engine.host.adapter_slots import slot_arguments
+from moerl.engine.host.planned_layout import check_planned_layout
+from moerl.engine.host.server_args import arguments
 from moerl.engine.node_span import NodeSpan
-from moerl.engine.planned_layout import check_planned_layout
-from moerl.engine.server_args import arguments
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
@@ -44,15 +44,10 @@ from moerl.planning.device_table import device_lines
 from moerl.planning.factor_forecast import FactorForecast, factor_forecast, merging_memory
 from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
-from moerl.planning.memory import (
-    TrainerMemory,
-    engine_memory,
-    ref_model_memory,
-    trainer_memory,
-)
+from moerl.planning.memory import TrainerMemory, engine_memory, ref_model_memory, trainer_memory
 from moerl.planning.sync_forecast import planned_layouts
 from moerl.planning.transport_choice import auto_transport, transport_line
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
@@ -234,7 +229,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)
         lines += [
-            f"engine {which}: python -m moerl.engine.server_process, its job on standard input:",
+            f"engine {which}: python -m moerl.engine.plugin.server_process, its job on stdin:",
             f"  {json.dumps(job)}",
         ]
     return lines

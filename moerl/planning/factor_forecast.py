@@ -10,7 +10,7 @@ from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import ITEMSIZE, Spread
 from moerl.planning.memory import EngineMemory
 from moerl.planning.sync_cost import Forecast, Links
-from moerl.weight_sync.factor_tables import FactorTables
+from moerl.weight_sync.adapters.factor_tables import FactorTables
 from moerl.weight_sync.held_shards import EngineLayout
 
 _GB = 1e9

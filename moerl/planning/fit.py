@@ -17,8 +17,8 @@ from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import is_local
 from moerl.config.mesh import check_mesh
 from moerl.config.schema import NodeGroup, ParallelConfig
-from moerl.engine.planned_layout import check_planned_layout
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
+from moerl.engine.host.planned_layout import check_planned_layout
 from moerl.layout import model_spec
 from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import engine_bytes

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.shards import LayerSpec, chunk_layers, coords_of, hf_shapes
 from moerl.layout.spec import ModelSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 from moerl.config import Config
 from moerl.config.task_mixture import longest_turn
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.planning.simulate import Advice, Choice, Costs, Outcome, Workload, advise
 
 NAMES = {

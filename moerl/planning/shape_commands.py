@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from moerl.config.json_files import read_model_config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.json_files import read_model_config
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:

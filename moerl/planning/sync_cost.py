@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout.shards import hf_shapes
 from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import ITEMSIZE as MODEL_ITEMSIZE

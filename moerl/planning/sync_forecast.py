@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
-from moerl.config.json_files import read_model_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.mesh import check_mesh
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.json_files import read_model_config
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Forecast, Links

@@ -26,7 +26,7 @@ from moerl.config.transport_rules import (
     why_not,
     with_transport,
 )
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
 from moerl.planning.memory import engine_memory
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links
 from moerl.planning.sync_forecast import planned_layouts

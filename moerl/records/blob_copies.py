@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from moerl.atomic import atomic_file
-from moerl.errors import BlobError
+from moerl.core.atomic import atomic_file
+from moerl.core.errors import BlobError
 
 log = logging.getLogger(__name__)
 

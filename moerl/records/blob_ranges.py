@@ -20,11 +20,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, IndexerBlob, MaskBlob, Rollout, RoutingBlob
 from moerl.records import indexer
 from moerl.records.blob_store import RecordReads, Run
 from moerl.records.header_check import check_logprobs, count_logprobs
-from moerl.types import Array, IndexerBlob, MaskBlob, Rollout, RoutingBlob
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
 

@@ -25,10 +25,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from moerl.atomic import atomic_file, atomic_write
-from moerl.errors import BlobError
-from moerl.private_dir import private_dir
-from moerl.types import Array, BlobRef
+from moerl.core.atomic import atomic_file, atomic_write
+from moerl.core.errors import BlobError
+from moerl.core.types import Array, BlobRef
+from moerl.runtime.private_dir import private_dir
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.types import Array, ModelShape, Rollout
+from moerl.core.errors import RecordError
+from moerl.core.types import Array, ModelShape, Rollout
 
 
 def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:

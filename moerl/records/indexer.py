@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.types import Array
+from moerl.core.errors import RecordError
+from moerl.core.types import Array
 
 _U16_END = 1 << 16
 _FAR = 1 << 62  # beyond every position

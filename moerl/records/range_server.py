@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moerl.private_dir import private_dir
 from moerl.records.blob_store import holds
+from moerl.runtime.private_dir import private_dir
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
+from moerl.core.types import Array, BlobRef
 from moerl.records.blob_store import RecordReads, Run
-from moerl.types import Array, BlobRef
 
 log = logging.getLogger(__name__)
 

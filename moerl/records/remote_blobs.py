@@ -33,8 +33,8 @@ from pathlib import Path
 import numpy as np
 
 from moerl.config.schema import Config
-from moerl.errors import BlobError
-from moerl.private_dir import private_dir
+from moerl.core.errors import BlobError
+from moerl.core.types import Array, BlobRef
 from moerl.records.blob_copies import Copies
 from moerl.records.blob_store import (
     BlobStore,
@@ -45,8 +45,8 @@ from moerl.records.blob_store import (
     _verify,
     check_table,
 )
-from moerl.run_dir import RunDir
-from moerl.types import Array, BlobRef
+from moerl.runtime.private_dir import private_dir
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

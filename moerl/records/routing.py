@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.types import Array
+from moerl.core.errors import RecordError
+from moerl.core.types import Array
 
 
 def id_dtype(num_experts: int) -> type[np.unsignedinteger]:

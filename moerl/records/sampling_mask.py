@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.types import Array
+from moerl.core.errors import RecordError
+from moerl.core.types import Array
 
 
 def encode_rows(

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from moerl.errors import RecordError
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.types import (
     Array,
     Finish,
     IndexerBlob,

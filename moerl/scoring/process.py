@@ -27,13 +27,13 @@ from typing import Literal
 import msgspec
 
 from moerl.config.schema import TaskConfig
+from moerl.core.errors import ScoreError
+from moerl.core.types import Episode, Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import make_reward
-from moerl.errors import ScoreError
-from moerl.scoring.enforced import import_paths, isolation_of
-from moerl.scoring.isolation import Box, BoxError, BoxTimeout, Isolation
+from moerl.sandbox.isolation import Box, BoxError, BoxTimeout, Isolation
+from moerl.sandbox.limits import import_paths, isolation_of
 from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
-from moerl.types import Episode, Prompt, Score
 
 Kind = Literal["score", "reply"]
 _START_S = 120.0  # most seconds for a worker to import the task's functions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring.process import ProcessScorer
-from moerl.types import Episode, Prompt, Score
 
 
 class TaskScorers:

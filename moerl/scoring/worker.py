@@ -23,10 +23,10 @@ from typing import Literal
 import msgspec
 
 from moerl.config.schema import TaskConfig
+from moerl.core.types import Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import Reward, make_reward, prepare_reward
-from moerl.scoring import keeper
-from moerl.types import Prompt, Score
+from moerl.sandbox import reaper
 
 _LENGTH = struct.Struct("!Q")
 
@@ -74,19 +74,19 @@ class Worker:
         self._connection, self._setup = connection, setup
         self._reward: Reward = make_reward(setup.task)
         self._environment = make_environment(setup.task)
-        keeper.become_subreaper()
+        reaper.become_subreaper()
         # Helpers that an import started stay; anything later ends with its request.
-        self._helpers = keeper.descendants(os.getpid()) if keeper.has_children() else set()
+        self._helpers = reaper.descendants(os.getpid()) if reaper.has_children() else set()
 
     def serve(self) -> None:
         """Answer requests until the scorer closes the connection."""
         if self._setup.scratch:
-            keeper.hide_memory(True)
+            reaper.hide_memory(True)
         while data := receive(self._connection):
             request = _decode_request(data)
             data = self._in_child(request) if self._setup.scratch else self._here(request)
-            if keeper.has_children():
-                keeper.end_descendants(self._helpers)
+            if reaper.has_children():
+                reaper.end_descendants(self._helpers)
             if self._setup.scratch:
                 _empty(Path(self._setup.scratch))
             send(self._connection, data)
@@ -114,7 +114,7 @@ class Worker:
         try:
             self._connection.close()
             os.setsid()
-            keeper.hide_memory(False)
+            reaper.hide_memory(False)
             resource.setrlimit(resource.RLIMIT_CPU, (self._setup.cpu_s, self._setup.cpu_s))
             data = self._evaluated(request)
             with open(write, "wb", closefd=False) as answers:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from moerl.config.schema import Config
 from moerl.config.transport_rules import first_group, mooncake_environment
+from moerl.core.rpc import Keys
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.remote_blobs import cluster_reader
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir, next_incarnation
+from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.train_loop import RankContext

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from moerl.config.load import load_saved
-from moerl.config.network import here
+from moerl.config.network import bind_node_address
 from moerl.config.schema import Config
-from moerl.errors import MoerlError, cause_of
+from moerl.core.errors import MoerlError, cause_of
+from moerl.core.rpc import Keys
 from moerl.kernels.library import describe
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir
-from moerl.stack_dump import write_on_request
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.stack_dump import write_on_request
 from moerl.trainer.model import platform
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main() -> None:
     job = "ref_models" if args.ref_models else "trainer"
     _log_to(run.logs / f"{job}-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also during a wait for a missing peer
-    config = here(load_saved(run.config))
+    config = bind_node_address(load_saved(run.config))
     torch.set_num_threads(config.trainer.cpu_threads)
     try:
         place = platform.prepare(

@@ -18,21 +18,21 @@ import torch.distributed as dist
 
 from moerl.algorithms.device_copies import to_host
 from moerl.config.schema import Config
+from moerl.core.errors import TrainerError
+from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.core.rpc import RpcClient
+from moerl.core.serialization import decode, encode
+from moerl.core.types import Array, BatchPlan, RefScores
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
 from moerl.data.row_cost import pair_cost
 from moerl.distributed.object_collectives import broadcast_value, gather_values
-from moerl.errors import TrainerError
-from moerl.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.rpc import RpcClient
-from moerl.serialization import decode, encode
-from moerl.trace import Tracer
+from moerl.runtime.trace import Tracer
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.learner.ref_model import open_ref_models
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.schedule import Batches
 from moerl.trainer.train_loop import REPLY_SLACK_S, RankContext
-from moerl.types import Array, BatchPlan, RefScores
 
 _ASK_S = 20.0  # longest wait for records in one request
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
 from moerl.config.task_mixture import entries_of
+from moerl.core.errors import ConfigError, MoerlError
 from moerl.data.demonstrations import demonstration_plan
 from moerl.data.prompt_mixture import PromptMixture
 from moerl.data.tasks import load_tokenizer
-from moerl.errors import ConfigError, MoerlError
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.model import platform
 
 STEP = "STEP "  # prefix of rank 0's line with a step's metrics

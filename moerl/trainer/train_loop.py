@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import Config
-from moerl.distributed.object_collectives import broadcast_value
-from moerl.errors import BlobError, MoerlError, TrainerError, cause_of
-from moerl.id_sets import IdSet
-from moerl.messages import (
+from moerl.core.errors import BlobError, MoerlError, TrainerError, cause_of
+from moerl.core.id_sets import IdSet
+from moerl.core.messages import (
     Failed,
     Hello,
     Message,
@@ -42,12 +41,14 @@ from moerl.messages import (
     Stop,
     TakePlan,
 )
+from moerl.core.rpc import Keys, RpcClient
+from moerl.core.serialization import decode
+from moerl.core.types import BatchPlan, PolicyVersion
+from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.blob_store import BlobStore
 from moerl.records.read_ahead import ReadAhead
-from moerl.rpc import Keys, RpcClient
-from moerl.run_dir import RunDir
-from moerl.serialization import decode
-from moerl.trace import Tracer
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from moerl.trainer.hf_io.adapter_base import start_factors
@@ -59,7 +60,6 @@ from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
-from moerl.types import BatchPlan, PolicyVersion
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 log = logging.getLogger(__name__)

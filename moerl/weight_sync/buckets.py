@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from moerl.errors import ConfigError, LayoutError
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout.tiles import Box, full_box, num_elements
 
 BLOCK = 128  # rows and columns that share one scale

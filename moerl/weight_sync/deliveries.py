@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.shards import LayerSpec, hf_shapes
 from moerl.layout.spec import ModelSpec

@@ -43,9 +43,9 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
+from moerl.core.types import PolicyVersion
 from moerl.kernels.library import library
-from moerl.types import PolicyVersion
 
 ENCODINGS = ("full", "index32", "gap16", "bitmap")
 _WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout.rules import Layer, Place, Rule, Shard, expand
 from moerl.layout.shards import LayerSpec, coords_of, hf_shapes, megatron_places, sglang_places
 from moerl.layout.spec import ModelSpec

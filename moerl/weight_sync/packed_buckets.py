@@ -29,9 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
+from moerl.core.types import PolicyVersion
 from moerl.layout import at
-from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import Bucket, Digest, Piece, digest, seeds
 from moerl.weight_sync.quantize import quantize_blocks
 from moerl.weight_sync.snapshot import WeightSnapshot

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config
+from moerl.core.json_files import read_model_config
+from moerl.core.messages import AbortUpdate, Message, PrepareUpdate, SessionMessage
+from moerl.core.types import PolicyVersion
 from moerl.layout import model_spec
-from moerl.messages import AbortUpdate, Message, PrepareUpdate, SessionMessage
-from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.publisher import engine_layout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan

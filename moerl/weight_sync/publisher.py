@@ -24,19 +24,19 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.config.json_files import read_model_config
 from moerl.config.schema import Config, ParallelConfig
+from moerl.core.errors import EngineError
+from moerl.core.json_files import read_model_config
+from moerl.core.messages import PublishFailure, PublishResult, SyncTarget
+from moerl.core.rpc import Keys
+from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.errors import EngineError
 from moerl.layout import LayerSpec, ModelSpec
-from moerl.messages import PublishFailure, PublishResult, SyncTarget
-from moerl.rpc import Keys
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.runtime.trace import Tracer
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec

@@ -8,7 +8,7 @@
 
 State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
 control thread while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
-other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.update_hooks`
+other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.plugin.update_hooks`
 asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
 Staging is in host memory, or on the device where the transport has it there; `commit_copies` brings
@@ -36,9 +36,8 @@ import torch
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import EngineError, LayoutError, TransportError, cause_of
-from moerl.layout import ModelSpec
-from moerl.messages import (
+from moerl.core.errors import EngineError, LayoutError, TransportError, cause_of
+from moerl.core.messages import (
     AbortUpdate,
     Message,
     Ok,
@@ -48,18 +47,19 @@ from moerl.messages import (
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.rpc import Keys, RpcServer
-from moerl.types import PolicyVersion
-from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
-from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
-from moerl.weight_sync.delta import DeltaError, apply
-from moerl.weight_sync.engine_adapters import (
+from moerl.core.rpc import Keys, RpcServer
+from moerl.core.types import PolicyVersion
+from moerl.layout import ModelSpec
+from moerl.weight_sync.adapters.engine_adapters import (
     EngineAdapters,
     LiveModel,
     SlotAdapters,
     check_same,
 )
-from moerl.weight_sync.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
+from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
+from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan

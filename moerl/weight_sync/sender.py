@@ -13,8 +13,8 @@ never reused, so these are exactly the bytes the engine committed; the engine st
 delta's base version and digest.
 
 Every rank, rank 0 included, has one thread per engine (`SenderThread`), which is a server of
-`moerl.rpc`; rank 0 asks all ranks at once (`SenderGroup`).  The training threads take no part, and
-engines do not wait for one another.
+`moerl.core.rpc`; rank 0 asks all ranks at once (`SenderGroup`).  The training threads take no
+part, and engines do not wait for one another.
 Rejected: a process group (a late rank blocks the others, and it has no deadline per request).
 """
 
@@ -29,22 +29,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moerl.errors import EngineError, TransportError, cause_of
-from moerl.messages import (
+from moerl.core.errors import EngineError, TransportError, cause_of
+from moerl.core.messages import (
     Destination,
     DropSession,
     EngineRemoved,
     Message,
-    Moved,
     Ok,
     Refused,
     SendBuckets,
+    SendResult,
     SendVersion,
     Sent,
 )
-from moerl.rpc import Keys, RpcClient, RpcServer, request_all
-from moerl.serialization import decode
-from moerl.types import PolicyVersion
+from moerl.core.rpc import Keys, RpcClient, RpcServer, request_all
+from moerl.core.serialization import decode
+from moerl.core.types import PolicyVersion
 from moerl.weight_sync.buckets import Digest, Region, delta_start
 from moerl.weight_sync.delta import encode
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker, MappedBucket, PackedBucket
@@ -80,7 +80,7 @@ class _RegionSender:
         deadline: float,
         *,
         again: bool = False,
-    ) -> Moved:
+    ) -> SendResult:
         """Pack and send these buckets; `again`: in full.  Raises TransportError."""
         num_bytes = 0
         write = self._put if self._mapped is None else self._write
@@ -98,7 +98,7 @@ class _RegionSender:
         if self._packer.merged is not None:
             factors = total if self._packer.counts_factors else 0
             total = (factors + self._packer.merged(self.region.dst, version)) % 2**64
-        return Moved(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
+        return SendResult(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
 
     def _map(self) -> list[MappedBucket] | None:
         """The buckets in the engine's memory; None = they are put.
@@ -188,7 +188,9 @@ class WeightSender:
         self._version: PolicyVersion | None = None  # that was sent last
         packer.join()
 
-    def send(self, destinations: Mapping[int, Destination], deadline: float) -> dict[int, Moved]:
+    def send(
+        self, destinations: Mapping[int, Destination], deadline: float
+    ) -> dict[int, SendResult]:
         """Send all regions to all engine ranks.  Raises TransportError; call `drop` then."""
         snapshot = self._packer.snapshot
         version = self._version = snapshot.version  # first: no other thread gets it for a later one
@@ -201,7 +203,9 @@ class WeightSender:
             for region in self._packer.plan.regions
         }
 
-    def resend(self, buckets: Mapping[int, Sequence[int]], deadline: float) -> dict[int, Moved]:
+    def resend(
+        self, buckets: Mapping[int, Sequence[int]], deadline: float
+    ) -> dict[int, SendResult]:
         """Send some buckets of the last regions again, by engine rank."""
         version = self._version
         if version is None or not buckets.keys() <= self._region_senders.keys():
@@ -278,7 +282,7 @@ class SenderThread(threading.Thread):
                 raise EngineError(f"{type(message).__name__} is not for a sender")
         return Ok()
 
-    def _send(self, request: SenderRequest) -> dict[int, Moved]:
+    def _send(self, request: SenderRequest) -> dict[int, SendResult]:
         deadline = time.monotonic() + request.timeout_s
         try:
             if isinstance(request, SendBuckets):

@@ -25,30 +25,30 @@ from typing import Protocol, TypeVar
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import MoerlError, TransportError
-from moerl.layout import LayerSpec
-from moerl.messages import (
+from moerl.core.errors import MoerlError, TransportError
+from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
     Destination,
-    EngineHolds,
+    EngineVersion,
     Message,
-    Moved,
     Ok,
     PrepareUpdate,
     PublishFailure,
     PublishResult,
     RelayUpdate,
     SendBuckets,
+    SendResult,
     SendVersion,
-    UpdateClosed,
+    UpdateDone,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
+from moerl.layout import LayerSpec
+from moerl.runtime.trace import Tracer
 from moerl.weight_sync.buckets import WirePolicy, split, version_digest
 from moerl.weight_sync.sender import SenderGroup
 from moerl.weight_sync.transfer_plan import TRAINER
@@ -113,7 +113,7 @@ class EngineSession(threading.Thread):
         """
         super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
-        self._moved: dict[int, dict[int, Moved]] = {}  # digests of the held version
+        self._moved: dict[int, dict[int, SendResult]] = {}  # digests of the held version
         self.spec, self._senders, self._connect, self._tracer = spec, senders, connect, tracer
         self._on_attempt = on_attempt
         self.refusals = 0  # attempts in a row that the engine refused
@@ -212,7 +212,7 @@ class EngineSession(threading.Thread):
             self._busy = True
             return self._target
 
-    def taken(self, version: PolicyVersion) -> dict[int, dict[int, Moved]] | None:
+    def taken(self, version: PolicyVersion) -> dict[int, dict[int, SendResult]] | None:
         """Digests of `version` once this engine holds it, for the engine that it relays to.
 
         Waits for the first session of `version`; None when that failed.
@@ -246,7 +246,7 @@ class EngineSession(threading.Thread):
         """The engine answers, and does not call itself unfit."""
         control = self._connect()
         try:
-            return not control.expect(AskEngine(self.spec.engine), EngineHolds, _PROBE_S).cause
+            return not control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S).cause
         except MoerlError:
             return False
         finally:
@@ -256,7 +256,7 @@ class EngineSession(threading.Thread):
         """Whether the engine, which committed `version`, has lost it."""
         control = self._connect()
         try:
-            holds = control.expect(AskEngine(self.spec.engine), EngineHolds, _PROBE_S)
+            holds = control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S)
         except MoerlError:
             return False  # unknown; the next session shows it
         finally:
@@ -328,8 +328,8 @@ class _Session:
         self.spec, self.version, self._senders, self._control = spec, version, senders, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
-        self.relayed: dict[int, dict[int, Moved]] = {}  # digests of the source engine
-        self.moved: dict[int, dict[int, Moved]] = {}  # by trainer rank and engine rank
+        self.relayed: dict[int, dict[int, SendResult]] = {}  # digests of the source engine
+        self.moved: dict[int, dict[int, SendResult]] = {}  # by trainer rank and engine rank
         self.phase = "prepare"
         self.spans: list[tuple[str, float, float]] = []
         self._deadline = time.monotonic() + spec.timeout_s
@@ -403,7 +403,7 @@ class _Session:
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
-    def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
+    def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
         """By trainer rank and engine rank."""
         destinations: dict[int, dict[int, Destination]] = {}
         for dst, starts in enumerate(prepared.starts):
@@ -416,7 +416,7 @@ class _Session:
         replies = self._senders.request(requests, self._deadline)
         return {src: sent.moved for src, sent in replies.items()}
 
-    def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, Moved]]:
+    def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
         """Let the source engine send the same regions; they have the same digests."""
         left_s = self._left()
         message = RelayUpdate(self.source, self.version, prepared.endpoints, left_s)
@@ -424,7 +424,7 @@ class _Session:
         return self.relayed
 
     def _verify(
-        self, moved: dict[int, dict[int, Moved]], prepared: UpdatePrepared
+        self, moved: dict[int, dict[int, SendResult]], prepared: UpdatePrepared
     ) -> tuple[int, str]:
         """(buckets sent twice, digest of the version on this engine)."""
         verified = self._compare(moved)
@@ -444,14 +444,14 @@ class _Session:
             raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
         return damaged, version_digest(totals)
 
-    def _resend(self, verified: UpdateVerified, moved: dict[int, dict[int, Moved]]) -> None:
+    def _resend(self, verified: UpdateVerified, moved: dict[int, dict[int, SendResult]]) -> None:
         left_s = self._left()
         again = _by_sender(verified.failed, moved)
         requests = {src: SendBuckets(buckets, left_s) for src, buckets in again.items()}
         for src, sent in self._senders.request(requests, self._deadline).items():
             moved[src] |= sent.moved
 
-    def _compare(self, moved: Mapping[int, Mapping[int, Moved]]) -> UpdateVerified:
+    def _compare(self, moved: Mapping[int, Mapping[int, SendResult]]) -> UpdateVerified:
         digests = tuple(
             b"".join(m.digests for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)
         )
@@ -463,24 +463,24 @@ class _Session:
         message = VerifyUpdate(self.spec.engine, self.version, digests, left_s, deltas)
         return self._control.expect(message, UpdateVerified, left_s + _SLACK_S)
 
-    def _commit(self) -> UpdateClosed:
+    def _commit(self) -> UpdateDone:
         left_s = self._left()
         message = CommitUpdate(self.spec.engine, self.version, left_s)
         wait_s = left_s + self.spec.drain_s + _SLACK_S
-        return self._control.expect(message, UpdateClosed, wait_s)
+        return self._control.expect(message, UpdateDone, wait_s)
 
 
-def _engine_ranks(moved: Mapping[int, Mapping[int, Moved]]) -> list[int]:
+def _engine_ranks(moved: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
     return sorted({dst for to in moved.values() for dst in to})
 
 
-def _of(dst: int, moved: Mapping[int, Mapping[int, Moved]]) -> list[tuple[int, Moved]]:
+def _of(dst: int, moved: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
     """(trainer rank, its part for `dst`), in the order of the receiver's plan."""
     return [(src, moved[src][dst]) for src in sorted(moved) if dst in moved[src]]
 
 
 def _by_sender(
-    failed: Sequence[Sequence[int]], moved: Mapping[int, Mapping[int, Moved]]
+    failed: Sequence[Sequence[int]], moved: Mapping[int, Mapping[int, SendResult]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
     """Buckets by trainer rank and engine rank, numbered inside their region."""
     again: dict[int, dict[int, tuple[int, ...]]] = {}

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
-from moerl.types import PolicyVersion
+from moerl.core.errors import TransportError
+from moerl.core.types import PolicyVersion
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _ALIGN = 64  # bytes

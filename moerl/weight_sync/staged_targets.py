@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout import num_elements
 from moerl.layout.tiles import Box, overlap
 from moerl.weight_sync.buckets import Piece

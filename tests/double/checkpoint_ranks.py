@@ -24,13 +24,7 @@ load()
 from moerl.config.schema import Config, ModelConfig  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.model import platform  # noqa: E402
-from tests.double.on_checkpoint import (  # noqa: E402
-    TWO_RANKS,
-    Saved,
-    gathered_bytes,
-    numbers,
-    stepped,
-)
+from tests.double.on_checkpoint import TWO_RANKS, Saved, gathered_bytes, numbers, stepped  # noqa: E402
 from tests.double.train_once import MODEL, Trained, largest_difference  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 

@@ -27,12 +27,12 @@ PLACE = platform.prepare(NAME, local_rank=RANK, layers="local")
 import torch  # noqa: E402
 
 from moerl.config.schema import AlgorithmConfig, Config  # noqa: E402
+from moerl.core.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.data.packing import Microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner import critic, step  # noqa: E402
 from moerl.trainer.model import gpt, lora, parallel  # noqa: E402
-from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.weight_sync.snapshot import WeightSnapshot  # noqa: E402
 from tests.double import attention, other_models  # noqa: E402
 from tests.double.gang import ADAPTED, LAYOUTS, SCALED_MODEL  # noqa: E402

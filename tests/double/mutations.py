@@ -138,7 +138,7 @@ PUBLISH_BLUNDERS = (
         COMMIT, "CommitBuckets.__init__", "max(sizes, default=0)", "sum(sizes)",
     ),
 )  # fmt: skip
-BASE, ADAPTERS = "moerl.weight_sync.base_weights", "moerl.trainer.model.lora"
+BASE, ADAPTERS = "moerl.weight_sync.adapters.base_weights", "moerl.trainer.model.lora"
 BASE_BLUNDERS = (
     Blunder(
         "all of W0 on the device", BASE, "BaseWeights.__init__", 'place == "device"', "True",

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from moerl.core.types import PolicyVersion
 from moerl.layout import ModelSpec
 from moerl.planning.memory import TrainerMemory, Training, optimizer_bytes, trainer_memory
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from tests.double.on_offload import OFFLOADED, ON_DEVICE, optimizer_state
 from tests.double.train_once import (
     Tensors,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moerl.config.lora_settings import BasePlace
+from moerl.core.messages import Destination, PrepareUpdate, VerifyUpdate
+from moerl.core.types import PolicyVersion
 from moerl.layout import sglang_tiles
-from moerl.messages import Destination, PrepareUpdate, VerifyUpdate
 from moerl.planning.factor_forecast import factor_forecast, merging_memory
 from moerl.planning.memory import engine_memory
-from moerl.types import PolicyVersion
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.sender import WeightSender
 from moerl.weight_sync.transfer_plan import PLAN_ID

@@ -16,7 +16,7 @@ from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import at
 from moerl.layout.adapters import factor_names, module_of
 from moerl.planning.memory import Training, trainer_memory
-from moerl.weight_sync.low_rank import merge_into
+from moerl.weight_sync.adapters.low_rank import merge_into
 from tests.double.mutations import BASE_BLUNDERS, Blunder
 from tests.double.train_once import MODEL, largest_difference, make_folder, prepare
 from tests.double.watch import PAGEABLE, WAITS, Watch, memory, purpose, watch

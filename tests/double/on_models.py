@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from moerl.config.schema import RefModelsConfig
+from moerl.core.rpc import Keys
+from moerl.core.types import BatchPlan
 from moerl.data.batching import Minibatch
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir
-from moerl.types import BatchPlan
+from moerl.runtime.run_dir import RunDir
 from tests.double import other_models
 from tests.double.mutations import CRITIC_BLUNDERS, REF_BLUNDERS, VALUE_BLUNDERS, Blunder
 from tests.double.outcome import Work, caught, check_repeats, outcome, stop_streams

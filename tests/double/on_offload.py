@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from moerl.config.schema import CheckpointConfig, OptimizerConfig, TrainerConfig
+from moerl.core.types import PolicyVersion
 from moerl.planning.memory import Training, optimizer_bytes, trainer_memory
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from tests.double.train_once import (
     Tensors,
     Trained,

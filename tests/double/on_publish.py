@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moerl.core.messages import Destination, PrepareUpdate, VerifyUpdate
+from moerl.core.types import PolicyVersion
 from moerl.layout import megatron_tiles, sglang_tiles
-from moerl.messages import Destination, PrepareUpdate, VerifyUpdate
 from moerl.planning.memory import engine_memory
-from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import Region
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from moerl.core.types import PolicyVersion
 from moerl.data.packing import Microbatch
-from moerl.types import PolicyVersion
 from moerl.weight_sync.snapshot import WeightSnapshot
 from tests.double.mutations import BLUNDERS, Blunder
 from tests.double.outcome import Work, caught, check_repeats, outcome, stop_streams

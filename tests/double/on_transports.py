@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports import pair_pipes, process_group
 from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make

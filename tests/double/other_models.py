@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moerl.config.schema import AlgorithmConfig, ReplayConfig
-from moerl.types import Array, BatchPlan
+from moerl.core.types import Array, BatchPlan
 from tests.double.train_once import (
     MODEL,
     REFERENCE,

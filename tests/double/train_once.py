@@ -23,10 +23,10 @@ from moerl.config.schema import (
     TinyModel,
     TrainerConfig,
 )
+from moerl.core.types import BatchPlan
 from moerl.layout import LayerSpec
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model import platform
-from moerl.types import BatchPlan
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner

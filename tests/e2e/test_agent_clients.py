@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
+from moerl.core.errors import RecordError
+from moerl.core.rollout_names import episode_of
+from moerl.core.types import Array, GenerateRequest, SamplingParams, Segment
 from moerl.engine.answer_parser import SglangAnswers
-from moerl.errors import RecordError
 from moerl.records.header_check import check
-from moerl.rollout_names import episode_of
-from moerl.types import Array, GenerateRequest, SamplingParams, Segment
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (
     Records,

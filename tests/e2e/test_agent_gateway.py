@@ -17,22 +17,15 @@ import openai
 import pytest
 
 from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
+from moerl.core.types import Rollout, SamplingParams
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.header_check import check
-from moerl.types import Rollout, SamplingParams
-from tests.helpers.agent_records import (
-    Records,
-    Tap,
-    check_control,
-    check_scores,
-    score,
-    update,
-)
+from tests.helpers.agent_records import Records, Tap, check_control, check_scores, score, update
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
 from tests.helpers.replay_scenario import A, B, Scoring, World

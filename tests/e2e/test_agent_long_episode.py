@@ -19,22 +19,17 @@ import psutil
 import pytest
 
 from moerl.agents.agent_loop import PolicySettings
-from moerl.agents.agent_programs import AgentPrograms
+from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode
-from moerl.controller.journal import Journal
+from moerl.controller.journal.journal import Journal
 from moerl.controller.rollout_builder import group_refs
-from moerl.data.grid import Grid
-from moerl.data.packing import Microbatch, pack_microbatch
-from moerl.messages import Plan
-from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.records.sampling_mask import encode_rows
-from moerl.serialization import decode, encode
-from moerl.types import (
+from moerl.core.messages import Plan
+from moerl.core.serialization import decode, encode
+from moerl.core.types import (
     BatchPlan,
     Finish,
     GenerateRequest,
@@ -47,6 +42,11 @@ from moerl.types import (
     SamplingParams,
     Segment,
 )
+from moerl.data.grid import Grid
+from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
+from moerl.records.sampling_mask import encode_rows
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 

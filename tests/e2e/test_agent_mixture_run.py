@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.types import Rollout
+from moerl.core.types import Rollout
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.short_agent_runs import LAG_0
 from tests.helpers.train_runs import Run, start

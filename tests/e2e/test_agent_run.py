@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from moerl.core.types import Rollout
 from moerl.data.tasks import load_tokenizer
 from moerl.observe.metrics import read_rows
-from moerl.types import Rollout
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.short_agent_runs import LAG_0, SETTINGS
 from tests.helpers.stub_model import completion, stub_model

@@ -12,13 +12,13 @@ import openai
 import pytest
 
 from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
+from moerl.core.types import SamplingParams
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.records.header_check import check
-from moerl.types import SamplingParams
 from tests.helpers.agent_records import Tap, update_now
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from moerl.controller.rollout_builder import blob_uris
-from moerl.rollout_names import life_of
-from moerl.serialization import decode_value
-from moerl.types import Rollout, Segment
+from moerl.core.rollout_names import life_of
+from moerl.core.serialization import decode_value
+from moerl.core.types import Rollout, Segment
 from tests.e2e.test_agent_run import ROOT, check, check_scores
 from tests.helpers.short_agent_runs import SETTINGS
 from tests.helpers.train_runs import Run, start, survivors

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.core.types import Rollout
 from moerl.observe.overlap import decode_overlap
-from moerl.trace import read_spans
-from moerl.types import Rollout
+from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, start
 from tests.helpers.warm_score import score, score_all
 

@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.trace import read_spans
-from moerl.types import EpisodeGroup, PolicyVersion, Rollout
+from moerl.core.types import EpisodeGroup, PolicyVersion, Rollout
+from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score
 

@@ -26,17 +26,17 @@ import pytest
 import torch
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.hooks import HOOKS
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.sglang_client import EngineClient
-from moerl.engine.sglang_server import EngineServer
+from moerl.core.errors import ConfigError, EngineError, ProtocolError, RecordError
+from moerl.core.messages import AbortUpdate, Ok, UpdateDone
+from moerl.core.rpc import Keys, RpcClient
+from moerl.core.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.engine.host.sglang_client import EngineClient
+from moerl.engine.host.sglang_server import EngineServer
+from moerl.engine.plugin.hooks import HOOKS
 from moerl.engine.weight_layout import LiveWeightLayout
-from moerl.errors import ConfigError, EngineError, ProtocolError, RecordError
-from moerl.messages import AbortUpdate, Ok, UpdateClosed
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys, RpcClient
-from moerl.run_dir import RunDir
-from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.session_publisher import Publisher
 
@@ -382,7 +382,7 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
     asks = [request(f"upd.{i}", 8, long, seed=i) for i in range(4)]
     before = world.run(world.host.checksum())
 
-    async def update() -> tuple[UpdateClosed, list[Segment], list[Segment]]:
+    async def update() -> tuple[UpdateDone, list[Segment], list[Segment]]:
         host = world.host
         publisher = Publisher(host, world.folders)
         await publisher.stage(V1)
@@ -498,9 +498,9 @@ import asyncio, sys
 from pathlib import Path
 from moerl.records.blob_store import BlobStore
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.run_dir import RunDir
-from moerl.types import ModelShape, PolicyVersion
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.runtime.run_dir import RunDir
+from moerl.core.types import ModelShape, PolicyVersion
 
 async def main(root, model):
     run = RunDir(root)

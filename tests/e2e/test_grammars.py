@@ -20,18 +20,25 @@ import pytest
 import xgrammar
 
 from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
-from moerl.engine import in_flight
+from moerl.core.errors import RecordError
+from moerl.core.grammar import Grammar
+from moerl.core.types import (
+    GenerateRequest,
+    MaskBlob,
+    PolicyVersion,
+    Rollout,
+    SamplingParams,
+    Segment,
+)
 from moerl.engine.answer_parser import SglangAnswers
-from moerl.errors import RecordError
-from moerl.grammar import Grammar
+from moerl.engine.plugin import in_flight
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
-from moerl.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, SamplingParams, Segment
 from tests.helpers.agent_records import MAX_GAP, MEAN_GAP, Tap, update
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer, save
 from tests.helpers.engine_tiny_model import SHAPE

@@ -14,15 +14,9 @@ import pytest
 
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
 from moerl.controller.rollout_builder import PartialRollout
-from moerl.engine.host import EngineHost
-from moerl.messages import (
-    Answers,
-    CommitUpdate,
-    EngineStatus,
-    Message,
-    SessionMessage,
-)
-from moerl.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Segment
+from moerl.core.messages import Answers, CommitUpdate, EngineStatus, Message, SessionMessage
+from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Segment
+from moerl.engine.host.host import EngineHost
 from tests.helpers.replay_scenario import World, tokens
 from tests.helpers.session_publisher import Publisher
 from tests.unit.test_controller import make, running, train

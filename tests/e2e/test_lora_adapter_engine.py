@@ -19,14 +19,14 @@ from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.sglang_client import BadRequest
-from moerl.errors import EngineError
+from moerl.core.errors import EngineError
+from moerl.core.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.engine.host.sglang_client import BadRequest
 from moerl.layout import hf_shapes
 from moerl.layout.adapters import adapter_shapes
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
-from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.lora_oracle import read_spec
 from tests.helpers.session_publisher import Publisher

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
 from tests.helpers.sync_world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]

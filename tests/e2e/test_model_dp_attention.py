@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.config.json_files import read_model_config
 from moerl.config.schema import EngineConfig, TinyModel
+from moerl.core.json_files import read_model_config
+from moerl.core.types import ModelShape, PolicyVersion
 from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
 from moerl.records.segment_split import split_segments
-from moerl.types import ModelShape, PolicyVersion
 from tests.helpers import sync_world
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, B, C, Scoring, World, start, tokens
 

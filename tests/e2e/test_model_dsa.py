@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from moerl.audit.score_job import ScoreJob
-from moerl.serialization import decode_value, encode_value
-from moerl.types import PolicyVersion, Rollout
+from moerl.core.serialization import decode_value, encode_value
+from moerl.core.types import PolicyVersion, Rollout
 from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.replay_scenario import A, B
 from tests.helpers.sparse_servers import WAVES

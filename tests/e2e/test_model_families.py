@@ -26,8 +26,8 @@ from moerl.audit.mismatch_command import measure
 from moerl.audit.score_job import ScoreJob
 from moerl.config import load_config, resolve
 from moerl.config.schema import Precision, TinyFamily
+from moerl.core.types import Rollout
 from moerl.launch.run_context import RunContext
-from moerl.types import Rollout
 from tests.helpers import warm_score
 from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.train_runs import Run, start

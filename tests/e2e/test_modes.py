@@ -22,11 +22,11 @@ import torch
 
 from moerl.config.schema import EngineConfig
 from moerl.controller.rollout_builder import PartialRollout
-from moerl.engine import in_flight
-from moerl.messages import UpdateClosed
+from moerl.core.messages import UpdateDone
+from moerl.core.types import PolicyVersion, Rollout, Segment, VersionSpan
+from moerl.engine.plugin import in_flight
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.segment_split import split_segments
-from moerl.types import PolicyVersion, Rollout, Segment, VersionSpan
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.replay_scenario import CHUNK, FULL, LONG, A, B, C, Scoring, World, start, tokens
 from tests.helpers.session_publisher import Publisher
@@ -52,7 +52,7 @@ class Played:
 
     world: World
     rollouts: dict[str, list[Rollout]] = field(default_factory=dict)
-    closed: dict[str, list[UpdateClosed]] = field(default_factory=dict)
+    closed: dict[str, list[UpdateDone]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     half_prefilled: Rollout | None = None
     held_up: int = 0  # how often the scheduler still had a request that it had answered

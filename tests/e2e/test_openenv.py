@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from moerl.agents.environment_episodes import EpisodeFailed, OpenEnvironment
-from moerl.agents.environment_pool import EnvironmentPool
-from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer, StartFields
+from moerl.agents.environments.environment_episodes import EpisodeFailed, OpenEnvironment
+from moerl.agents.environments.environment_pool import EnvironmentPool
+from moerl.agents.environments.episode_environment import (
+    EpisodeEnd,
+    Observation,
+    PolicyAnswer,
+    StartFields,
+)
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.observe.overlap import intersect, length
-from moerl.trace import read_spans
+from moerl.runtime.trace import read_spans
 from tests.e2e.test_recipes import ENOUGH
 from tests.e2e.test_variants import SMALL
 from tests.helpers.train_runs import start

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig
+from moerl.core.errors import RecordError
+from moerl.core.types import Rollout
 from moerl.engine.feature_table import FEATURES
-from moerl.errors import RecordError
 from moerl.records.blob_ranges import read_mask
 from moerl.records.segment_split import split_segments
-from moerl.types import Rollout
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

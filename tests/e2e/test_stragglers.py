@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from moerl.types import EpisodeGroup
+from moerl.core.types import EpisodeGroup
 from tests.e2e.test_async import difference
 from tests.helpers.train_runs import Run, start
 from tests.helpers.warm_score import score

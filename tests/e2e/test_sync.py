@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import EngineError
-from moerl.types import PolicyVersion
+from moerl.core.errors import EngineError
+from moerl.core.types import PolicyVersion
 from tests.helpers.sync_world import Publish, World
 from tests.helpers.transport_cases import skip_if_missing, transports
 

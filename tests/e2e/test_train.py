@@ -17,8 +17,8 @@ import torch
 from moerl.audit.mismatch_command import measure
 from moerl.config import load_config, resolve
 from moerl.config.load import load_saved
-from moerl.serialization import decode_value
-from moerl.types import Rollout
+from moerl.core.serialization import decode_value
+from moerl.core.types import Rollout
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.train_runs import Run, start
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.types import Episode, PolicyVersion, Rollout
+from moerl.core.types import Episode, PolicyVersion, Rollout
 from tests.helpers.train_runs import start
 from tests.helpers.warm_score import score
 

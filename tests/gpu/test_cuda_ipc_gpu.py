@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports.cuda_ipc import make
 
 MIB = 2**20

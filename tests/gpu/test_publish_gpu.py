@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
 from tests.helpers.device_figures import Figure, on_double
 from tests.helpers.device_publish import OneRank
 from tests.helpers.device_trainer import LARGE, TINY, Size, make_learner, make_plan, seconds_of

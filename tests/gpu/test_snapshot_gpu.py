@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
 from moerl.weight_sync.buckets import Bucket, Piece, Region
 from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker

@@ -18,11 +18,11 @@ import torch
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.turn_forest import RecordedTurn
 from moerl.algorithms.mismatch import LAG_BINS, MismatchSums
-from moerl.engine import in_flight
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, Segment
+from moerl.engine.plugin import in_flight
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
-from moerl.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, Segment
 from tests.helpers.engine_tiny_model import SHAPE
 from tests.helpers.replay_scenario import A, B, C, Scoring, World
 from tests.helpers.session_publisher import Publisher

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.experimental_attention_variant import dsa
 
+from moerl.core.types import BatchPlan
 from moerl.data.packing import Microbatch
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.passes import forward
-from moerl.types import BatchPlan
 from tests.helpers.replay_matrix_records import Records
 
 Calls = dict[int, list[torch.Tensor]]  # by layer, each [B, S, K]

@@ -110,12 +110,12 @@ def of_sglang() -> list[Found]:
     torchvision_fix.arm()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import plugin, stand_ins
     from moerl.engine.family_settings import DP_ATTENTION
+    from moerl.engine.plugin import cpu_kernels, entry_points
 
     os.environ[DP_ATTENTION] = "1"
-    plugin.register_hooks()
-    for hook in (hook for row in stand_ins.STAND_INS for hook in row.hooks):
+    entry_points.register_hooks()
+    for hook in (hook for row in cpu_kernels.STAND_INS for hook in row.hooks):
         HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
     for symbol in HookRegistry._hooks:
         exists(symbol)  # imports its module

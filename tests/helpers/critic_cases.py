@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moerl.core.types import Array, BatchPlan, PolicyVersion
 from moerl.layout import padded_vocab
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.learner.critic import Critic, ValueHead
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
-from moerl.types import Array, BatchPlan, PolicyVersion
 from tests.helpers.hf_gather import HfGather
 from tests.helpers.saved_checkpoint import save_whole
 

@@ -25,7 +25,8 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
-from moerl.errors import TrainerError  # noqa: E402
+from moerl.core.errors import TrainerError  # noqa: E402
+from moerl.core.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -33,7 +34,6 @@ from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.types import BatchPlan, PolicyVersion  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 from tests.helpers.trainer_support import make_plan, replan  # noqa: E402
 

@@ -17,14 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms.head_logprob import (
-    Head,
-    SamplingMask,
-    Scores,
-    full_logprobs,
-    kept_logprobs,
-)
-from moerl.errors import RecordError
+from moerl.algorithms.head_logprob import Head, SamplingMask, Scores, full_logprobs, kept_logprobs
+from moerl.core.errors import RecordError
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.replay import RouteReplay
 

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.messages import (
+    Destination,
+    PrepareUpdate,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
+)
+from moerl.core.types import PolicyVersion
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, sglang_tiles
-from moerl.messages import Destination, PrepareUpdate, UpdatePrepared, UpdateVerified, VerifyUpdate
-from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker

@@ -17,12 +17,7 @@ import numpy as np
 import torch
 
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, ReplayConfig, TrainerConfig
-from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
-from moerl.layout import LayerSpec, ModelSpec
-from moerl.planning.memory import TrainerMemory, Training, trainer_memory
-from moerl.records.blob_store import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -33,6 +28,11 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.layout import LayerSpec, ModelSpec
+from moerl.planning.memory import TrainerMemory, Training, trainer_memory
+from moerl.records.blob_store import BlobStore
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner

@@ -18,12 +18,7 @@ PLACE = platform.prepare("cpu")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from moerl.config.schema import (  # noqa: E402
-    Config,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
+from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.layout import at, hf_shapes  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402

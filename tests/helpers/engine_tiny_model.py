@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moerl.core.types import ModelShape
 from moerl.engine import torchvision_fix
-from moerl.types import ModelShape
 
 torchvision_fix.arm()  # transformers imports torchvision
 

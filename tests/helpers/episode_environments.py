@@ -6,7 +6,12 @@ import asyncio
 import os
 import time
 
-from moerl.agents.episode_environment import EpisodeEnd, EpisodeStart, Observation, PolicyAnswer
+from moerl.agents.environments.episode_environment import (
+    EpisodeEnd,
+    EpisodeStart,
+    Observation,
+    PolicyAnswer,
+)
 
 
 class Counting:

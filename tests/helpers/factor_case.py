@@ -14,15 +14,15 @@ from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
+from moerl.core.types import PolicyVersion
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes, adapter_tiles
-from moerl.types import PolicyVersion
+from moerl.weight_sync.adapters.engine_adapters import EngineAdapters
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.commit_copies import CommitCopies
-from moerl.weight_sync.engine_adapters import EngineAdapters
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.staged_targets import check_targets

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import torch
 
-from moerl.config.json_files import read_json
-from moerl.errors import EngineError, MoerlError
-from moerl.layout import at, hf_shapes, model_spec, sglang_tiles
-from moerl.messages import (
+from moerl.core.errors import EngineError, MoerlError
+from moerl.core.json_files import read_json
+from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
-    EngineHolds,
+    EngineVersion,
     Failed,
     Hello,
     Message,
@@ -41,13 +40,14 @@ from moerl.messages import (
     Stop,
     TakePlan,
     TakeRecords,
-    UpdateClosed,
+    UpdateDone,
     VerifyUpdate,
 )
+from moerl.core.rpc import Keys, RpcServer
+from moerl.core.types import BatchPlan, PolicyVersion
+from moerl.layout import at, hf_shapes, model_spec, sglang_tiles
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys, RpcServer
-from moerl.run_dir import RunDir
-from moerl.types import BatchPlan, PolicyVersion
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.transports.factory import make
@@ -79,9 +79,9 @@ class FakeEngine:
                     raise EngineError(cause)
                 self._receiver.commit()
                 self.versions.append(message.version)
-                return UpdateClosed(pause_s=0.01, aborted=0)
+                return UpdateDone(pause_s=0.01, aborted=0)
             case AskEngine():
-                return EngineHolds(self._receiver.held, "")
+                return EngineVersion(self._receiver.held, "")
         return self._receiver.handle(message)
 
     @property

@@ -39,13 +39,15 @@ from moerl.audit import mismatch_command
 from moerl.audit.mismatch_command import make_job
 from moerl.audit.score_job import ScoreJob
 from moerl.config import load_config, resolve
-from moerl.engine import server_process, sglang_server, torchvision_fix
-from moerl.engine.sglang_server import EngineServer
+from moerl.core.serialization import encode_value
+from moerl.core.types import ModelShape, Rollout
+from moerl.engine import torchvision_fix
+from moerl.engine.host import sglang_server
+from moerl.engine.host.sglang_server import EngineServer
+from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
-from moerl.serialization import encode_value
-from moerl.types import ModelShape, Rollout
 
 SETTINGS = (
     "rollout.groups_per_request=3",

@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file
 
 from moerl.audit import mismatch_command
 from moerl.config import load_config, resolve
+from moerl.core.serialization import encode_value
+from moerl.core.types import PolicyVersion
 from moerl.data.tiny_model import make_tiny_model
-from moerl.engine.host import EngineHost
+from moerl.engine.host.host import EngineHost
 from moerl.launch.run_context import RunContext
-from moerl.serialization import encode_value
-from moerl.types import PolicyVersion
 from tests.helpers.family_servers import SETTINGS, forked, import_sglang, wait
 
 # fp32 head of the engine, its tensor-parallel ranks, family, tied embeddings

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import LayoutError
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.errors import LayoutError
 from moerl.layout import (
     LayerSpec,
     ModelSpec,

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.core.types import BatchPlan, Prompt
 from moerl.data.demonstrations import demonstration_plan
 from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.layout.adapters import adapter_shapes
 from moerl.layout.shards import stacked_forms
-from moerl.types import BatchPlan, Prompt
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT
 

@@ -37,12 +37,13 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.core.types import PolicyVersion  # noqa: E402
 from moerl.data.packing import by_row  # noqa: E402
 from moerl.layout import at, hf_shapes  # noqa: E402
 from moerl.layout.adapters import adapter_shapes  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
-from moerl.run_dir import RunDir  # noqa: E402
-from moerl.trace import Tracer  # noqa: E402
+from moerl.runtime.run_dir import RunDir  # noqa: E402
+from moerl.runtime.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
 from moerl.trainer.hf_io.adapter_base import note_base, start_factors  # noqa: E402
@@ -55,7 +56,6 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
-from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
 from tests.helpers.te_modules import LinearProduct  # noqa: E402
 

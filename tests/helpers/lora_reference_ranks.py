@@ -26,6 +26,7 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.core.types import BatchPlan  # noqa: E402
 from moerl.data.batching import split_plan  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -34,7 +35,6 @@ from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
-from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.lora_oracle import random_factors  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 

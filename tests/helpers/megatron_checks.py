@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from moerl.audit.score_job import VARIANTS, ScoreJob
+from moerl.core.serialization import encode_value
+from moerl.core.types import Rollout
 from moerl.records.blob_store import BlobStore
-from moerl.serialization import encode_value
-from moerl.types import Rollout
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan, torchrun
 
 

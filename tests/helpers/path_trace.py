@@ -32,12 +32,12 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 TOKENS = {
-    "moerl.types": {
+    "moerl.core.types": {
         "BatchPlan", "Episode", "EpisodeGroup", "GenerateRequest", "Prompt", "RefScores", "Rollout",
         "Score", "Segment", "Turn",
     },
-    "moerl.messages": {"Plan"},
-    "moerl.engine.reply_parser": {"Reply"},
+    "moerl.core.messages": {"Plan"},
+    "moerl.engine.host.reply_parser": {"Reply"},
     "moerl.engine.record_files": {"RecordReference", "StoredArray"},
     "sglang.srt.managers.io_struct": {"BatchTokenIDOutput"},
     "moerl.controller.rollout_builder": {"PartialRollout"},
@@ -50,13 +50,13 @@ WEIGHTS = {
     "moerl.weight_sync.buckets": {"Bucket", "Piece", "Region"},
     "moerl.weight_sync.deliveries": {"Delivery", "Holding", "Tables"},
     "moerl.weight_sync.publisher": {"SyncContext"},
-    "moerl.messages": {"Destination", "Moved"},
+    "moerl.core.messages": {"Destination", "Moved"},
     "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
     "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {
-    "moerl.messages": {"PrepareUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"},
+    "moerl.core.messages": {"PrepareUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"},
 }
 TENSORS = {"torch": {"Tensor"}, "torch.nn.parameter": {"Parameter"}, "numpy": {"ndarray"}}
 KINDS = {"token": TOKENS, "weight": WEIGHTS, "control": CONTROL}

@@ -29,9 +29,9 @@ import msgspec
 import torch
 
 from moerl.config.load import load_saved
+from moerl.core.rpc import Keys
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.model import platform
 from moerl.weight_sync.transports.base import Link, Transport
 
@@ -51,10 +51,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     place = platform.prepare("cpu", local_rank=int(os.environ["LOCAL_RANK"]))
+    from moerl.core.types import PolicyVersion
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import live_tensors
     from moerl.trainer.train_loop import RankContext, TrainLoop
-    from moerl.types import PolicyVersion
     from moerl.weight_sync import publisher
 
     run = RunDir(Path(root))

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moerl.data.synthetic import RolloutSpec, random_rollout
-from moerl.records.blob_store import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     Episode,
     EpisodeGroup,
     ModelShape,
@@ -19,6 +17,8 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records.blob_store import BlobStore
 
 LAYERS, EXPERTS, TOP_K, VOCAB = (0, 2, 3), 8, 2, 50
 SHAPE = ModelShape(VOCAB, 4, LAYERS, EXPERTS, TOP_K)

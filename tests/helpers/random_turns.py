@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moerl.controller.rollout_builder import PartialEpisode
+from moerl.core.types import Finish, PolicyVersion, Prompt
 from moerl.data.synthetic import RolloutSpec, random_reply
 from moerl.records.blob_store import BlobStore
-from moerl.types import Finish, PolicyVersion, Prompt
 
 V0 = PolicyVersion(0, 0)
 

@@ -20,18 +20,18 @@ import torch.distributed as dist  # noqa: E402
 
 from moerl.config.load import load_saved  # noqa: E402
 from moerl.config.schema import Config, RefModelsConfig  # noqa: E402
+from moerl.core.errors import RecordError  # noqa: E402
+from moerl.core.messages import Scored  # noqa: E402
+from moerl.core.serialization import decode  # noqa: E402
+from moerl.core.types import BatchPlan  # noqa: E402
 from moerl.data.packing import by_row  # noqa: E402
-from moerl.errors import RecordError  # noqa: E402
-from moerl.messages import Scored  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
-from moerl.run_dir import RunDir  # noqa: E402
-from moerl.serialization import decode  # noqa: E402
+from moerl.runtime.run_dir import RunDir  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.passes.schedule import Batches  # noqa: E402
-from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 NAMES = ("loss/total", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")

@@ -39,6 +39,7 @@ from moerl.config.schema import (  # noqa: E402
     ReplayConfig,
     TrainerConfig,
 )
+from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch, pack_microbatch  # noqa: E402
 from moerl.layout import hf_shapes, model_spec  # noqa: E402
@@ -53,7 +54,6 @@ from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.model.parallel import Parallel  # noqa: E402
 from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
-from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion, Rollout, Turn  # noqa: E402
 from tests.helpers.attended_keys import compare_attended, watching_attention  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.data.batching import plan_batch
-from moerl.layout.spec import ModelSpec
-from moerl.records.blob_store import BlobStore
-from moerl.records.indexer import encode
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -30,6 +26,10 @@ from moerl.types import (
     Turn,
     VersionSpan,
 )
+from moerl.data.batching import plan_batch
+from moerl.layout.spec import ModelSpec
+from moerl.records.blob_store import BlobStore
+from moerl.records.indexer import encode
 
 V0 = PolicyVersion(0, 0)
 GROUPS, SIBLINGS, PROMPTS, OUTPUTS = 2, 4, (3, 7), (4, 12)

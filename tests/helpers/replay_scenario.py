@@ -26,20 +26,13 @@ from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.controller.turn_rows import SampledTurn, join
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.serialization import encode_value
+from moerl.core.types import ModelShape, PolicyVersion, Prompt, Rollout, SamplingParams, Segment
+from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
-from moerl.run_dir import RunDir
-from moerl.serialization import encode_value
-from moerl.types import (
-    ModelShape,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    Segment,
-)
+from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
 from tests.helpers.rank_server import run_ranks

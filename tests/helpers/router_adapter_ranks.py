@@ -20,13 +20,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from moerl.config.lora_settings import LoraConfig  # noqa: E402
-from moerl.config.schema import (  # noqa: E402
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    ReplayConfig,
-    TrainerConfig,
-)
+from moerl.config.schema import Config, ModelConfig, ParallelConfig, ReplayConfig, TrainerConfig  # noqa: E402
 from moerl.layout import hf_shapes  # noqa: E402
 from moerl.layout.adapters import adapter_shapes  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402

@@ -1,4 +1,4 @@
-"""A server of `moerl.rpc` on a thread of this process."""
+"""A server of `moerl.core.rpc` on a thread of this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from moerl.messages import Message
-from moerl.rpc import Keys, RpcServer
+from moerl.core.messages import Message
+from moerl.core.rpc import Keys, RpcServer
 
 
 @contextmanager

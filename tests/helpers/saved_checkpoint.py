@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moerl.config.schema import CheckpointConfig
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 from moerl.trainer.learner.step import Learner

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moerl.config.json_files import read_json
+from moerl.core.json_files import read_json
 from moerl.layout import hf_tiles, model_spec
 from moerl.trainer.hf_io.hf_shards import SHARD_BYTES, HfShards, RankGroup
 

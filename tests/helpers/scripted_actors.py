@@ -15,11 +15,11 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from moerl.config import Config, load_config
-from moerl.errors import EngineError, TrainerError
+from moerl.core.errors import EngineError, TrainerError
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.signal_watch import INTERRUPT, Interrupted, SignalWatch
 from moerl.launch.supervision.supervisor import Supervisor
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 UNSET = object()
 STATUS = {"trainer/incarnation": -1.0, "ref_models/start": -1.0}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moerl.errors import EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.types import Finish, GenerateRequest, PolicyVersion, Segment
 
 
 @dataclass

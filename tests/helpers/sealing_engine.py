@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.types import GenerateRequest, LogprobBlob, PolicyVersion, Segment
 from moerl.records import BlobStore
-from moerl.types import GenerateRequest, LogprobBlob, PolicyVersion, Segment
 from tests.helpers.chat_tokenizer import SIZE
 from tests.unit.test_controller import StubEngine
 

@@ -15,15 +15,15 @@ import openai
 
 from moerl.agents.chat_messages import Json
 from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.gateway import Endpoint, Gateway
+from moerl.agents.gateway.gateway import Endpoint, Gateway
+from moerl.agents.gateway.other_models import OtherModels
 from moerl.agents.open_episode import OpenEpisode
-from moerl.agents.other_models import OtherModels
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
-from moerl.grammar import Grammar
-from moerl.types import SamplingParams
+from moerl.core.grammar import Grammar
+from moerl.core.types import SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 

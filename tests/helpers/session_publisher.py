@@ -12,23 +12,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.json_files import read_json
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.engine.host import EngineHost
-from moerl.layout import at, megatron_tiles, model_spec
-from moerl.messages import (
+from moerl.core.json_files import read_json
+from moerl.core.messages import (
     CommitUpdate,
     Destination,
     PrepareUpdate,
-    UpdateClosed,
+    UpdateDone,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
+from moerl.engine.host.host import EngineHost
+from moerl.layout import at, megatron_tiles, model_spec
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import WirePolicy, split
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import WeightSender
@@ -94,9 +94,9 @@ class Publisher:
         assert not any(verified.failed), verified
         assert all(split(part) for part in digests)
 
-    async def commit(self, version: PolicyVersion, timeout_s: float = _DEADLINE_S) -> UpdateClosed:
+    async def commit(self, version: PolicyVersion, timeout_s: float = _DEADLINE_S) -> UpdateDone:
         closed = await self._host.session(CommitUpdate(self._host.index, version, timeout_s))
-        assert isinstance(closed, UpdateClosed)
+        assert isinstance(closed, UpdateDone)
         return closed
 
     def _tensors(self, version: PolicyVersion) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def _model(folder: Path, family: str) -> Path:
 
 def _family(model: Path, family: str) -> dict[str, Any]:
     from moerl.trainer.hf_io.adapter_files import save_adapter, write_adapter
-    from moerl.weight_sync.sglang_adapter import sglang_form
+    from moerl.weight_sync.adapters.sglang_adapter import sglang_form
     from tests.helpers.lora_oracle import random_factors, read_spec
 
     spec, factors = read_spec(model), random_factors(model, LORA)
@@ -85,14 +85,14 @@ def _filled(
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
 
-    from moerl.engine.adapter_hooks import Unpinned
+    from moerl.engine.plugin.adapter_hooks import NoPinnedMemory
     from tests.helpers.sglang_oracle import Case, opened
 
     args = Case(model.name, sizes.get("tp", 1), sizes.get("ep", 1), dtype="float32").server_args
     more = {"enable_lora": True, "lora_backend": "torch_native", "max_lora_rank": config["r"]}
     more["lora_target_modules"] = config["target_modules"]
     try:
-        with opened(model, args | more, rank) as engine, Unpinned():
+        with opened(model, args | more, rank) as engine, NoPinnedMemory():
             manager = LoRAManager(
                 engine.model,
                 engine.config.hf_config,

@@ -451,8 +451,8 @@ def opened(folder: Path, args: dict[str, Any], rank: int) -> Iterator[Engine]:
 
 
 def _refusal(model: Any) -> str:
+    from moerl.core.errors import LayoutError
     from moerl.engine.weight_layout import check_modules
-    from moerl.errors import LayoutError
 
     try:
         check_modules(model.named_modules())
@@ -495,9 +495,9 @@ def _tell_of_sparse_attention() -> None:
     """Only the hook without which SGLang asks for CUDA: the others change no weight."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import stand_ins
+    from moerl.engine.plugin import cpu_kernels
 
-    for hook in stand_ins.hooks_of("deepseek_v32"):
+    for hook in cpu_kernels.hooks_of("deepseek_v32"):
         if hook.symbol.endswith("is_deepseek_dsa"):
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
 

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from moerl.config.schema import EngineConfig, ReplayConfig, TinyModel
 from moerl.config.tiny_configs import tiny_config
-from moerl.engine import hooks, own_slots
-from moerl.engine.host import EngineContext, EngineHost
+from moerl.core.serialization import encode_value
+from moerl.core.types import ModelShape, PolicyVersion, SamplingParams
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.engine.plugin import hooks, kv_slots_per_request
 from moerl.layout import hf_shapes, model_spec
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
-from moerl.serialization import encode_value
-from moerl.types import ModelShape, PolicyVersion, SamplingParams
+from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model, family_servers, replay_scenario
 from tests.helpers.replay_scenario import LONG, TOKEN, A, B, World, start, tokens
 
@@ -60,7 +60,9 @@ def main() -> int:
 
 def _serve(own: bool, folder: Path) -> None:
     if not own:
-        hooks.HOOKS = tuple(hook for hook in hooks.HOOKS if hook.ours is not own_slots.publish)
+        hooks.HOOKS = tuple(
+            hook for hook in hooks.HOOKS if hook.ours is not kv_slots_per_request.publish
+        )
     world = SparseWorld(folder, ENGINE)
     try:
         world.run(world.host.start(A), _SERVER_S)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from moerl.engine.mailbox import Mailbox
-from moerl.errors import EngineError, RecordError
-from moerl.messages import Answers
-from moerl.types import GenerateRequest, Segment
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.messages import Answers
+from moerl.core.types import GenerateRequest, Segment
+from moerl.engine.host.mailbox import Mailbox
 
 
 class StubMailbox:

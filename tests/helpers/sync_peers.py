@@ -26,31 +26,31 @@ from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import EngineError, LayoutError, TrainerError
-from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
-from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of
-from moerl.messages import (
+from moerl.core.errors import EngineError, LayoutError, TrainerError
+from moerl.core.messages import (
     AskEngine,
     CommitUpdate,
-    EngineHolds,
+    EngineVersion,
     Message,
     Ok,
     PrepareUpdate,
     RelayUpdate,
-    UpdateClosed,
+    UpdateDone,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.rpc import Keys, RpcClient
-from moerl.types import PolicyVersion
+from moerl.core.rpc import Keys, RpcClient
+from moerl.core.types import PolicyVersion
+from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
+from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of
 from moerl.weight_sync import dither
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.low_rank import merge_into
+from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.dither import HfPart
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.low_rank import merge_into
-from moerl.weight_sync.merged_totals import MergedTotals
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
 from moerl.weight_sync.receiver_names import keys_path, socket_path
@@ -201,9 +201,9 @@ class FaultyReceiver:
                     raise EngineError(cause)
                 begin = time.perf_counter()
                 self.receiver.commit()
-                return UpdateClosed(0.0, 0, commit_s=time.perf_counter() - begin)
+                return UpdateDone(0.0, 0, commit_s=time.perf_counter() - begin)
             case AskEngine():
-                return EngineHolds(self.receiver.held, self._difference())
+                return EngineVersion(self.receiver.held, self._difference())
         return self.receiver.handle(message)
 
     def _difference(self) -> str:
@@ -269,7 +269,9 @@ class Engine:
     def served(self) -> PolicyVersion:
         """The one whole version that all ranks serve."""
         replies = self.ask(AskEngine(0), 10.0)
-        assert all(isinstance(reply, EngineHolds) and not reply.cause for reply in replies), replies
+        assert all(isinstance(reply, EngineVersion) and not reply.cause for reply in replies), (
+            replies
+        )
         versions = {reply.version for reply in replies}  # type: ignore[union-attr]
         assert len(versions) == 1, replies
         return versions.pop()

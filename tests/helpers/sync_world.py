@@ -26,15 +26,15 @@ from moerl.config.schema import (
     SyncConfig,
     TrainerConfig,
 )
+from moerl.core.errors import ProtocolError
+from moerl.core.messages import AskEngine, EngineVersion, Message
+from moerl.core.rpc import Keys, RpcServer
+from moerl.core.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.errors import ProtocolError
-from moerl.messages import AskEngine, EngineHolds, Message
+from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys, RpcServer
-from moerl.run_dir import RunDir
-from moerl.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
 from tests.helpers.publishing_ranks import Order
@@ -222,10 +222,10 @@ class World:
         assert isinstance(segment, Segment), segment
         return segment
 
-    def holds(self, engine: int) -> EngineHolds:
+    def holds(self, engine: int) -> EngineVersion:
         """What the host says."""
         holds = self.run(self.hosts[engine].session(AskEngine(engine)))
-        assert isinstance(holds, EngineHolds)
+        assert isinstance(holds, EngineVersion)
         return holds
 
     def check_serves(self, engine: int, version: PolicyVersion) -> None:
@@ -244,9 +244,9 @@ class World:
         """Until the trainer has brought an engine to `version` by itself."""
         begin = time.monotonic()
 
-        async def ask() -> EngineHolds:
+        async def ask() -> EngineVersion:
             message = await self.hosts[engine].session(AskEngine(engine))
-            assert isinstance(message, EngineHolds)
+            assert isinstance(message, EngineVersion)
             return message
 
         async def wait() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 
 from moerl.config.load import load_saved
+from moerl.core.serialization import decode_value
+from moerl.core.types import EpisodeGroup
 from moerl.launch.prepare import outside_folder
 from moerl.launch.run_context import RunContext
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir
-from moerl.serialization import decode_value
-from moerl.types import EpisodeGroup
+from moerl.runtime.run_dir import RunDir
 
 START_S = 600.0  # a machine that many share
 _HOOK = Path(__file__).parent / "trained_records"

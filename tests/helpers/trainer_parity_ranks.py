@@ -26,6 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig  # noqa: E402
+from moerl.core.types import BatchPlan  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -35,16 +36,9 @@ from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
-from moerl.types import BatchPlan  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.te_modules import LinearProduct  # noqa: E402
-from tests.helpers.trainer_support import (  # noqa: E402
-    OVERLAPPED,
-    UNUSED_EXPERT,
-    make_plan,
-    replan,
-    without_mask,
-)
+from tests.helpers.trainer_support import OVERLAPPED, UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from moerl.config.schema import Config, ParallelConfig, ReplayConfig, TrainerConfig  # noqa: E402
+from moerl.core.types import BatchPlan, Rollout, RoutingBlob  # noqa: E402
 from moerl.data.packing import pack_microbatch  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -23,7 +24,6 @@ from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
-from moerl.types import BatchPlan, Rollout, RoutingBlob  # noqa: E402
 from tests.helpers.trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402
 
 

@@ -35,16 +35,16 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
+from moerl.core.types import PolicyVersion  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
-from moerl.run_dir import RunDir  # noqa: E402
-from moerl.trace import Tracer  # noqa: E402
+from moerl.runtime.run_dir import RunDir  # noqa: E402
+from moerl.runtime.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.types import PolicyVersion  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402

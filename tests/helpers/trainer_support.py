@@ -14,10 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
-from moerl.records.blob_store import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -29,6 +26,9 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.synthetic import RolloutSpec, random_rollout
+from moerl.records.blob_store import BlobStore
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
 SHAPE = ModelShape(VOCAB, LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports import mooncake
 from moerl.weight_sync.transports.base import Link, Staging
 from moerl.weight_sync.transports.factory import make

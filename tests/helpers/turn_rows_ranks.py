@@ -21,14 +21,7 @@ import torch  # noqa: E402
 from moerl.algorithms.loss import loss_metrics  # noqa: E402
 from moerl.config.schema import Config, ParallelConfig, TrainerConfig  # noqa: E402
 from moerl.controller.turn_rows import SampledTurn, rows_of  # noqa: E402
-from moerl.data.batching import plan_batch  # noqa: E402
-from moerl.data.synthetic import RolloutSpec  # noqa: E402
-from moerl.records.blob_store import BlobStore  # noqa: E402
-from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
-from moerl.trainer.learner.step import Learner  # noqa: E402
-from moerl.trainer.model import parallel  # noqa: E402
-from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.types import (  # noqa: E402
+from moerl.core.types import (  # noqa: E402
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -38,6 +31,13 @@ from moerl.types import (  # noqa: E402
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch  # noqa: E402
+from moerl.data.synthetic import RolloutSpec  # noqa: E402
+from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.learner.step import Learner  # noqa: E402
+from moerl.trainer.model import parallel  # noqa: E402
+from moerl.trainer.model.gpt import build  # noqa: E402
 from tests.helpers.random_turns import V0, Call, random_episode  # noqa: E402
 from tests.helpers.trainer_support import SHAPE  # noqa: E402
 

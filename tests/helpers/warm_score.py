@@ -11,9 +11,9 @@ from pathlib import Path
 from moerl.audit.mismatch_command import make_job
 from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import Precision
+from moerl.core.serialization import encode_value
+from moerl.core.types import Rollout
 from moerl.launch.run_context import RunContext
-from moerl.serialization import encode_value
-from moerl.types import Rollout
 from tests.helpers.rank_server import run_ranks
 
 

@@ -31,22 +31,22 @@ import torch
 
 from moerl.config import save_config
 from moerl.config.schema import CheckpointConfig, EngineConfig, RolloutConfig
-from moerl.controller import write_retry
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
-from moerl.controller.journal import Journal
+from moerl.controller.journal import write_retry
+from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.errors import BlobError, RecordError
-from moerl.id_sets import IdSet
+from moerl.core.errors import BlobError, RecordError
+from moerl.core.id_sets import IdSet
+from moerl.core.messages import Hello, Ok, Plan, Refresh, StepDone, TakePlan
+from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, RoutingBlob, Segment
 from moerl.layout import hf_shapes, model_spec
-from moerl.messages import Hello, Ok, Plan, Refresh, StepDone, TakePlan
 from moerl.observe import metrics as metrics_module
 from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
 from moerl.records import BlobStore
-from moerl.run_dir import RunDir, next_incarnation, write_pids
+from moerl.runtime.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
-from moerl.types import GenerateRequest, ModelShape, PolicyVersion, RoutingBlob, Segment
 from tests.helpers.saved_hf import save_hf
 from tests.helpers.write_faults import KILLED, KINDS, Fault, WriteSites
 from tests.unit.test_controller import CONFIG, EqualFor, Prompts, StubEngine, publish

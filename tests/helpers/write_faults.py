@@ -160,7 +160,7 @@ def fail(kind: str) -> None:
 
 
 def _site(operation: str) -> str:
-    """The innermost line in moerl and its caller; the caller of `moerl.atomic` too."""
+    """The innermost line in moerl and its caller; the caller of `moerl.core.atomic` too."""
     lines: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(lines) < 2:

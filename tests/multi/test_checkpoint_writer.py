@@ -22,10 +22,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moerl.config.schema import CheckpointConfig
-from moerl.errors import ModelError, TrainerError
+from moerl.core.errors import ModelError, TrainerError
 from moerl.observe.metrics import MetricsWriter
-from moerl.run_dir import RunDir, next_incarnation, read_manifest
-from moerl.trace import Tracer
+from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest
+from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
 

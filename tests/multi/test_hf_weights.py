@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError, ModelError, TrainerError
+from moerl.core.errors import LayoutError, ModelError, TrainerError
 from moerl.layout import hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.hf_io import hf_shards
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from tests.e2e.test_chaos import check_history
 from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.helpers.train_runs import TrainedRecords, copying_records

@@ -144,7 +144,7 @@ def compare_models(folder: Path, mesh: str) -> dict[str, float | str]:
     from moerl.trainer.model import platform
 
     place = platform.prepare("cpu")
-    from moerl.errors import MoerlError
+    from moerl.core.errors import MoerlError
     from moerl.trainer.model import parallel
 
     ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
@@ -291,7 +291,7 @@ def check_live(meshes: list[dict[str, int]]) -> int:
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from moerl.errors import ConfigError
+    from moerl.core.errors import ConfigError
     from moerl.layout import check_covers, megatron_tiles
 
     num = 0

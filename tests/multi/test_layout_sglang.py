@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.engine.weight_layout import LiveWeightLayout, check_model, engine_layout
-from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
     SGLANG_SHARES_HEAD,

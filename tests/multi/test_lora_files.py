@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import CheckpointConfig, Config, ModelConfig
-from moerl.errors import ConfigError, ModelError
+from moerl.core.errors import ConfigError, ModelError
 from moerl.launch.prepare import with_start
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
 from moerl.trainer.hf_io.adapter_base import check_base

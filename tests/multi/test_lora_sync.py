@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.core.messages import PublishFailure, PublishResult
+from moerl.core.types import PolicyVersion
 from moerl.layout.tiles import full_box, num_elements
-from moerl.messages import PublishFailure, PublishResult
-from moerl.types import PolicyVersion
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer, transfer
 
 pytestmark = pytest.mark.timeout(300)

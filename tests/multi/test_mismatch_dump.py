@@ -12,10 +12,10 @@ import pytest
 from moerl.audit.mismatch_command import _plan, measure, score
 from moerl.audit.mismatch_page import write_page
 from moerl.config import load_config, resolve
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.types import Rollout
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.types import Rollout
 from tests.helpers.trainer_support import make_model, make_plan
 
 

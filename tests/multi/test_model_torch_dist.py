@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.layout import model_spec
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
 from moerl.trainer.checkpoints.convert_job import ConversionRanks
@@ -274,7 +274,7 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint(
     from moerl.config.algorithms import ref_models_of
     from moerl.config.load import load_config
     from moerl.launch.prepare import prepare
-    from moerl.run_dir import RunDir
+    from moerl.runtime.run_dir import RunDir
 
     source = HfFolder(tiny_model)
     convert_to_megatron(source, tmp_path / "sft", ConversionRanks(), lambda *_: None)
@@ -318,9 +318,9 @@ def test_a_start_that_does_not_fit_is_refused(
     plain: Path, tmp_path: Path, tiny_model: Path, harm: str, message: str
 ) -> None:
     from moerl.config.load import load_config
-    from moerl.errors import ConfigError
+    from moerl.core.errors import ConfigError
     from moerl.launch.prepare import prepare
-    from moerl.run_dir import RunDir
+    from moerl.runtime.run_dir import RunDir
 
     start = {
         "missing": tmp_path / "none",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value, gather_values
 from moerl.distributed.token_store import rank_store
-from moerl.types import Array
+from moerl.core.types import Array
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", store=rank_store(timedelta(seconds=60)), rank=rank, world_size=3)

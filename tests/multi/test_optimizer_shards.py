@@ -13,7 +13,7 @@ from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch.nn import Parameter
 
-from moerl.errors import TrainerError
+from moerl.core.errors import TrainerError
 from moerl.layout.tiles import at, flat_boxes
 from moerl.trainer.checkpoints.optimizer_shards import _leaves
 

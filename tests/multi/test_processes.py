@@ -16,7 +16,7 @@ import pytest
 # A root that starts a daemonised grandchild: new session, parent gone, SIGTERM ignored.
 ROOT = """
 import os, subprocess, sys, time
-from moerl.launch.nodes.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
 import signal
 die_with_parent()
 become_subreaper()
@@ -40,7 +40,7 @@ time.sleep(120)
 """
 FRONT = """
 import sys
-from moerl.launch.nodes.process_tree import run_guarded
+from moerl.runtime.process_tree import run_guarded
 sys.exit(run_guarded([sys.executable, {root!r}], grace_s=1.0))
 """
 
@@ -113,7 +113,7 @@ def test_others_are_left_alone(run) -> None:
 
 ADOPTS = """
 import subprocess, sys, time
-from moerl.launch.nodes.process_tree import Orphans, become_subreaper
+from moerl.runtime.process_tree import Orphans, become_subreaper
 import psutil
 become_subreaper()
 orphan = "import time; time.sleep(0.3)"

@@ -18,10 +18,10 @@ from moerl.config.schema import (
     ReplayConfig,
     TrainerConfig,
 )
-from moerl.messages import Scored
+from moerl.core.messages import Scored
+from moerl.core.serialization import encode
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
-from moerl.serialization import encode
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model, make_plan

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.network_hosts import ROOT, Host, environment, hosts_or_skip
 
 SCRIPT = ROOT / "tools/launch/slurm.sbatch"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moerl.errors import ProtocolError
-from moerl.messages import AskEngine, PublishFailure, PublishResult
-from moerl.rpc import Keys
-from moerl.types import PolicyVersion
+from moerl.core.errors import ProtocolError
+from moerl.core.messages import AskEngine, PublishFailure, PublishResult
+from moerl.core.rpc import Keys
+from moerl.core.types import PolicyVersion
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
 from tests.helpers.transport_cases import skip_if_missing, transports
 

@@ -21,7 +21,7 @@ from moerl.trainer.model.platform import Platform, prepare
 place = prepare("cpu")
 from moerl.config.schema import TinyModel, TrainerConfig
 from moerl.config.tiny_configs import tiny_config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.trainer.model.transformer import transformer_config
 hf = dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moerl.audit.score_job import VARIANTS, ScoreJob, load_job
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.serialization import encode_value
 from moerl.records.blob_store import BlobStore
-from moerl.serialization import encode_value
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import LAYERS, make_model, make_plan
 

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from moerl.config.schema import SAME_MACHINE, TransportName
-from moerl.errors import ConfigError, TransportError
+from moerl.core.errors import ConfigError, TransportError
 from moerl.weight_sync.transports.base import Link, Transport
 from moerl.weight_sync.transports.factory import NAMES, make
 from tests.helpers.transport_cases import CASES, ELSEWHERE, skip_if_missing, transports

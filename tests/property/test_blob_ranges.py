@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.errors import BlobError, RecordError
+from moerl.core.errors import BlobError, RecordError
+from moerl.core.types import IndexerBlob, MaskBlob, PolicyVersion, RoutingBlob
 from moerl.records import BlobStore
 from moerl.records.blob_ranges import Interval, read_indexer, read_mask, read_routes
 from moerl.records.blob_store import CHUNK_BYTES
 from moerl.records.indexer import encode
-from moerl.types import IndexerBlob, MaskBlob, PolicyVersion, RoutingBlob
 
 VERSION = PolicyVersion(0, 0)
 NAMES = itertools.count()

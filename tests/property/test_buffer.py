@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.controller.buffer import GroupBuffer
-from moerl.types import (
+from moerl.core.types import (
     Episode,
     EpisodeGroup,
     Finish,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moerl.core.types import PolicyVersion
 from moerl.kernels.build import TARGETS, build
 from moerl.kernels.library import library
-from moerl.types import PolicyVersion
 from moerl.weight_sync import delta
 from moerl.weight_sync.delta import DeltaError, apply, changed_reference, encode
 

@@ -14,9 +14,9 @@ from test_transfer import draw
 from moerl.config.lora_settings import LoraConfig
 from moerl.layout.adapters import adapter_tiles
 from moerl.layout.tiles import Box, Tile, local_box, meet, num_elements
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import ITEMSIZE, Piece, Region, cut
 from moerl.weight_sync.deliveries import Keyed
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.transfer_plan import region_of
 
 NUM_LAYOUTS = 4

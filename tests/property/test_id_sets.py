@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.id_sets import IdSet, both, ids_of, pages_of, ranges, spread
+from moerl.core.id_sets import IdSet, both, ids_of, pages_of, ranges, spread
 
 IDS = st.sets(st.integers(-20, 60))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 from moerl.records import indexer
 
 RELEASED = (61, 2048)  # layers and top-k of DeepSeek-V3.2

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import LayoutError
+from moerl.core.errors import LayoutError
 from moerl.layout import (
     ModelSpec,
     Named,

@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.core.types import PolicyVersion, Rollout
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.types import PolicyVersion, Rollout
 from tests.helpers.random_rollouts import LAYERS, TOP_K, group, make_rollout
 
 V9 = PolicyVersion(0, 9)

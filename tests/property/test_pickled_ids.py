@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moerl.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
+from moerl.core.types import Finish, GenerateRequest, PolicyVersion, SamplingParams, Segment
 
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 from moerl.records.sampling_mask import check_csr, encode_rows
 
 VOCAB = 1000

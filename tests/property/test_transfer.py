@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError, LayoutError, MoerlError
+from moerl.core.errors import ConfigError, LayoutError, MoerlError
 from moerl.layout import (
     ModelSpec,
     Named,

@@ -13,7 +13,7 @@ import pytest
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptTokens, TemplateError
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from tests.helpers.chat_tokenizer import chat_tokenizer
 
 SPEC = importlib.util.find_spec("trl")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.trainer.hf_io.adapter_files import load_adapter, save_adapter
 from moerl.trainer.hf_io.foreign_adapter import read_foreign
 from moerl.trainer.hf_io.merge_adapter import merge_foreign, unmerge

@@ -16,7 +16,7 @@ import pytest
 
 from moerl.agents.chat_messages import ChatMessage, Json
 from moerl.agents.prompt_tokens import PromptTokens
-from moerl.types import Array, Finish, PolicyVersion, Rollout, SamplingParams, VersionSpan
+from moerl.core.types import Array, Finish, PolicyVersion, Rollout, SamplingParams, VersionSpan
 from tests.helpers.chat_tokenizer import chat_tokenizer
 
 SPEC = importlib.util.find_spec("trl")

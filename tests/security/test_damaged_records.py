@@ -17,14 +17,23 @@ from moerl.config.schema import RunConfig, SyncConfig
 from moerl.controller.controller import Controller
 from moerl.controller.rollout_builder import group_refs, group_uris
 from moerl.controller.step_metrics import StepReport
-from moerl.errors import BlobError, ProtocolError, TrainerError
-from moerl.id_sets import ranges
-from moerl.messages import Failed, Hello, Plan, Refresh, Scored, StepDone, TakePlan, TakeRecords
+from moerl.core.errors import BlobError, ProtocolError, TrainerError
+from moerl.core.id_sets import ranges
+from moerl.core.messages import (
+    Failed,
+    Hello,
+    Plan,
+    Refresh,
+    Scored,
+    StepDone,
+    TakePlan,
+    TakeRecords,
+)
+from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.records import BlobStore
 from moerl.records.blob_store import sizes_of
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.types import BatchPlan, EpisodeGroup, PolicyVersion
 from tests.unit.test_controller import CONFIG, make, publish, running
 from tests.unit.test_controller_restart import successor
 from tests.unit.test_hung_hosts import Sealing

@@ -18,15 +18,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from moerl import run_dir
 from moerl.config.schema import CheckpointConfig
-from moerl.controller.shared_groups import SharedGroups
-from moerl.errors import ConfigError, ModelError, TrainerError
+from moerl.controller.journal.shared_groups import SharedGroups
+from moerl.core.errors import ConfigError, ModelError, TrainerError
 from moerl.launch import train
 from moerl.layout import hf_shapes, model_spec
 from moerl.observe.metrics import MetricsWriter
 from moerl.records import BlobStore
-from moerl.run_dir import RunDir, newest_incarnation, next_incarnation, refuse_foreign
+from moerl.runtime import run_dir
+from moerl.runtime.run_dir import RunDir, newest_incarnation, next_incarnation, refuse_foreign
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from tests.helpers.saved_hf import save_hf

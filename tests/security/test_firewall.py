@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.planning import firewall_check
+from moerl.doctor import firewall_check
 from tests.helpers.network_hosts import Host, hosts_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def inside(host: Host, *command: str) -> list[str]:
 
 def reach(host: Host, target: Host) -> tuple[str, str]:
     """What a host finds at both ports of the target."""
-    command = [sys.executable, "-m", "moerl.planning.firewall_check", "connect", target.address]
+    command = [sys.executable, "-m", "moerl.doctor.firewall_check", "connect", target.address]
     found = [
         subprocess.run(
             inside(host, *command, port), cwd=ROOT, capture_output=True, text=True, check=True

@@ -118,7 +118,7 @@ def test_an_engine_that_dies_at_each_start_is_left_out(tmp_path: Path) -> None:
         run.wait_for(lambda: "step 2/" in run.text())  # before the first one a death ends the run
         host = run.pids()["engine-1-host"]
         while "engine 1 is excluded" not in run.text():
-            for server in children(host, "moerl.engine.server_process")[:1]:
+            for server in children(host, "moerl.engine.plugin.server_process")[:1]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     server.kill()
             assert run.process.poll() is None, f"the run ended early:\n{run.text()}"

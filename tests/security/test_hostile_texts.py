@@ -28,9 +28,9 @@ import pytest
 from moerl.config.evaluating import EVALUATING
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
-from moerl.errors import ConfigError, ScoreError
+from moerl.core.errors import ConfigError, ScoreError
+from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer
-from moerl.types import Episode, Prompt, Score
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it, with our pid
@@ -492,7 +492,7 @@ def test_control_each_of_these_scorers_runs_the_answer(tmp_path: Path) -> None:
         "import sys\n"
         "from moerl.config.schema import TaskConfig\n"
         "from moerl.data.rewards import make_reward\n"
-        "from moerl.types import Prompt\n"
+        "from moerl.core.types import Prompt\n"
         "prompt = Prompt(0, (1,), '', None, {'seed': 1, 'item': 0})\n"
         "for name in sys.argv[2:]:\n"
         "    task = TaskConfig(name='reasoning_gym', dataset=name, dataset_args={'size': 20})\n"
@@ -513,7 +513,7 @@ def test_nothing_outlives_a_killed_scorer(scene: Scene, isolation: str) -> None:
     hang = _SEEK + "if os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\ntime.sleep(600)"
     code = (
         "import asyncio, sys\n"
-        "from moerl.types import Episode, Prompt\n"
+        "from moerl.core.types import Episode, Prompt\n"
         "from tests.security.test_hostile_texts import ProcessScorer, task\n"
         "if __name__ == '__main__':\n"
         "    scorer = ProcessScorer(task(sys.argv[1]), 1, 60.0)\n"

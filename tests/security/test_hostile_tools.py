@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from moerl.config.task_programs import TaskLimits
-from moerl.scoring import enforced, isolation
-from moerl.scoring.pids_cgroup import cgroup_parent
-from moerl.scoring.tool_box import Ran, ToolBox, ToolSandbox
+from moerl.sandbox import isolation, limits
+from moerl.sandbox.pids_cgroup import cgroup_parent
+from moerl.sandbox.sandbox import Sandbox, ToolOutput, ToolSandbox
 
 SECRET = "c0ffee" * 6
 LIMITS = TaskLimits(memory_mb=256, cpu_s=1, processes=24, file_mb=16, open_files=64)
@@ -151,13 +151,13 @@ def sandbox(prey: Prey) -> ToolSandbox:
 
 
 @pytest.fixture
-def box(sandbox: ToolSandbox) -> Iterator[ToolBox]:
+def box(sandbox: ToolSandbox) -> Iterator[Sandbox]:
     box = sandbox.open_box()
     yield box
     box.close()
 
 
-def python(box: ToolBox, code: str, wait_s: float = WAIT_S, *, keeps: bool = False) -> Ran:
+def python(box: Sandbox, code: str, wait_s: float = WAIT_S, *, keeps: bool = False) -> ToolOutput:
     return box.python(code, timeout_s=wait_s, max_output=4096, keeps=keeps)
 
 
@@ -173,13 +173,13 @@ def plain(code: str, folder: Path) -> bytes:
     return text.strip()
 
 
-def check_serves(box: ToolBox) -> None:
+def check_serves(box: Sandbox) -> None:
     listed = python(box, "import os; print(sorted(p for p in os.listdir('/proc') if p.isdigit()))")
     assert listed.why == "exit", (listed, box.lost)
     assert len(eval(listed.out)) <= 4, "processes are left in the box"  # bwrap, server, this
 
 
-def check_holds(box: ToolBox, prey: Prey, *, keeps: bool = False) -> None:
+def check_holds(box: Sandbox, prey: Prey, *, keeps: bool = False) -> None:
     won = {}
     for name, code in (REACHES | ATTACKS).items():
         ran = python(box, prey.program(code), keeps=keeps)
@@ -194,12 +194,12 @@ def check_holds(box: ToolBox, prey: Prey, *, keeps: bool = False) -> None:
     assert python(box, "print(6 * 7)", keeps=keeps).out == b"42\n"
 
 
-def test_a_box_holds_what_code_tries(box: ToolBox, prey: Prey) -> None:
+def test_a_box_holds_what_code_tries(box: Sandbox, prey: Prey) -> None:
     check_holds(box, prey)
 
 
 @pytest.mark.full
-def test_a_box_holds_what_code_tries_in_a_session(box: ToolBox, prey: Prey) -> None:
+def test_a_box_holds_what_code_tries_in_a_session(box: Sandbox, prey: Prey) -> None:
     check_holds(box, prey, keeps=True)
 
 
@@ -211,7 +211,7 @@ def test_a_box_in_a_user_namespace_and_a_cgroup_holds_too(
     prey: Prey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What root gets where it may take no other user's id."""
-    monkeypatch.setattr(enforced, "fresh_uid", lambda: 0)
+    monkeypatch.setattr(limits, "fresh_uid", lambda: 0)
     box = ToolSandbox(LIMITS).open_box()
     try:
         check_holds(box, prey)
@@ -241,7 +241,7 @@ def test_control_without_the_filter_the_server_is_killed(
         box.close()
 
 
-def test_limits_end_a_program_and_not_its_box(box: ToolBox) -> None:
+def test_limits_end_a_program_and_not_its_box(box: Sandbox) -> None:
     assert python(box, "import time; time.sleep(600)", 0.5).why == "timeout"
     assert python(box, "while True: pass").code in (-24, -9)  # SIGXCPU, SIGKILL
     flood = python(box, "while True: print('x' * 100_000)")
@@ -286,7 +286,7 @@ def test_control_without_a_box_nothing_ends_a_program(tmp_path: Path) -> None:
     assert plain(code, tmp_path) == b"[0, 0, 0, 0, 0] " + b"x" * 5000
 
 
-def test_files_of_the_workspace_only(box: ToolBox, prey: Prey) -> None:
+def test_files_of_the_workspace_only(box: Sandbox, prey: Prey) -> None:
     links = {
         "direct": str(prey.folder / "token"),
         "parent": "..",
@@ -312,7 +312,7 @@ def test_files_of_the_workspace_only(box: ToolBox, prey: Prey) -> None:
     assert box.write("huge", bytes(3 << 20) * 2, timeout_s=WAIT_S).why == "refused"
 
 
-def test_a_session_answers_for_itself_only(box: ToolBox) -> None:
+def test_a_session_answers_for_itself_only(box: Sandbox) -> None:
     """Forged answers on its own line end the session."""
     assert python(box, "x = 41", keeps=True).code == 0
     forge = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, bytes(64))\n"
@@ -342,7 +342,7 @@ def _named(text: str) -> list[psutil.Process]:
 def test_nothing_outlives_its_owner(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from moerl.scoring.tool_box import BoxPool, ToolSandbox\n"
+        "from moerl.sandbox.sandbox import BoxPool, ToolSandbox\n"
         "pool = BoxPool(ToolSandbox(read_paths=[sys.argv[1]]), warm=1)\n"
         "box = pool.take()\n"
         "print(box.python('print(1)', timeout_s=60, max_output=9).out, flush=True)\n"

@@ -14,14 +14,14 @@ import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import blob_uris
-from moerl.engine import health as gate_module
-from moerl.engine import host as host_module
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.errors import EngineError
+from moerl.core.errors import EngineError
+from moerl.core.rollout_names import life_of, name_rollout
+from moerl.core.types import Segment
+from moerl.engine.host import health as gate_module
+from moerl.engine.host import host as host_module
+from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
-from moerl.rollout_names import life_of, name_rollout
-from moerl.run_dir import RunDir
-from moerl.types import Segment
+from moerl.runtime.run_dir import RunDir
 from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script
 
 Play = Callable[[Callable[["World"], Awaitable[None]]], None]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from moerl.controller.journal import Journal
-from moerl.controller.recovered_state import Lineage
-from moerl.messages import Hello, Ok
+from moerl.controller.journal.journal import Journal
+from moerl.controller.journal.recovered_state import Lineage
+from moerl.core.messages import Hello, Ok
+from moerl.core.types import PolicyVersion
 from moerl.records import BlobStore
-from moerl.types import PolicyVersion
 from tests.unit.test_controller import StubEngine, make, running
 from tests.unit.test_journal import group_of
 

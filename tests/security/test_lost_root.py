@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from moerl.config import load_config, save_config
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.train_runs import survivors
 
 LEASE_S = 6.0
@@ -22,7 +22,7 @@ ROOT = f"""
 import sys, time
 from pathlib import Path
 from moerl.launch.nodes.lease import LeaseKeeper
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 endpoints = RunDir(Path(sys.argv[1])).endpoints
 endpoints.open("tcp://127.0.0.1:1", "token")
 keeper = LeaseKeeper(endpoints.lease, {LEASE_S})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moerl.config import load_config, resolve
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.launch.cluster.manifest import manifest
 
 SECRET = "hf_Do_not_show"

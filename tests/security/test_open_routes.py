@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moerl.engine.open_routes import decide
+from moerl.engine.plugin.open_routes import decide
 
 
 @pytest.fixture(scope="module")

@@ -19,19 +19,19 @@ import pytest
 
 from moerl.config import load_config, save_config
 from moerl.config.schema import Config
-from moerl.controller.journal import Journal
-from moerl.engine.scratch_dir import Scratch, remove_abandoned
-from moerl.errors import ConfigError
+from moerl.controller.journal.journal import Journal
+from moerl.core.errors import ConfigError
+from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
 from moerl.launch import prepare as prepare_module
 from moerl.launch.nodes import engine_node
 from moerl.launch.prepare import outside_folder, prepare
 from moerl.observe.metrics import SampleWriter
 from moerl.observe.page import Page, write_html
-from moerl.private_dir import private_dir, private_opener, refuse_planted
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.run_dir import RunDir
+from moerl.runtime.private_dir import private_dir, private_opener, refuse_planted
+from moerl.runtime.run_dir import RunDir
 
 STRANGER = 4_294_967  # has no account here
 

@@ -21,11 +21,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from moerl.core.errors import TransportError
 from moerl.distributed import token_server
 from moerl.distributed.store_server import StoreServer, Write
 from moerl.distributed.token_server import ServerAddress, open_channel
 from moerl.distributed.token_store import TokenStore
-from moerl.errors import TransportError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, RUN_S = 60.0, 4.0  # until a port is open; for a planted command to run

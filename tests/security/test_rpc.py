@@ -20,10 +20,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from moerl import rpc
-from moerl.errors import ProtocolError
-from moerl.messages import AskEngine, Failed, Message, Ok
-from moerl.rpc import Keys, RpcClient, RpcServer
+from moerl.core import rpc
+from moerl.core.errors import ProtocolError
+from moerl.core.messages import AskEngine, Failed, Message, Ok
+from moerl.core.rpc import Keys, RpcClient, RpcServer
 from tests.helpers import raw_zmtp
 from tests.helpers.rpc_servers import serving
 from tests.helpers.trainer_support import ROOT
@@ -35,8 +35,8 @@ MIB = 2**20
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from moerl.messages import Ok
-from moerl.rpc import Keys, RpcServer
+from moerl.core.messages import Ok
+from moerl.core.rpc import Keys, RpcServer
 
 async def main():
     async def handle(message):

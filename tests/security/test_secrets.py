@@ -13,17 +13,17 @@ from moerl.config import load_config, save_config
 from moerl.config.load import load_saved
 from moerl.config.schema import Config, EngineConfig
 from moerl.config.secret_values import HIDDEN, hide_override, hide_value, refuse_hidden
+from moerl.core.errors import ConfigError
+from moerl.core.rpc import Keys
 from moerl.data.tasks import load_tokenizer
 from moerl.distributed.token_server import ServerAddress
-from moerl.engine.host import EngineContext
-from moerl.engine.server_args import server_args
-from moerl.errors import ConfigError
+from moerl.engine.host.host import EngineContext
+from moerl.engine.host.server_args import server_args
 from moerl.launch.root_process import ray_token
 from moerl.launch.run_context import RunContext
 from moerl.observe.report import write_report
 from moerl.planning.dry_run import describe
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.train_loop import RankContext
 
 SECRET = "s3cr3t-value"

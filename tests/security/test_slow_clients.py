@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig
-from moerl.engine.sglang_client import EngineClient
-from moerl.engine.sglang_server import EngineServer
-from moerl.errors import EngineError
+from moerl.core.errors import EngineError
+from moerl.engine.host.sglang_client import EngineClient
+from moerl.engine.host.sglang_server import EngineServer
 from moerl.records.range_server import CallerLimits, RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.sync_peers import FAMILIES

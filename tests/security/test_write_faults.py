@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moerl.run_dir import read_manifest
+from moerl.runtime.run_dir import read_manifest
 from tests.helpers.train_runs import Run, start
 from tests.helpers.trainer_support import ROOT
 

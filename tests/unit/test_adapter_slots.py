@@ -15,17 +15,17 @@ from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.engine import adapter_hooks, in_flight
-from moerl.engine.adapter_slots import AdapterSlots, slot_arguments
-from moerl.errors import EngineError, LayoutError
+from moerl.core.errors import EngineError, LayoutError
+from moerl.core.types import PolicyVersion
+from moerl.engine.host.adapter_slots import AdapterSlots, slot_arguments
+from moerl.engine.plugin import adapter_hooks, in_flight
 from moerl.layout import ModelSpec, at, hf_shapes, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes
 from moerl.trainer.model.adapted_layers import Factors
 from moerl.trainer.model.served_adapters import ServedAdapters
-from moerl.types import PolicyVersion
+from moerl.weight_sync.adapters.engine_adapters import SlotAdapters
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import WirePolicy
-from moerl.weight_sync.engine_adapters import SlotAdapters
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 from tests.helpers.trainer_support import ROOT

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moerl.agents.tool_calls import AnswerParser
+from moerl.core.errors import ConfigError
 from moerl.engine.answer_parser import SglangAnswers
-from moerl.errors import ConfigError
 from tests.helpers.chat_tokenizer import call_text
 
 ADD: Any = {

@@ -15,16 +15,16 @@ import psutil
 import pytest
 from aiohttp import web
 
-from moerl.agents import environment_pool
 from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.chat_messages import Json
-from moerl.agents.environment_episodes import (
+from moerl.agents.environments import environment_pool
+from moerl.agents.environments.environment_episodes import (
     EnvironmentEpisodes,
     EpisodeFailed,
     OpenEnvironment,
 )
-from moerl.agents.environment_pool import EnvironmentPool
-from moerl.agents.episode_environment import (
+from moerl.agents.environments.environment_pool import EnvironmentPool
+from moerl.agents.environments.episode_environment import (
     AnswerCall,
     EpisodeEnd,
     Observation,
@@ -38,8 +38,8 @@ from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
-from moerl.errors import ConfigError, EngineError
-from moerl.types import ModelShape, Prompt, SamplingParams, Score
+from moerl.core.errors import ConfigError, EngineError
+from moerl.core.types import ModelShape, Prompt, SamplingParams, Score
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train

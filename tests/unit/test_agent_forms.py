@@ -10,9 +10,9 @@ import numpy as np
 import openai
 import pytest
 
-from moerl.agents import event_streams
-from moerl.agents.anthropic_messages import MessagesRequest
-from moerl.errors import EngineError
+from moerl.agents.gateway import event_streams
+from moerl.agents.gateway.anthropic_messages import MessagesRequest
+from moerl.core.errors import EngineError
 from tests.helpers.chat_tokenizer import END
 from tests.helpers.served_gateway import ADD, CALL, HELLO, Served, anthropic_client, ids, run, serve
 
@@ -77,8 +77,8 @@ def test_limits_and_stop_texts_of_messages() -> None:
 
 def test_a_call_that_is_no_object_goes_to_the_client_and_back() -> None:
     """Its arguments have no place in this form; a control in another spelling is another key."""
-    from moerl.agents.anthropic_messages import _tool_use
     from moerl.agents.chat_messages import Function, MessageCall
+    from moerl.agents.gateway.anthropic_messages import _tool_use
 
     for arguments in ("[1, 2]", "no json", '{"a": 1}'):
         block = _tool_use(MessageCall(Function("add", arguments), "c"))

@@ -16,11 +16,11 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 
 from moerl.agents.agent_loop import no_grammar
 from moerl.config.task_programs import AgentConfig
-from moerl.engine import grammars
-from moerl.engine.generation import _grammar
-from moerl.errors import RecordError
-from moerl.grammar import Grammar
-from moerl.types import GenerateRequest, SamplingParams
+from moerl.core.errors import RecordError
+from moerl.core.grammar import Grammar
+from moerl.core.types import GenerateRequest, SamplingParams
+from moerl.engine.host.generation import _grammar
+from moerl.engine.plugin import grammars
 from tests.helpers.chat_tokenizer import END, SIZE
 from tests.helpers.served_gateway import ADD, CALL, HELLO, TOKENIZER, ids, run, serve
 

@@ -13,8 +13,8 @@ import numpy as np
 import openai
 import pytest
 
-from moerl.agents import event_streams
-from moerl.errors import ConfigError, EngineError
+from moerl.agents.gateway import event_streams
+from moerl.core.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
 from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, TOKENS, Served, ids, run, serve
 

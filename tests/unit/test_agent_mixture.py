@@ -12,7 +12,7 @@ import pytest
 
 from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.agents_by_task import AgentsByTask
-from moerl.agents.environment_episodes import EnvironmentEpisodes
+from moerl.agents.environments.environment_episodes import EnvironmentEpisodes
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.clusters import placement
@@ -21,8 +21,8 @@ from moerl.config.schema import Config, EvaluationConfig
 from moerl.config.task_mixture import by_label
 from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.rollout_builder import sampling_params
+from moerl.core.types import EpisodeGroup, Prompt
 from moerl.planning.dry_run import _processes
-from moerl.types import EpisodeGroup, Prompt
 from tests.helpers.chat_tokenizer import chat_tokenizer
 from tests.unit.test_agent_run import SHAPE
 from tests.unit.test_controller import (

@@ -25,11 +25,9 @@ from moerl.controller.generated import checked_graph
 from moerl.controller.pooled_turns import EpisodeTurns
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import TurnRows
-from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.scoring.isolation import Isolation
-from moerl.scoring.process import WorkerBox
-from moerl.serialization import encode_value
-from moerl.types import (
+from moerl.core.errors import ConfigError, EngineError, RecordError
+from moerl.core.serialization import encode_value
+from moerl.core.types import (
     Episode,
     EpisodeGroup,
     Finish,
@@ -39,6 +37,8 @@ from moerl.types import (
     Segment,
     Turn,
 )
+from moerl.sandbox.isolation import Isolation
+from moerl.scoring.process import WorkerBox
 from tests.helpers.chat_tokenizer import END
 from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model

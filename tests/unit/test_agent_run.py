@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from moerl.agents.agent_loop import EngineFar, PolicySettings
-from moerl.agents.agent_process import ProgramEnd, program_of, run_program
-from moerl.agents.agent_programs import AgentPrograms
+from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_program
+from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.checks import check
@@ -29,10 +29,8 @@ from moerl.controller.controller import Controller
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
 from moerl.controller.shown_turns import shown_turns
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import ConfigError, RecordError
-from moerl.observe.report import _response
-from moerl.records.header_check import check as check_record
-from moerl.types import (
+from moerl.core.errors import ConfigError, RecordError
+from moerl.core.types import (
     Episode,
     Finish,
     GenerateRequest,
@@ -43,6 +41,8 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.observe.report import _response
+from moerl.records.header_check import check as check_record
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_controller import CONFIG, DyingEngine, StubEngine, make, running, train

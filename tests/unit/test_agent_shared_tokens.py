@@ -10,8 +10,8 @@ import pytest
 from moerl.agents.turn_forest import Origin, TurnForest, TurnRequest
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import SampledTurn
-from moerl.errors import RecordError
-from moerl.types import Finish, PolicyVersion, Prompt, SamplingParams, Segment
+from moerl.core.errors import RecordError
+from moerl.core.types import Finish, PolicyVersion, Prompt, SamplingParams, Segment
 
 
 @pytest.mark.parametrize("seed", range(4))

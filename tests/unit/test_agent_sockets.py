@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from moerl.agents.episode_environment import (
+from moerl.agents.environments.episode_environment import (
     EpisodeEnd,
     EpisodeEnvironment,
     EpisodeStart,
     Observation,
     PolicyAnswer,
 )
-from moerl.agents.http_environment import ServerError
-from moerl.agents.ready_environments import environment_class
+from moerl.agents.environments.http_environment import ServerError
+from moerl.agents.environments.ready_environments import environment_class
 
 START = [{"role": "user", "content": "p"}]
 

@@ -17,9 +17,9 @@ import pytest
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
 from moerl.data.table_files import TableRows
 from moerl.data.tasks import Jsonl, PromptStream, load_tokenizer
-from moerl.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data/hf_datasets"
 ROWS = [json.loads(line) for line in (DATA / "rows.jsonl").read_text().splitlines()]

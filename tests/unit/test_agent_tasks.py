@@ -17,11 +17,11 @@ from moerl.config import Config, load_config, resolve, save_config
 from moerl.config.checks import check
 from moerl.config.load import load_saved
 from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_weights
+from moerl.core.errors import ConfigError
+from moerl.core.types import Episode
 from moerl.data.prompt_mixture import PromptMixture, TaskOrder, chairmen
 from moerl.data.tasks import PromptStream, load_tokenizer
-from moerl.errors import ConfigError
 from moerl.scoring import ProcessScorer, TaskScorers
-from moerl.types import Episode
 
 RECIPE = "digits-mixture"
 

@@ -11,28 +11,28 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from moerl.agents.sandbox_tools import SandboxTools, ToolSettings, cut_text
-from moerl.scoring import enforced
-from moerl.scoring.enforced import NoSandbox
-from moerl.scoring.isolation import BoxError
-from moerl.scoring.tool_box import BoxPool, ToolSandbox
+from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings, cut_text
+from moerl.sandbox import limits
+from moerl.sandbox.isolation import BoxError
+from moerl.sandbox.limits import NoSandbox
+from moerl.sandbox.sandbox import SandboxPool, ToolSandbox
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[BoxPool]:
-    pool = BoxPool(ToolSandbox(), warm=1)
+def pool() -> Iterator[SandboxPool]:
+    pool = SandboxPool(ToolSandbox(), warm=1)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def tools(pool: BoxPool) -> Iterator[SandboxTools]:
+def tools(pool: SandboxPool) -> Iterator[SandboxTools]:
     tools = SandboxTools(pool)
     yield tools
     tools.close()
 
 
-def test_schemas_say_what_a_call_takes(tools: SandboxTools, pool: BoxPool) -> None:
+def test_schemas_say_what_a_call_takes(tools: SandboxTools, pool: SandboxPool) -> None:
     described = [schema["function"] for schema in tools.schemas]
     assert all(isinstance(one, dict) for one in described)
     found = {one["name"]: one["parameters"] for one in described if isinstance(one, dict)}
@@ -57,7 +57,7 @@ def test_files_stay_and_variables_do_not(tools: SandboxTools) -> None:
     assert tools.call("read_file", {"path": "notes/own.py"}) == written["content"]
 
 
-def test_variables_stay_where_the_setting_says_so(pool: BoxPool) -> None:
+def test_variables_stay_where_the_setting_says_so(pool: SandboxPool) -> None:
     tools = SandboxTools(pool, ToolSettings(keeps_variables=True, timeout_s=1.0))
     assert tools.call("python", {"code": "x = 20"}) == ""
     assert tools.call("python", {"code": "print(x + 1)"}) == "21\n"
@@ -81,7 +81,7 @@ def test_variables_stay_where_the_setting_says_so(pool: BoxPool) -> None:
         ("read_file", "../etc/ld.so.cache", "error: Not in the workspace /scratch: ../etc/ld"),
     ],
 )
-def test_what_goes_wrong_is_text(pool: BoxPool, name: str, argument: str, says: str) -> None:
+def test_what_goes_wrong_is_text(pool: SandboxPool, name: str, argument: str, says: str) -> None:
     tools = SandboxTools(pool, ToolSettings(timeout_s=1.0, output_bytes=256))
     key = {"python": "code", "shell": "command", "read_file": "path"}[name]
     text = tools.call(name, {key: argument})
@@ -112,7 +112,7 @@ def test_texts_are_cut_between_characters() -> None:
     assert cut_text("short", 256) == "short"
 
 
-def test_an_episode_whose_box_ended_gets_another(pool: BoxPool) -> None:
+def test_an_episode_whose_box_ended_gets_another(pool: SandboxPool) -> None:
     tools = SandboxTools(pool)
     assert tools.call("shell", {"command": "echo mine > file"}) == ""
     assert tools._box is not None
@@ -128,7 +128,7 @@ def test_an_episode_whose_box_ended_gets_another(pool: BoxPool) -> None:
 
 
 def test_each_episode_has_a_box_of_its_own_and_they_do_not_wait_for_each_other(
-    pool: BoxPool,
+    pool: SandboxPool,
 ) -> None:
     episodes = [SandboxTools(pool, ToolSettings(timeout_s=30.0)) for _ in range(3)]
 
@@ -147,7 +147,7 @@ def test_each_episode_has_a_box_of_its_own_and_they_do_not_wait_for_each_other(
     assert pool.take() not in boxes
 
 
-def test_a_pool_has_boxes_that_have_started(pool: BoxPool) -> None:
+def test_a_pool_has_boxes_that_have_started(pool: SandboxPool) -> None:
     deadline = time.monotonic() + 60
     while not pool.waiting and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -156,7 +156,7 @@ def test_a_pool_has_boxes_that_have_started(pool: BoxPool) -> None:
 
 
 def test_a_closed_pool_leaves_nothing(running_under: Callable[[str], int], tmp_path: Path) -> None:
-    pool = BoxPool(ToolSandbox(read_paths=[str(tmp_path)]), warm=2)
+    pool = SandboxPool(ToolSandbox(read_paths=[str(tmp_path)]), warm=2)
     box = pool.take()
     assert running_under(str(tmp_path))
     pool.close()
@@ -194,7 +194,7 @@ def test_without_a_sandbox_nothing_is_started(
 ) -> None:
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setattr(enforced, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
+    monkeypatch.setattr(limits, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
     with pytest.raises(NoSandbox, match=says):
         ToolSandbox()
 
@@ -204,8 +204,8 @@ def test_a_refusal_names_what_the_kernel_has_switched_off(
 ) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setattr(enforced, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
-    monkeypatch.setattr(enforced, "_KERNEL", tmp_path)
+    monkeypatch.setattr(limits, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
+    monkeypatch.setattr(limits, "_KERNEL", tmp_path)
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "max_user_namespaces").write_text("0\n")
     with pytest.raises(NoSandbox, match=r"the kernel has user\.max_user_namespaces = 0"):

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.agents import open_episode
-from moerl.agents.api_errors import ApiError
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
 from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, TurnAnswer
+from moerl.agents.gateway.api_errors import ApiError
 from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
 from moerl.controller.turn_rows import join
-from moerl.errors import ConfigError, EngineError, RecordError
-from moerl.types import Finish, GenerateRequest, SamplingParams, Segment
+from moerl.core.errors import ConfigError, EngineError, RecordError
+from moerl.core.types import Finish, GenerateRequest, SamplingParams, Segment
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from moerl.agents.agent_process import ProgramEnd
-from moerl.agents.agent_workers import AgentWorkers
+from moerl.agents.programs.agent_process import ProgramEnd
+from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode
-from moerl.types import Prompt, Score
+from moerl.core.types import Prompt, Score
 from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_agent_run import is_alive, runner

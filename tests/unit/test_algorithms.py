@@ -33,11 +33,11 @@ from moerl.algorithms.selection import resample_correct
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import AGGREGATIONS
 from moerl.config.schema import AlgorithmConfig
+from moerl.core.errors import ConfigError, RecordError
+from moerl.core.types import BatchPlan, Episode, EpisodeGroup, Finish, PolicyVersion, Score, Turn
 from moerl.data.batching import plan_batch
-from moerl.errors import ConfigError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.types import BatchPlan, Episode, EpisodeGroup, Finish, PolicyVersion, Score, Turn
 from tests.helpers.random_rollouts import group, make_rollout
 
 V3 = PolicyVersion(0, 3)

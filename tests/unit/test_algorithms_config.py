@@ -28,8 +28,8 @@ from moerl.config.algorithms import (
 )
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.validate import validate
+from moerl.core.errors import ConfigError
 from moerl.data.rewards import PROCESS
-from moerl.errors import ConfigError
 
 TABLES = {
     "advantage": ADVANTAGES,

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from moerl.core.messages import CommitUpdate, Ok
+from moerl.core.types import PolicyVersion, Prompt
 from moerl.layout.tiles import Tile
-from moerl.messages import CommitUpdate, Ok
-from moerl.types import PolicyVersion, Prompt
 from tests.helpers.architecture_page import (
     PACKAGES,
     PAGE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.atomic import atomic_file, atomic_write
+from moerl.core.atomic import atomic_file, atomic_write
 
 
 def _die_before_the_rename(path: Path) -> None:

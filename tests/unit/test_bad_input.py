@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.controller import write_retry
 from moerl.controller.controller import Controller
-from moerl.errors import BlobError, ProtocolError, RecordError, ScoreError
-from moerl.messages import TakePlan
+from moerl.controller.journal import write_retry
+from moerl.core.errors import BlobError, ProtocolError, RecordError, ScoreError
+from moerl.core.messages import TakePlan
+from moerl.core.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from moerl.records import BlobStore
-from moerl.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from tests.unit.test_controller import (
     CONFIG,
     Staggered,

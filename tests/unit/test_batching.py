@@ -7,9 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from moerl.data.batching import plan_batch
-from moerl.data.row_cost import row_cost
-from moerl.types import (
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -21,6 +19,8 @@ from moerl.types import (
     Turn,
     VersionSpan,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.row_cost import row_cost
 
 V0 = PolicyVersion(0, 0)
 

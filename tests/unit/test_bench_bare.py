@@ -11,9 +11,9 @@ import pytest
 
 from bench import bare_engine
 from moerl.controller.controller import Controller
+from moerl.core.messages import Plan, StepDone, TakePlan
+from moerl.core.types import PolicyVersion
 from moerl.engine.record_files import FIELD
-from moerl.messages import Plan, StepDone, TakePlan
-from moerl.types import PolicyVersion
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running
 
 ROOT = Path(__file__).resolve().parents[2]

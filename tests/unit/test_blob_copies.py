@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.errors import BlobError
+from moerl.core.errors import BlobError
 from moerl.records.blob_copies import Copies, copied_blobs_of, seal
 from moerl.records.blob_store import BlobStore, Found
 from moerl.records.range_server import RangeServer

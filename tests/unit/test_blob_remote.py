@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.errors import BlobError
+from moerl.core.errors import BlobError
+from moerl.core.types import BlobRef
 from moerl.records import range_server, remote_blobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.range_server import CallerLimits, RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.types import BlobRef
 
 TOKEN = "of this run"
 

@@ -13,12 +13,12 @@ import pytest
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_copies import seal
 from moerl.records.blob_store import Found
 from moerl.records.remote_blobs import cluster_reader
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/processes"

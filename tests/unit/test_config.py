@@ -21,11 +21,11 @@ from moerl.config.renamed import REMOVED, RENAMED
 from moerl.config.resume import resume_facts
 from moerl.config.schema import NodeGroup, ParallelConfig
 from moerl.config.validate import read_section
+from moerl.core.errors import ConfigError, ModelError
 from moerl.data import environments, rewards
-from moerl.errors import ConfigError, ModelError
 from moerl.launch.engine_commands import engines
 from moerl.planning.dry_run import describe
-from moerl.run_dir import RunDir, read_manifest
+from moerl.runtime.run_dir import RunDir, read_manifest
 
 
 def _commands() -> list[CommandInfo]:

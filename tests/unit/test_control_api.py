@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moerl.launch.nodes.control_api import ControlApi
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.scripted_actors import Scene
 
 

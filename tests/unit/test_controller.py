@@ -16,9 +16,9 @@ from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, 
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
-from moerl.controller.journal import Journal
+from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.errors import (
+from moerl.core.errors import (
     ConfigError,
     EngineError,
     ProtocolError,
@@ -26,11 +26,11 @@ from moerl.errors import (
     ScoreError,
     TrainerError,
 )
-from moerl.id_sets import Ranges, ranges
-from moerl.messages import (
+from moerl.core.id_sets import Ranges, ranges
+from moerl.core.messages import (
     CommitUpdate,
-    EngineHolds,
     EngineStatus,
+    EngineVersion,
     Failed,
     Hello,
     Message,
@@ -41,10 +41,9 @@ from moerl.messages import (
     StepDone,
     Stop,
     TakePlan,
-    UpdateClosed,
+    UpdateDone,
 )
-from moerl.records import BlobStore
-from moerl.types import (
+from moerl.core.types import (
     Episode,
     Finish,
     GenerateRequest,
@@ -54,6 +53,7 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.records import BlobStore
 from tests.helpers.stub_mailbox import StubMailbox
 
 CONFIG = Config(
@@ -115,9 +115,9 @@ class StubEngine(StubMailbox):
 
     async def session(self, message: SessionMessage) -> Message:
         if not isinstance(message, CommitUpdate):
-            return EngineHolds(self.version, "")
+            return EngineVersion(self.version, "")
         await self._update(message.version)
-        return UpdateClosed(pause_s=0.001, aborted=1)
+        return UpdateDone(pause_s=0.001, aborted=1)
 
     async def _update(self, version: PolicyVersion) -> None:
         self.open.clear()

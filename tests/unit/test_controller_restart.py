@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from moerl.controller import write_retry
 from moerl.controller.controller import Controller
-from moerl.controller.journal import Journal
+from moerl.controller.journal import write_retry
+from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.errors import EngineError, JournalError, ProtocolError
-from moerl.messages import (
+from moerl.core.errors import EngineError, JournalError, ProtocolError
+from moerl.core.messages import (
     AskEngine,
     CommitUpdate,
-    EngineHolds,
+    EngineVersion,
     Ok,
     Plan,
     StepDone,
     TakePlan,
-    UpdateClosed,
+    UpdateDone,
     UpdateVerified,
     VerifyUpdate,
 )
-from moerl.types import PolicyVersion
+from moerl.core.types import PolicyVersion
 from tests.unit.test_controller import StubEngine, hello, make, publish, running, train
 
 
@@ -200,13 +200,13 @@ class SessionEngine(StubEngine):
     async def session(self, message):
         match message:
             case AskEngine():
-                return EngineHolds(self.version, "")
+                return EngineVersion(self.version, "")
             case VerifyUpdate():
                 self.verified = message.version
                 return UpdateVerified(((),), "d")
             case CommitUpdate() if self.verified == message.version:
                 self.version, self.verified = message.version, None
-                return UpdateClosed(0.0, 0)
+                return UpdateDone(0.0, 0)
         raise EngineError("nothing was verified")
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.errors import ConfigError, ModelError, MoerlError
+from moerl.core.errors import ConfigError, ModelError, MoerlError
 from moerl.layout import hf_shapes, model_spec
 from moerl.trainer.checkpoints import convert, convert_job
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron

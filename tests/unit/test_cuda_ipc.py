@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports import cuda_ipc
 from moerl.weight_sync.transports.cuda_ipc import CudaIpc
 from moerl.weight_sync.transports.factory import make

@@ -11,12 +11,12 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config
+from moerl.core.errors import ConfigError
+from moerl.core.types import BatchPlan, Prompt
 from moerl.data.demonstrations import demonstration_plan
 from moerl.data.packing import LossInputs, pack_microbatch
-from moerl.errors import ConfigError
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.sft import supervised
-from moerl.types import BatchPlan, Prompt
 
 EOS = 99
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.dither import HfPart, round_with_dither, thresholds
-from moerl.weight_sync.low_rank import merge_into
 from tests.helpers import dither_oracle
 
 ROWS, COLS = 257, 381

@@ -15,7 +15,7 @@ from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import Config, OptimizerConfig, ParallelConfig, TrainerConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout import Local, at, hf_shapes, megatron_tiles, model_spec
 from moerl.layout.tiles import Tile, full_box
 from moerl.trainer.learner import dithered_cast

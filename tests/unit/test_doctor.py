@@ -17,10 +17,10 @@ import pytest
 
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import placement
-from moerl.errors import ConfigError
-from moerl.planning import firewall_check
-from moerl.planning.doctor import Finding, describe, examine
-from moerl.planning.remote_command import on_node
+from moerl.core.errors import ConfigError
+from moerl.doctor import firewall_check
+from moerl.doctor.doctor import Finding, describe, examine
+from moerl.doctor.remote_command import on_node
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "it's a {b,c} $(touch ran) ; touch ran"  # part of the tested paths
@@ -53,8 +53,8 @@ def ward(
 ) -> Iterator[Ward]:
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
-        monkeypatch.setattr(f"moerl.planning.doctor.{limit}", 250.0)
-    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", False)  # one test does
+        monkeypatch.setattr(f"moerl.doctor.doctor.{limit}", 250.0)
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_BOX", False)  # one test does
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
         monkeypatch.delenv(name)
     runs = tmp_path / HOSTILE / "runs"
@@ -99,7 +99,7 @@ def test_a_model_without_weights_has_no_file_that_is_right(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for between in ("_links", "_locks", "_firewall"):
-        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
     for path in ward.model.iterdir():
         path.unlink()
     found = [finding for finding in ward.examine() if finding.check == "model"]
@@ -109,8 +109,8 @@ def test_a_model_without_weights_has_no_file_that_is_right(
 
 def test_the_sandbox_is_tried(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
     for between in ("_links", "_locks", "_firewall"):
-        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
-    monkeypatch.setattr("moerl.planning.doctor._TRIES_BOX", True)
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_BOX", True)
     task = ward.config.task
 
     def found(isolation: Literal["process", "bwrap"], **faults: object) -> Finding:
@@ -166,7 +166,7 @@ def test_injected_faults(
     remedy: str,
 ) -> None:
     for between in {"_links", "_locks", "_firewall"} - {f"_{check}"}:
-        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
     wrong = ward.wrong(faults)
     assert any(
         f.check == check and f.node == node and what in f.what and remedy in f.remedy for f in wrong
@@ -176,7 +176,7 @@ def test_injected_faults(
 
 def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
     for between in ("_links", "_locks", "_firewall"):
-        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
     (ward.model / "model-1.safetensors").unlink()
     with socket.create_server(("127.0.0.1", ward.config.cluster.ports.controller)):
         wrong = ward.wrong()
@@ -231,7 +231,7 @@ def test_a_firewall_that_is_said_to_be_there_is_looked_for(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for between in ("_links", "_locks"):
-        monkeypatch.setattr(f"moerl.planning.doctor.{between}", lambda *_: [])
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
     ward.config = replace(ward.config, cluster=replace(ward.config.cluster, firewall=True))
     assert {(f.check, f.remedy) for f in ward.wrong()} == {
         ("firewall", "run tools/launch/firewall.sh --apply there")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from moerl.audit.dumps import NEWEST, read_dump
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
+from moerl.core.types import ModelShape
 from moerl.records.blob_store import BlobStore
-from moerl.types import ModelShape
 
 SHAPE = ModelShape(vocab_size=20, num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 ROW: dict[str, Any] = {

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
+from moerl.core.errors import ConfigError, TrainerError, TransportError
 from moerl.distributed import elastic_rendezvous
 from moerl.distributed.elastic_rendezvous import JobPlace, MoerlRendezvous, create
 from moerl.distributed.store_server import Rounds, StoreServer
 from moerl.distributed.token_store import VARIABLE, TokenStore, rank_store, store_variable
-from moerl.errors import ConfigError, TrainerError, TransportError
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = timedelta(seconds=20)

@@ -12,9 +12,9 @@ import pytest
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.schema import EngineConfig
-from moerl.engine import server_args
-from moerl.engine.sglang_server import cause_in, free_port
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.engine.host import server_args
+from moerl.engine.host.sglang_server import cause_in, free_port
 
 RECIPES = sorted(p.stem for p in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 
@@ -124,7 +124,7 @@ def test_platform_is_checked() -> None:
 def test_secret_hides_and_survives_pickling() -> None:
     """In a process of its own: the server's module arms hooks when it is imported."""
     code = (
-        "import pickle; from moerl.engine.server_process import Secret\n"
+        "import pickle; from moerl.engine.plugin.server_process import Secret\n"
         "secret = pickle.loads(pickle.dumps(Secret('abc')))\n"
         "print(secret == 'abc', f'Bearer {secret}', {'api_key': secret})"
     )

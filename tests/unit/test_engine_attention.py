@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moerl.engine import cpu_attention
+from moerl.engine.plugin import cpu_attention
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -18,23 +18,10 @@ import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import PartialRollout
-from moerl.data.batching import plan_batch
-from moerl.data.packing import pack_microbatch
-from moerl.engine import generation, reply_parser
-from moerl.engine import health as gate_module
-from moerl.engine import host as host_module
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.mailbox import Mailbox
-from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
-from moerl.engine.sglang_client import BadRequest, EngineClient, FailedRequest
-from moerl.engine.weight_layout import LiveWeightLayout
-from moerl.errors import BlobError, ConfigError, EngineError, RecordError
-from moerl.messages import CommitUpdate, Plan, PrepareUpdate, UpdateClosed
-from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.run_dir import RunDir
-from moerl.serialization import decode, encode
-from moerl.types import (
+from moerl.core.errors import BlobError, ConfigError, EngineError, RecordError
+from moerl.core.messages import CommitUpdate, Plan, PrepareUpdate, UpdateDone
+from moerl.core.serialization import decode, encode
+from moerl.core.types import (
     Episode,
     EpisodeGroup,
     Finish,
@@ -47,6 +34,19 @@ from moerl.types import (
     Segment,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.packing import pack_microbatch
+from moerl.engine.host import generation, reply_parser
+from moerl.engine.host import health as gate_module
+from moerl.engine.host import host as host_module
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.sglang_client import BadRequest, EngineClient, FailedRequest
+from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
+from moerl.engine.weight_layout import LiveWeightLayout
+from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver_names import Committed
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -456,7 +456,7 @@ def test_update_aborts_holds_and_resumes(play: Any) -> None:
         assert len(client.calls) == 1, "it was sent during the update"
         client.commits.set()
         closed = await committing
-        assert isinstance(closed, UpdateClosed)
+        assert isinstance(closed, UpdateDone)
         assert closed.aborted == 2
         (segment,) = await held
         assert isinstance(segment, Segment)
@@ -591,7 +591,7 @@ def test_a_server_that_hangs_fails_its_calls_and_is_started_again(
 
 
 class Asked:
-    """A server as `Pulse` sees it, and a clock that the test moves."""
+    """A server as `Heartbeat` sees it, and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.clock, self.asked = 0.0, 0
@@ -602,7 +602,9 @@ class Asked:
         self.answers = asyncio.get_running_loop().create_future()
         await self.answers
 
-    async def pass_time(self, pulse: gate_module.Pulse, seconds: int, **look: Any) -> str | None:
+    async def pass_time(
+        self, pulse: gate_module.Heartbeat, seconds: int, **look: Any
+    ) -> str | None:
         for _ in range(seconds):
             self.clock += 1.0
             await asyncio.sleep(0)
@@ -618,7 +620,7 @@ class Asked:
 def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
     async def body() -> None:
         server = Asked()
-        pulse = gate_module.Pulse(server.ask, 120.0, lambda: server.clock)
+        pulse = gate_module.Heartbeat(server.ask, 120.0, lambda: server.clock)
         assert await server.pass_time(pulse, 12) is None
         assert server.asked == 1
         if how == "silent":

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from moerl.config.schema import EngineConfig
+from moerl.core.errors import ConfigError, EngineError, LayoutError
+from moerl.core.rpc import Keys
 from moerl.engine import weight_layout
-from moerl.engine.server_args import field_names
-from moerl.engine.sglang_server import EngineServer
+from moerl.engine.host.server_args import field_names
+from moerl.engine.host.sglang_server import EngineServer
 from moerl.engine.weight_layout import LiveWeightLayout, check_model, check_modules, engine_layout
-from moerl.errors import ConfigError, EngineError, LayoutError
-from moerl.rpc import Keys
 
 # /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
 RECORDED: dict[str, Any] = json.loads(

@@ -16,10 +16,8 @@ from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.controller.rollout_builder import Environment, PartialEpisode, wasted_uris
 from moerl.controller.step_metrics import batch_metrics
-from moerl.data.environments import check_digits, make_environment
-from moerl.errors import ConfigError, RecordError, ScoreError
-from moerl.records.header_check import check as check_record
-from moerl.types import (
+from moerl.core.errors import ConfigError, RecordError, ScoreError
+from moerl.core.types import (
     BlobRef,
     Finish,
     GenerateRequest,
@@ -30,6 +28,8 @@ from moerl.types import (
     SamplingParams,
     Segment,
 )
+from moerl.data.environments import check_digits, make_environment
+from moerl.records.header_check import check as check_record
 from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, running, train
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)

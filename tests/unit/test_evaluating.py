@@ -17,7 +17,7 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.evaluating import EVALUATING
 from moerl.config.schema import Config, TaskConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 # Calls that may run text as code, or pass it to something that does.
 RUNS_TEXT = {

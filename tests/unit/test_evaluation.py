@@ -13,9 +13,9 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig
 from moerl.controller.evaluation import interval_95, sampling_of
-from moerl.errors import ConfigError
-from moerl.messages import Stop, TakePlan
-from moerl.types import PolicyVersion, Prompt, SamplingParams, Score
+from moerl.core.errors import ConfigError
+from moerl.core.messages import Stop, TakePlan
+from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
 from tests.unit.test_controller import CONFIG, Prompts, StubEngine, StubScorer, make, running, train
 
 EVERY_TWO = EvaluationConfig(every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0)

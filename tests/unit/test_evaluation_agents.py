@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from moerl.agents.environment_episodes import EpisodeFailed
-from moerl.agents.episode_environment import EpisodeEnd, Observation, PolicyAnswer
+from moerl.agents.environments.environment_episodes import EpisodeFailed
+from moerl.agents.environments.episode_environment import EpisodeEnd, Observation, PolicyAnswer
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.controller.pooled_turns import EnginePin
-from moerl.errors import EngineError
-from moerl.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Score
+from moerl.core.errors import EngineError
+from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Score
 from tests.helpers.chat_tokenizer import END, SIZE
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_agent_environments import Here, _Here

@@ -20,7 +20,7 @@ from examples.new_objective import soft_clip
 from examples.own_reward import reward
 from examples.turn_environment import reply
 from examples.turn_environment import reward as turn_reward
-from moerl.agents.episode_environment import (
+from moerl.agents.environments.episode_environment import (
     EpisodeEnd,
     EpisodeStart,
     EpisodeTools,
@@ -33,10 +33,10 @@ from moerl.audit.dumps import model_shape, read_dump
 from moerl.config import load_config
 from moerl.config.algorithms import OBJECTIVES
 from moerl.config.checks import check
-from moerl.config.json_files import read_model_config
 from moerl.config.schema import AlgorithmConfig, TinyModel
+from moerl.core.errors import LayoutError
+from moerl.core.json_files import read_model_config
 from moerl.data.tiny_model import make_tiny_model
-from moerl.errors import LayoutError
 from moerl.layout import model_spec
 from moerl.layout.register import register_family
 from moerl.records.blob_store import BlobStore

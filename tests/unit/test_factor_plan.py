@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.errors import ConfigError, LayoutError
-from moerl.weight_sync.engine_adapters import EngineAdapters
-from moerl.weight_sync.factor_plan import FactorPlan
+from moerl.core.errors import ConfigError, LayoutError
+from moerl.weight_sync.adapters.engine_adapters import EngineAdapters
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
+from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.low_rank import merge_into
 from tests.helpers.factor_case import EVERY, LORA, MESHES, Case, random_tensor
 
 DEFAULT = (("qwen3_moe", "pp2-ep2-to-tp2"), ("deepseek_v3", "tp2-etp2-to-tp2-ep2"))

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine import feature_table, server_args
+from moerl.core.errors import ConfigError
+from moerl.core.types import GenerateRequest, ModelShape, SamplingParams
+from moerl.engine import feature_table
 from moerl.engine.feature_table import FEATURES, Verdict
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.errors import ConfigError
+from moerl.engine.host import server_args
+from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
-from moerl.types import GenerateRequest, ModelShape, SamplingParams
+from moerl.runtime.run_dir import RunDir
 from tools import family_table
 
 REPO = Path(__file__).parents[2]

@@ -12,15 +12,15 @@ import pytest
 
 from moerl.config import load_config
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout import hf_shapes, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes, module_of
 from moerl.planning.factor_forecast import factor_forecast, merging_memory
 from moerl.planning.memory import engine_memory
 from moerl.planning.sync_cost import PUBLISHED_EFFICIENCY, Links, forecast
 from moerl.planning.sync_forecast import planned_layouts
+from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import WirePolicy
-from moerl.weight_sync.factor_plan import FactorPlan
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, TransferPlan
 

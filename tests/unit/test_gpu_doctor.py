@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moerl.config import load_config, resolve
+from moerl.doctor.doctor import examine
+from moerl.doctor.gpu_check import check_gpu
 from moerl.launch.cluster import gpu_facts as module
 from moerl.launch.cluster.gpu_facts import GpuFacts, gpu_facts
-from moerl.planning.doctor import examine
-from moerl.planning.gpu_check import check_gpu
 
 SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1} |"
 NVCC = "Cuda compilation tools, release {0}, V{0}.88"
@@ -131,7 +131,7 @@ def test_the_rule_is_asked_on_gpu_nodes_only(
     node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through a node's own process, which finds the stub programs on its PATH."""
-    monkeypatch.setattr("moerl.planning.doctor._ANSWER_S", 250.0)
+    monkeypatch.setattr("moerl.doctor.doctor._ANSWER_S", 250.0)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     program(node, "nvidia-smi", SMI.format("550.54", "12.4"))
     settings = (f"run.root={json.dumps(str(tmp_path / 'runs'))}", f"cluster.blob_dir={tmp_path}")

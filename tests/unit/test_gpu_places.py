@@ -13,8 +13,8 @@ from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.clusters import engine_gpus, placement
 from moerl.config.visible_devices import VISIBLE, visible_devices
+from moerl.core.errors import ConfigError
 from moerl.distributed import numa
-from moerl.errors import ConfigError
 from moerl.launch.run_context import rank_environment
 from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.planning.device_table import device_lines

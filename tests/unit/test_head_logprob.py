@@ -20,7 +20,7 @@ from moerl.algorithms.head_logprob import (
     full_logprobs,
     kept_logprobs,
 )
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 
 S, V, H = 6, 16, 5
 each = pytest.mark.parametrize("masked", [True, False], ids=["kept", "full"])

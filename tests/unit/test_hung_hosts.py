@@ -16,10 +16,10 @@ import pytest
 
 from moerl.controller import engine_calls, engine_pool
 from moerl.controller.rollout_builder import group_uris
-from moerl.errors import EngineError, RecordError
-from moerl.messages import AbortUpdate, EngineHolds, EngineStatus, SessionMessage
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.messages import AbortUpdate, EngineStatus, EngineVersion, SessionMessage
+from moerl.core.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from moerl.records import BlobStore
-from moerl.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
 
@@ -40,9 +40,9 @@ class Hung(StubEngine):
         await self._maybe()
         return replace(await super().status(), engine=1)
 
-    async def session(self, message: SessionMessage) -> EngineHolds:
+    async def session(self, message: SessionMessage) -> EngineVersion:
         await self._maybe()
-        return EngineHolds(self.version, "")
+        return EngineVersion(self.version, "")
 
     async def interrupt(self) -> None:
         await self._maybe()

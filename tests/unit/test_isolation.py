@@ -14,10 +14,10 @@ import pytest
 
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
-from moerl.errors import ConfigError
-from moerl.scoring import enforced, pids_cgroup
-from moerl.scoring.enforced import isolation_of
-from moerl.scoring.isolation import BoxError, BoxTimeout, Finished, Isolation, fresh_uid
+from moerl.core.errors import ConfigError
+from moerl.sandbox import limits, pids_cgroup
+from moerl.sandbox.isolation import BoxError, BoxTimeout, Finished, Isolation, fresh_uid
+from moerl.sandbox.limits import isolation_of
 
 ECHO = (
     "import os, struct\n"
@@ -194,19 +194,19 @@ def test_a_bwrap_that_does_not_isolate_is_refused(
 ) -> None:
     (tmp_path / "bwrap").write_text(program)
     (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setattr(enforced, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
+    monkeypatch.setattr(limits, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
     with pytest.raises(ConfigError, match=says):
         isolation_of(TaskConfig(isolation="bwrap"))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="others are bounded by RLIMIT_NPROC")
 def test_root_without_other_ids_is_bounded_by_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enforced, "fresh_uid", lambda: 0)
+    monkeypatch.setattr(limits, "fresh_uid", lambda: 0)
     if pids_cgroup.cgroup_parent() is not None:
         boxed = isolation_of(TaskConfig(isolation="bwrap"))
         assert boxed.cgroups is not None
         assert run(boxed, "/bin/true").code == 0
-    monkeypatch.setattr(enforced, "cgroup_parent", lambda: None)
+    monkeypatch.setattr(limits, "cgroup_parent", lambda: None)
     with pytest.raises(ConfigError, match="has: more processes than its limit"):
         isolation_of(TaskConfig(isolation="bwrap"))
 

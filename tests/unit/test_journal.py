@@ -12,17 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.controller.journal import Journal
-from moerl.controller.recovered_state import RecoveredState, SharedState
+from moerl.controller.journal.journal import Journal
+from moerl.controller.journal.recovered_state import RecoveredState, SharedState
+from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.rollout_builder import group_uris
-from moerl.controller.shared_groups import SharedGroups
-from moerl.errors import JournalError
-from moerl.id_sets import ranges
-from moerl.records import BlobStore
-from moerl.records.blob_copies import copied_blobs_of
-from moerl.records.range_server import RangeServer
-from moerl.records.remote_blobs import ClusterBlobs
-from moerl.types import (
+from moerl.core.errors import JournalError
+from moerl.core.id_sets import ranges
+from moerl.core.types import (
     Episode,
     EpisodeGroup,
     Finish,
@@ -35,6 +31,10 @@ from moerl.types import (
     Turn,
     VersionSpan,
 )
+from moerl.records import BlobStore
+from moerl.records.blob_copies import copied_blobs_of
+from moerl.records.range_server import RangeServer
+from moerl.records.remote_blobs import ClusterBlobs
 
 START = PolicyVersion(0, 0)
 

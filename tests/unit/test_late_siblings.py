@@ -11,11 +11,11 @@ from moerl.algorithms.advantages import plan_advantages
 from moerl.config.schema import AlgorithmConfig
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
-from moerl.controller.journal import Journal
+from moerl.controller.journal.journal import Journal
 from moerl.controller.rollout_builder import group_uris
+from moerl.core.types import EpisodeGroup, PolicyVersion
 from moerl.data.batching import plan_batch
 from moerl.records import BlobStore
-from moerl.types import EpisodeGroup, PolicyVersion
 from tests.helpers.random_rollouts import group, make_rollout
 
 V0 = PolicyVersion(0, 0)

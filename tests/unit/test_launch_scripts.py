@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.doctor import firewall_check
 from moerl.launch.cluster import slurm_job
 from moerl.launch.cluster.slurm_job import options, plan
-from moerl.planning import firewall_check
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "tools/launch").iterdir())

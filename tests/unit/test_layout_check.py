@@ -13,8 +13,8 @@ import pytest
 
 from moerl.cli import app
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.engine.weight_layout import stated_layout
-from moerl.errors import ConfigError, LayoutError
 from moerl.layout import (
     Rule,
     families,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError, LayoutError
+from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout import (
     FAMILIES,
     Local,

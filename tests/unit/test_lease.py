@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moerl.errors import TrainerError
+from moerl.core.errors import TrainerError
 from moerl.launch.nodes.lease import LeaseKeeper, LeaseReader, RunEnded
 from tests.helpers.scripted_actors import Clock
 

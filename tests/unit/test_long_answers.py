@@ -15,9 +15,9 @@ from moerl.config import load_config
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
 from moerl.controller import controller as controller_module
 from moerl.controller.controller import Controller
-from moerl.errors import EngineError, ProtocolError
-from moerl.messages import Answers, Message, Ok, Plan, SessionMessage, StepDone, TakePlan
-from moerl.types import Finish, GenerateRequest, PolicyVersion, Segment
+from moerl.core.errors import EngineError, ProtocolError
+from moerl.core.messages import Answers, Message, Ok, Plan, SessionMessage, StepDone, TakePlan
+from moerl.core.types import Finish, GenerateRequest, PolicyVersion, Segment
 from tests.helpers.fake_clock import run_with_fake_clock
 from tests.unit.test_controller import StubEngine, hello, make, publish
 

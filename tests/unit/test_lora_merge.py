@@ -16,8 +16,8 @@ from torch import Tensor
 from moerl.config.load import save_config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config, ModelConfig, TrainerConfig
-from moerl.errors import ModelError
-from moerl.run_dir import RunDir
+from moerl.core.errors import ModelError
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import load_adapter, save_adapter
 from moerl.trainer.hf_io.merge_adapter import merge_adapter, unmerge
 from tests.helpers import dither_oracle

@@ -23,11 +23,11 @@ from moerl.config.schema import (
     RefModelsConfig,
     TrainerConfig,
 )
-from moerl.errors import ConfigError, EngineError, LayoutError
+from moerl.core.errors import ConfigError, EngineError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
 from moerl.layout.adapters import adapter_shapes, adapter_tiles, projections, whole_factors
 from moerl.planning.dry_run import describe
-from moerl.weight_sync.engine_adapters import check_same
+from moerl.weight_sync.adapters.engine_adapters import check_same
 from tests.helpers.trainer_support import ROOT
 
 ON = LoraConfig(rank=4, alpha=8)

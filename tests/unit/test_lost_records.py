@@ -20,12 +20,12 @@ import pytest
 
 from moerl.config.schema import SyncConfig
 from moerl.controller.controller import Controller
+from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.rollout_builder import group_uris
-from moerl.controller.shared_groups import SharedGroups
-from moerl.messages import Plan, TakeRecords
+from moerl.core.messages import Plan, TakeRecords
+from moerl.core.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, make, running
 from tests.unit.test_membership import Trainer
 from tests.unit.test_ref_models import with_ref_models

@@ -15,12 +15,12 @@ import pytest
 
 from moerl.config.schema import RunConfig
 from moerl.controller.controller import Controller
-from moerl.errors import ConfigError, EngineError, MoerlError, RecordError
+from moerl.core.errors import ConfigError, EngineError, MoerlError, RecordError
+from moerl.core.messages import Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
+from moerl.core.types import GenerateRequest, PolicyVersion, Segment
 from moerl.launch.nodes.control_api import ControlApi, request
 from moerl.launch.supervision.membership import check_removal
-from moerl.messages import Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
-from moerl.run_dir import RunDir
-from moerl.types import GenerateRequest, PolicyVersion, Segment
+from moerl.runtime.run_dir import RunDir
 from tests.unit.test_controller import CONFIG, StubEngine, commit, hello, make, running
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from moerl.algorithms.aggregation import plan_weights
 from moerl.config.schema import AlgorithmConfig, ParallelConfig, TrainerConfig
+from moerl.core.errors import ConfigError
+from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.data.batching import plan_batch, split_plan
-from moerl.errors import ConfigError
 from moerl.records.blob_store import BlobStore
-from moerl.types import BatchPlan, PolicyVersion
 from tests.helpers.random_rollouts import group, make_rollout
 
 V3 = PolicyVersion(0, 3)

@@ -13,8 +13,8 @@ from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.engine.server_args import server_args
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.engine.host.server_args import server_args
 from moerl.planning.dry_run import describe
 from moerl.planning.sync_forecast import planned_layouts
 from moerl.weight_sync.publisher import engine_layout
@@ -75,8 +75,8 @@ def test_a_dry_run_says_what_each_size_is() -> None:
         "memory of an engine rank, tp 8: weights 7.68 GB",
         "into each of 2 x 4 engine ranks",
         "into each of 1 x 8 engine ranks",
-        "engine 0,2: python -m moerl.engine.server_process",
-        "engine 1: python -m moerl.engine.server_process",
+        "engine 0,2: python -m moerl.engine.plugin.server_process",
+        "engine 1: python -m moerl.engine.plugin.server_process",
     ):
         assert line in text
 

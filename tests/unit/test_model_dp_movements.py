@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from moerl.engine import cpu_dp_attention, private_sockets
-from moerl.engine.hooks import HOOKS, When
+from moerl.engine.plugin import cpu_dp_attention, private_sockets
+from moerl.engine.plugin.hooks import HOOKS, When
 
 PARTS = (3, 0, 1)  # rows of each rank
 

@@ -13,10 +13,10 @@ import torch
 
 from moerl.config.checks import _check_sparse
 from moerl.config.schema import Config, EngineConfig, ReplayConfig, RolloutConfig
-from moerl.engine import in_flight
-from moerl.engine.cpu_models import lightning_indexer
-from moerl.engine.server_args import arguments
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.engine.host.server_args import arguments
+from moerl.engine.plugin import in_flight
+from moerl.engine.plugin.cpu_models import lightning_indexer
 
 
 def test_best_positions_are_those_of_a_loop() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moerl.engine import own_slots
+from moerl.engine.plugin import kv_slots_per_request
 
 OWN, THEIRS = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([0, 1, 12, 13])
 
@@ -25,8 +25,8 @@ def published(
     rows = torch.arange(20)[:, None, None].repeat(1, 2, 1)
     if same_rows:
         rows[12:14] = rows[2:4]
-    monkeypatch.setattr(own_slots, "_rows", lambda: iter([rows]))
-    monkeypatch.setattr(own_slots, "_in_cache", lambda _req, _tree: theirs)
+    monkeypatch.setattr(kv_slots_per_request, "_rows", lambda: iter([rows]))
+    monkeypatch.setattr(kv_slots_per_request, "_in_cache", lambda _req, _tree: theirs)
     tree = SimpleNamespace(
         supports_prefix_sharing=lambda: True,
         req_to_token_pool=SimpleNamespace(req_to_token=OWN[None]),
@@ -40,7 +40,9 @@ def published(
         kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=2),
     )
     seen: list[bool] = []
-    own_slots.publish(lambda r, _tree: seen.append(not r.skip_radix_cache_insert), req, tree)
+    kv_slots_per_request.publish(
+        lambda r, _tree: seen.append(not r.skip_radix_cache_insert), req, tree
+    )
     (found,) = seen
     return found
 

@@ -15,7 +15,7 @@ from moerl.data.packing import BytesRead
 from moerl.observe.charts import MAX_CELLS, Heatmap, draw_heatmap
 from moerl.observe.report import write_report
 from moerl.observe.report_sections import router_heatmaps
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.learner.step_sums import StepSums, load_metrics
 from moerl.trainer.passes.probe import Findings, judge
 from moerl.trainer.passes.route_agreement import RouteAgreement

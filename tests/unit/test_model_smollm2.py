@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
 from moerl.data.rewards import last_number, make_reward
 from moerl.data.tasks import PromptStream
 from moerl.engine import torchvision_fix
-from moerl.errors import ConfigError
 from tools import smollm2
 from tools.smollm2 import Recipe
 

@@ -18,18 +18,19 @@ from safetensors.torch import load_file
 from moerl.config import load_config
 from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
 from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
+from moerl.core.errors import ConfigError, EngineError
 from moerl.data.tiny_model import make_tiny_model
-from moerl.engine import family_settings, plugin, stand_ins
-from moerl.engine.cpu_models import (
+from moerl.engine import family_settings
+from moerl.engine.host.server_args import arguments
+from moerl.engine.plugin import cpu_kernels, entry_points
+from moerl.engine.plugin.cpu_models import (
     all_heads_norm,
     attention_sinks,
     delta_net_kernels,
     llama4,
     shared_expert_gate,
 )
-from moerl.engine.hooks import When
-from moerl.engine.server_args import arguments
-from moerl.errors import ConfigError, EngineError
+from moerl.engine.plugin.hooks import When
 from moerl.layout import FAMILIES, model_spec
 
 
@@ -290,11 +291,11 @@ def test_only_the_check_of_arguments_is_told_of_another_backend() -> None:
 
 # --- the table ------------------------------------------------------------------------------------
 def test_a_family_gets_its_own_stand_ins_only() -> None:
-    assert stand_ins.hooks_of("qwen3_moe") == stand_ins.hooks_of("") == ()
-    sinks = [hook.symbol.rpartition(".")[2] for hook in stand_ins.hooks_of("gpt_oss")]
+    assert cpu_kernels.hooks_of("qwen3_moe") == cpu_kernels.hooks_of("") == ()
+    sinks = [hook.symbol.rpartition(".")[2] for hook in cpu_kernels.hooks_of("gpt_oss")]
     assert sinks == ["attention_backends_of", "forward_extend", "forward_decode", "__init__"]
-    assert stand_ins.hooks_of("deepseek_v2") == stand_ins.hooks_of("deepseek_v3") != ()
-    for row in stand_ins.STAND_INS:
+    assert cpu_kernels.hooks_of("deepseek_v2") == cpu_kernels.hooks_of("deepseek_v3") != ()
+    for row in cpu_kernels.STAND_INS:
         assert set(row.model_types) <= set(FAMILIES), row
         assert all(hook.when is When.CPU for hook in row.hooks)
 
@@ -332,19 +333,19 @@ def test_a_server_gets_the_arguments_of_its_family() -> None:
 
 def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(symbols: dict[str, object]) -> None:
-        monkeypatch.setattr(plugin, "_before", symbols)
+        monkeypatch.setattr(entry_points, "_before", symbols)
 
     before({"json.dumps": "another function", "json.JSONEncoder.encode": "another one"})
-    plugin.check_installed()
+    entry_points.check_installed()
     before({"json.dumps": "another function", "json.loads": json.loads})
     with pytest.raises(EngineError, match=r"hook of json\.loads was not installed"):
-        plugin.check_installed()
+        entry_points.check_installed()
     before({"json.gone": None})  # register_hooks ended at it
     with pytest.raises(EngineError, match=r"hook of json\.gone was not installed"):
-        plugin.check_installed()
+        entry_points.check_installed()
     before({})
     with pytest.raises(EngineError, match="did not load the plug-in moerl_hooks"):
-        plugin.check_installed()
+        entry_points.check_installed()
 
 
 # --- tiny models ----------------------------------------------------------------------------------

@@ -16,17 +16,17 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.config.schema import EngineConfig, ReplayConfig
+from moerl.core.errors import ConfigError, EngineError
+from moerl.core.messages import Message, Ok
+from moerl.core.types import PolicyVersion
 from moerl.distributed.store_server import StoreServer
-from moerl.engine import host as host_module
 from moerl.engine import node_span
-from moerl.engine.host import EngineContext, EngineHost
+from moerl.engine.host import host as host_module
+from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.engine.node_span import ALONE, NodeSpan
-from moerl.errors import ConfigError, EngineError
-from moerl.messages import Message, Ok
 from moerl.planning.dry_run import process_table
 from moerl.records.blob_store import BlobStore
-from moerl.run_dir import RunDir
-from moerl.types import PolicyVersion
+from moerl.runtime.run_dir import RunDir
 from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer
 
 WIDE = ("engine.count=3", "engine.tp=8", "engine.nodes=2", "cluster.nodes.engine.count=4")

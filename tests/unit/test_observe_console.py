@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console as RichConsole
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.observe import console as console_module
 from moerl.observe.console import BLOCKS, Console, clock, sparkline
 

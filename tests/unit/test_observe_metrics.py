@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from moerl.config.schema import Config, ObserveConfig
-from moerl.errors import ConfigError, ProtocolError, RecordError
+from moerl.core.errors import ConfigError, ProtocolError, RecordError
+from moerl.core.types import PolicyVersion
 from moerl.observe import metrics
 from moerl.observe.metrics import (
     MetricsWriter,
@@ -26,8 +27,7 @@ from moerl.observe.metrics import (
     read_lines,
     read_rows,
 )
-from moerl.run_dir import RunDir
-from moerl.types import PolicyVersion
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.documented_metrics import undocumented
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -23,8 +23,8 @@ from moerl.observe.report import (
     wall_time_s,
     write_report,
 )
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer, read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer, read_spans
 
 HOSTILE = (
     "</div><script>alert('x')</script><img src=x onerror=y> & \x07 \ud800 {{ 7 * 7 }} $\\frac$"

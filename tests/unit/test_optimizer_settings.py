@@ -22,7 +22,7 @@ from moerl.config.optimizer_settings import (
     optimizer_args,
 )
 from moerl.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 def installed(file: str, name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, PackedAhead
 
 LIMIT_S = 20.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
-from moerl.messages import Destination, Moved
-from moerl.types import PolicyVersion
+from moerl.core.errors import TransportError
+from moerl.core.messages import Destination, SendResult
+from moerl.core.types import PolicyVersion
 from moerl.weight_sync import packed_buckets
 from moerl.weight_sync.buckets import Bucket, Digest, Piece, Region
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
@@ -84,7 +84,7 @@ class Engine:
         self.staging = torch.zeros(2 * SIZE * BUCKETS, dtype=torch.uint8)
         self.step, self.mapped = step, mapped
         self.sender = WeightSender(packer, self)  # type: ignore[arg-type]
-        self.moved: dict[int, Moved] = {}
+        self.moved: dict[int, SendResult] = {}
         self.error: TransportError | None = None
 
     def connect(self, endpoint: bytes, deadline: float) -> Link:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from moerl.algorithms.head_logprob import Head, SamplingMask, kept_logprobs
+from moerl.core.errors import BlobError, RecordError
+from moerl.core.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import LossInputs, pack_microbatch, version_lag
-from moerl.errors import BlobError, RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from tests.helpers.random_rollouts import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
 
 V5 = PolicyVersion(0, 5)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.engine import hooks, stand_ins, torchvision_fix
+from moerl.engine import torchvision_fix
+from moerl.engine.plugin import cpu_kernels, hooks
 from moerl.trainer.model.cpu_patches import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,10 @@ def entries_of(page: str) -> list[Entry]:
 def sglang_rows() -> list[Row]:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     platform = scripts["sglang.srt.platforms"]["moerl_cpu"].replace(":", ".")
-    assert scripts["sglang.srt.plugins"]["moerl_hooks"] == "moerl.engine.plugin:register_hooks"
+    assert (
+        scripts["sglang.srt.plugins"]["moerl_hooks"]
+        == "moerl.engine.plugin.entry_points:register_hooks"
+    )
     operators = tuple(f"torchvision::{name}" for name in torchvision_fix.OPERATORS)
     cpu = {"when": "without CUDA"}
     return [
@@ -87,13 +91,13 @@ def sglang_rows() -> list[Row]:
                 f"{hook.ours.__module__}.{hook.ours.__qualname__}",
                 {"kind": hook.kind, "when": _families(row), "version": hook.version},
             )
-            for row in stand_ins.STAND_INS
+            for row in cpu_kernels.STAND_INS
             for hook in row.hooks
         ),
     ]
 
 
-def _families(row: stand_ins.StandIns) -> str:
+def _families(row: cpu_kernels.StandIns) -> str:
     return f"without CUDA, for {', '.join(f'`{name}`' for name in row.model_types)}"
 
 
@@ -196,13 +200,13 @@ def test_a_page_that_is_wrong_is_seen() -> None:
     def with_field(name: str, value: str) -> list[Entry]:
         return [replace(first, fields={**first.fields, name: value}), *rest]
 
-    more = Row(("sglang.srt.new",), "moerl.engine.update_hooks.new", {})
+    more = Row(("sglang.srt.new",), "moerl.engine.plugin.update_hooks.new", {})
     assert complaints(entries, [*rows, more], pin) == ["('sglang.srt.new',) has no entry"]
     fewer = [row for row in rows if row.symbols != (symbol,)]
     assert complaints(entries, fewer, pin) == [f"('{symbol}',) is not registered"]
     assert "a symbol stands twice" in complaints([*entries, first], rows, pin)
     broken = {
-        "ours": "`moerl.engine.update_hooks.after_start`",
+        "ours": "`moerl.engine.plugin.update_hooks.after_start`",
         "kind": "before",
         "when": "without CUDA",
         "version": "0.5.22",
@@ -334,7 +338,7 @@ def test_only_registered_functions_replace_symbols() -> None:
     for path in sorted((ROOT / "moerl").rglob("*.py")):
         source = path.read_text()
         module = module_of(path)
-        assert ("HookRegistry" in source) == (module == "moerl.engine.plugin"), module
+        assert ("HookRegistry" in source) == (module == "moerl.engine.plugin.entry_points"), module
         found |= {f"{module}.{name}" for name in foreign_assignments(source)}
     assert found == {row.ours for row in megatron_rows()}
 

@@ -10,9 +10,9 @@ import pytest
 
 from moerl.controller.controller import Controller
 from moerl.controller.rollout_builder import group_uris
-from moerl.messages import Failed, Ok, Plan, SamePlan, StepDone, TakePlan
+from moerl.core.messages import Failed, Ok, Plan, SamePlan, StepDone, TakePlan
+from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.records import BlobStore
-from moerl.types import BatchPlan, PolicyVersion
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running
 from tests.unit.test_hung_hosts import Sealing
 

@@ -12,9 +12,9 @@ import pytest
 
 from moerl.config.schema import RolloutConfig
 from moerl.controller.engine_pool import CHUNK, PrefixIndex
-from moerl.errors import RecordError
-from moerl.messages import Ok
-from moerl.types import GenerateRequest, PolicyVersion, Prompt, Segment
+from moerl.core.errors import RecordError
+from moerl.core.messages import Ok
+from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, Segment
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running, train
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)

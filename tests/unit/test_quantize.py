@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.types import PolicyVersion
 from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.hf_io.dequantize import Fp8Block
-from moerl.types import PolicyVersion
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.errors import BlobError
+from moerl.core.errors import BlobError
+from moerl.core.types import BlobRef
 from moerl.records import BlobStore
 from moerl.records.blob_store import RecordReads
 from moerl.records.read_ahead import ReadAhead
-from moerl.types import BlobRef
 
 RUNS = [(0, 100), (5000, 9000)]
 

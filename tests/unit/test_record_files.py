@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.engine import record_output
+from moerl.core.errors import RecordError
+from moerl.engine.plugin import record_output
 from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
-from moerl.errors import RecordError
 
 NAME = "3.1:0.0.17."
 WRITER = partial(RecordWriter, inline_bytes=0)

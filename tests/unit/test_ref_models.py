@@ -19,18 +19,18 @@ from moerl.config.clusters import placement
 from moerl.config.schema import AlgorithmConfig, Config, ModelConfig, RefModelsConfig
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.ref_score_queue import RefScoreQueue
+from moerl.core.errors import ConfigError, ProtocolError, RecordError
+from moerl.core.messages import Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
+from moerl.core.types import BatchPlan, PolicyVersion, RefScores, Rollout
 from moerl.data.batching import plan_batch
 from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.data.ref_scores import basis_of, received, record_digest
-from moerl.errors import ConfigError, ProtocolError, RecordError
 from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
 from moerl.launch.prepare import _check_ref_models
 from moerl.layout import model_spec
-from moerl.messages import Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
-from moerl.types import BatchPlan, PolicyVersion, RefScores, Rollout
 from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running, train
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import pytest
 from ray.exceptions import ActorDiedError
 
-from moerl.errors import EngineError, ScoreError
+from moerl.core.errors import EngineError, ScoreError
+from moerl.core.types import Prompt
 from moerl.launch.supervision.actors import RemoteScorer
-from moerl.types import Prompt
 
 
 async def dies(*_: object) -> NoReturn:

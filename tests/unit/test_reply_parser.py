@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.engine.reply_parser import InFlight, cut, parse
-from moerl.errors import RecordError
-from moerl.types import Finish, GenerateRequest, ModelShape, PolicyVersion, SamplingParams
+from moerl.core.errors import RecordError
+from moerl.core.types import Finish, GenerateRequest, ModelShape, PolicyVersion, SamplingParams
+from moerl.engine.host.reply_parser import InFlight, cut, parse
 
 VERSION = PolicyVersion(1, 4)
 SHAPE = ModelShape(

@@ -11,7 +11,7 @@ import pytest
 from moerl.config import load_config
 from moerl.config.resume import check_resume, resume_facts
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 EP1, EP2, EP4 = (["trainer.parallel.dp=4", f"trainer.parallel.ep={ep}"] for ep in (1, 2, 4))
 DISTRIBUTED, BF16 = ["trainer.optimizer.distributed=true"], ["trainer.dtype=bf16"]
@@ -62,7 +62,7 @@ def test_missing_weights_are_refused_always(saved: list[str], wanted: list[str])
 
 def test_the_refusal_comes_before_the_start_is_counted(tmp_path: Path) -> None:
     from moerl.launch.prepare import prepare
-    from moerl.run_dir import RunDir
+    from moerl.runtime.run_dir import RunDir
 
     run = RunDir(tmp_path / "run")
     run.create()
@@ -77,7 +77,7 @@ def test_the_refusal_comes_before_the_start_is_counted(tmp_path: Path) -> None:
 def test_a_crash_while_a_start_is_counted_keeps_the_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moerl.run_dir import RunDir, next_incarnation
+    from moerl.runtime.run_dir import RunDir, next_incarnation
 
     run = RunDir(tmp_path / "run")
     run.create()

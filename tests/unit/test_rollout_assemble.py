@@ -10,9 +10,8 @@ import pytest
 
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import join
-from moerl.errors import RecordError
-from moerl.records.header_check import check
-from moerl.types import (
+from moerl.core.errors import RecordError
+from moerl.core.types import (
     BlobRef,
     Finish,
     GenerateRequest,
@@ -24,6 +23,7 @@ from moerl.types import (
     SamplingParams,
     Segment,
 )
+from moerl.records.header_check import check
 
 LAYERS, TOP_K, VOCAB = 2, 2, 50
 SHAPE = ModelShape(VOCAB, LAYERS, (0, 1), 8, TOP_K)

@@ -1,4 +1,4 @@
-"""Requests of `moerl.rpc`: repeated until answered, served once, never answered by a late reply."""
+"""Requests of `moerl.core.rpc`: repeated until answered, served once, no late reply."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from moerl import rpc
-from moerl.errors import ProtocolError, TrainerError
-from moerl.messages import AskEngine, EngineHolds, Failed, Message, Ok, Plan, Refused
-from moerl.rpc import Keys, RpcClient, RpcServer, ask, request_all
-from moerl.serialization import decode, encode
-from moerl.types import BatchPlan, PolicyVersion
+from moerl.core import rpc
+from moerl.core.errors import ProtocolError, TrainerError
+from moerl.core.messages import AskEngine, EngineVersion, Failed, Message, Ok, Plan, Refused
+from moerl.core.rpc import Keys, RpcClient, RpcServer, ask, request_all
+from moerl.core.serialization import decode, encode
+from moerl.core.types import BatchPlan, PolicyVersion
 from tests.helpers.rpc_servers import serving
 
-HOLDS = EngineHolds(PolicyVersion(0, 3), "")
+HOLDS = EngineVersion(PolicyVersion(0, 3), "")
 KEYS = Keys.make()
 LONG = "a cause " * 700_000  # more than one frame
 
@@ -86,7 +86,7 @@ def test_a_request_outlives_the_server(endpoint: str) -> None:
     thread = threading.Thread(target=succeed)
     thread.start()
     with client(endpoint) as asking:
-        assert asking.expect(AskEngine(0), EngineHolds) == HOLDS
+        assert asking.expect(AskEngine(0), EngineVersion) == HOLDS
     thread.join()
     second[0].close()
 
@@ -195,7 +195,7 @@ def test_an_answer_that_cannot_be_encoded_is_a_refusal(endpoint: str) -> None:
     """A client that waits for nothing would wait until its deadline, and its repeats too."""
 
     async def handle(message: Message) -> Message:
-        return EngineHolds(PolicyVersion(0, 0), object())  # type: ignore[arg-type]
+        return EngineVersion(PolicyVersion(0, 0), object())  # type: ignore[arg-type]
 
     with (
         serving(KEYS, handle, endpoint),

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from moerl.config.schema import TaskConfig
-from moerl.errors import ConfigError, ScoreError
+from moerl.core.errors import ConfigError, ScoreError
+from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer
-from moerl.types import Episode, Prompt, Score
 
 ROOT = Path(__file__).parents[2]
 TASK = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_text")

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from moerl.controller.scoring_stage import place_steps
+from moerl.core.types import Episode, Prompt, Score
 from moerl.records.blob_store import BlobStore
-from moerl.types import (
-    Episode,
-    Prompt,
-    Score,
-)
 from tests.helpers.random_rollouts import group, make_rollout
 from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
 

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from moerl.engine.scratch_dir import Scratch, remove_abandoned
-from moerl.engine.sglang_server import EngineServer
-from moerl.errors import EngineError
+from moerl.core.errors import EngineError
+from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
+from moerl.engine.host.sglang_server import EngineServer
 from tests.unit.test_engine_layout import new_server
 
 HOST = """
 import sys, tempfile, time
-from moerl.engine.scratch_dir import Scratch
+from moerl.engine.host.scratch_dir import Scratch
 tempfile.tempdir = sys.argv[1]
 scratch = Scratch()
 scratch.name_shared(sys.argv[2:])
@@ -90,7 +90,7 @@ def test_a_server_that_is_up_and_says_nothing_is_given_up(
 ) -> None:
     server = sleeping(tmp_path, monkeypatch)
     server.config = replace(server.config, start_timeout_s=0.5)
-    monkeypatch.setattr("moerl.engine.sglang_server._KILL_S", 1.0)
+    monkeypatch.setattr("moerl.engine.host.sglang_server._KILL_S", 1.0)
     monkeypatch.setattr(server, "_check_ranks", lambda: None)  # there are none
 
     class Mute(Silent):

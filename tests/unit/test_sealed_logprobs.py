@@ -15,14 +15,10 @@ import numpy as np
 import pytest
 
 from moerl.controller.rollout_builder import blob_uris
-from moerl.data.packing import pack_microbatch
-from moerl.errors import BlobError, ProtocolError, RecordError
-from moerl.messages import Plan, SamePlan
-from moerl.records.blob_ranges import read_logprobs
-from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.serialization import decode, decode_value, encode, encode_value
-from moerl.types import (
+from moerl.core.errors import BlobError, ProtocolError, RecordError
+from moerl.core.messages import Plan, SamePlan
+from moerl.core.serialization import decode, decode_value, encode, encode_value
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -33,6 +29,10 @@ from moerl.types import (
     Rollout,
     Turn,
 )
+from moerl.data.packing import pack_microbatch
+from moerl.records.blob_ranges import read_logprobs
+from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from tests.helpers.random_rollouts import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moerl.core.errors import RecordError
+from moerl.core.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob
 from moerl.data.packing import pack_microbatch
-from moerl.errors import RecordError
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.records.segment_split import split_segments
-from moerl.types import BatchPlan, PlanRow, PolicyVersion, Rollout, RoutingBlob
 from tests.helpers.random_rollouts import EXPERTS, LAYERS, SHAPE, TOP_K, group, make_rollout
 
 VERSIONS = tuple(PolicyVersion(0, step) for step in (1, 2, 4))

@@ -21,22 +21,22 @@ from moerl.config.schema import (
     SyncConfig,
     TinyModel,
 )
-from moerl.errors import LayoutError, TrainerError
-from moerl.layout import model_spec
-from moerl.messages import (
+from moerl.core.errors import LayoutError, TrainerError
+from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
-    EngineHolds,
+    EngineVersion,
     Message,
     Ok,
     PrepareUpdate,
     SyncTarget,
     UpdatePrepared,
 )
+from moerl.core.rpc import Keys
+from moerl.core.types import PolicyVersion
+from moerl.layout import model_spec
 from moerl.planning.dry_run import _tiny_shapes
-from moerl.rpc import Keys
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.runtime.trace import Tracer
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -55,7 +55,7 @@ class Engines:
 
     def expect(self, message: Message, reply_type: type, timeout_s: float | None = None) -> object:
         if isinstance(message, AskEngine) and self.well:
-            return EngineHolds(V0, "")
+            return EngineVersion(V0, "")
         if isinstance(message, AbortUpdate):
             self.aborted.append(message)
             return Ok()

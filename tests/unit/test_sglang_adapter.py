@@ -14,13 +14,13 @@ from torch import Tensor
 from moerl.config.load import save_config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config, ModelConfig
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.layout import hf_shapes
 from moerl.layout.adapters import factor_names
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import save_adapter, save_sglang_adapter
 from moerl.trainer.hf_io.merge_adapter import main
-from moerl.weight_sync.sglang_adapter import sglang_form
+from moerl.weight_sync.adapters.sglang_adapter import sglang_form
 from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
 
 RSLORA = LoraConfig(rank=4, alpha=6, rslora=True, ranks={"*.experts.*": 1, "*.o_proj": 3})

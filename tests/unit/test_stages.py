@@ -221,7 +221,7 @@ def test_a_stage_keeps_its_result_when_no_file_that_it_reads_changed(
 
     everything = full("first")
     assert "hosts" not in full("second", "tests/e2e/test_sync.py", "docs/limits.md")
-    assert "hosts" in full("third", "moerl/types.py"), "each stage runs the package"
+    assert "hosts" in full("third", "moerl/core/types.py"), "each stage runs the package"
     assert full("fourth") == everything, "two trees without a known difference"
 
 

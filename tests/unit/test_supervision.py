@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
+from moerl.core.types import Episode, Prompt, Score
 from moerl.launch import prepare
-from moerl.launch.nodes.process_tree import error_in, serving
 from moerl.launch.supervision.actors import RemoteScorer
-from moerl.stack_dump import stacks
-from moerl.types import Episode, Prompt, Score
+from moerl.runtime.process_tree import error_in, serving
+from moerl.runtime.stack_dump import stacks
 
 HANGS = """
 import sys, time
 from pathlib import Path
-from moerl.stack_dump import write_on_request
+from moerl.runtime.stack_dump import write_on_request
 
 def the_function_that_hangs():
     print("here", flush=True)
@@ -31,7 +31,7 @@ def the_function_that_hangs():
 if sys.argv[2] == "registered":
     write_on_request(Path(sys.argv[1]))
 if sys.argv[2] == "server":
-    import moerl.engine.server_process  # as every process of SGLang does
+    import moerl.engine.plugin.server_process  # as every process of SGLang does
 the_function_that_hangs()
 """
 
@@ -93,9 +93,15 @@ def test_the_error_that_a_log_is_read_for(tmp_path: Path) -> None:
     assert error_in(log) == f"nothing in {log}"
     log.write_text("all is well\n")
     assert error_in(log) == "all is well"
-    lines = ["x", "[rank0]: ValueError: one", "at KeyError: two", "moerl.errors.RpcError: 3", "y"]
+    lines = [
+        "x",
+        "[rank0]: ValueError: one",
+        "at KeyError: two",
+        "moerl.core.errors.RpcError: 3",
+        "y",
+    ]
     log.write_text("\n".join(lines))
-    assert error_in(log) == "moerl.errors.RpcError: 3"
+    assert error_in(log) == "moerl.core.errors.RpcError: 3"
     lines += ["TrainerError: trainer rank 0: no engine", "TrainerError: trainer rank 1: gloo", "z"]
     log.write_text("\n".join(lines))
     assert error_in(log) == "TrainerError: trainer rank 0: no engine"

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from moerl.errors import ConfigError, EngineError, MoerlError, TrainerError
+from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import actors as actors_module
 from moerl.launch.supervision import hang_reports, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
-from moerl.launch.supervision.ray_proxy import Hosted, Remote
-from moerl.launch.supervision.remote_calls import Late
+from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer
+from moerl.launch.supervision.remote_calls import CallTimeout
 from moerl.launch.supervision.signal_watch import Interrupted
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from tests.helpers.scripted_actors import UNSET, Scene, death
 
 TWO = ("engine.count=2", "supervision.backoff_s=1")
@@ -429,13 +429,13 @@ def test_a_removal_outlives_the_controller(tmp_path: Path) -> None:
 
 
 # --- errors of remote calls ----------------------------------------------------------------------
-def failing(error: Exception) -> Remote:
+def failing(error: Exception) -> ActorProxy:
     """An engine whose calls all end like this."""
 
     async def fail(method: str, *args: object) -> None:
         raise error
 
-    return Remote(SimpleNamespace(ask=SimpleNamespace(remote=fail)), "engine 3")  # type: ignore[arg-type]
+    return ActorProxy(SimpleNamespace(ask=SimpleNamespace(remote=fail)), "engine 3")  # type: ignore[arg-type]
 
 
 def raised(cause: Exception) -> Exception:
@@ -479,7 +479,7 @@ def test_calls_of_an_actor_fail_with_our_own_errors(monkeypatch: pytest.MonkeyPa
     mistake = raised(KeyError("x"))
     assert ask(mistake) is mistake, "a mistake is no failure of an engine: the run ends"
     assert str(get(mistake)) == "engine 3: KeyError: 'x'"
-    assert type(get(GetTimeoutError())) is Late
+    assert type(get(GetTimeoutError())) is CallTimeout
 
 
 def test_a_mistake_in_the_controller_ends_the_run(tmp_path: Path) -> None:
@@ -497,11 +497,11 @@ def test_an_actor_is_asked_for_methods_of_what_it_hosts() -> None:
         async def add(self, one: int, two: int) -> int:
             return one + two
 
-    hosted = Hosted(Plain())
+    hosted = ActorServer(Plain())
     actor = SimpleNamespace(ask=SimpleNamespace(remote=hosted.ask))
-    assert asyncio.run(Remote(actor, "plain").add(1, 2)) == 3  # type: ignore[arg-type]
+    assert asyncio.run(ActorProxy(actor, "plain").add(1, 2)) == 3  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="subtract"):
-        asyncio.run(Remote(actor, "plain").subtract(1, 2))  # type: ignore[arg-type]
+        asyncio.run(ActorProxy(actor, "plain").subtract(1, 2))  # type: ignore[arg-type]
 
 
 def test_a_trainer_waits_for_room_for_its_number(

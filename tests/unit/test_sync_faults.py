@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import BlobError, LayoutError, TransportError
+from moerl.core.messages import Message, PrepareUpdate, PublishFailure, UpdatePrepared
+from moerl.core.types import PolicyVersion
 from moerl.distributed.token_server import Channel, TokenServer, open_channel
-from moerl.errors import BlobError, LayoutError, TransportError
-from moerl.messages import Message, PrepareUpdate, PublishFailure, UpdatePrepared
 from moerl.records.blob_store import BlobStore
-from moerl.trace import Tracer, read_spans
-from moerl.types import PolicyVersion
+from moerl.runtime.trace import Tracer, read_spans
 from moerl.weight_sync import session
 from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy
 from moerl.weight_sync.packed_buckets import BucketPacker

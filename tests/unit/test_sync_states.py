@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.engine.host import EngineContext, EngineHost
-from moerl.engine.sglang_client import BadRequest, read_committed
-from moerl.errors import EngineError
-from moerl.messages import (
+from moerl.core.errors import EngineError
+from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
-    EngineHolds,
+    EngineVersion,
     Message,
     Ok,
-    UpdateClosed,
+    UpdateDone,
 )
+from moerl.core.rpc import Keys
+from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
+from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.engine.host.sglang_client import BadRequest, read_committed
 from moerl.records.blob_store import BlobStore
-from moerl.rpc import Keys
-from moerl.run_dir import RunDir
-from moerl.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
+from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed, socket_path
 from tests.unit.test_controller import StubEngine, make
@@ -80,22 +80,22 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
         client.error = BadRequest(f"{UNCHANGED}: rank 1 has not verified 0.1")
         with pytest.raises(BadRequest):
             await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineHolds(V0, "")
+        assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
         assert host._health.admit.is_set()
         client.error = EngineError("the connection broke")
         with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
             await host.session(COMMIT)
         state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineHolds)
+        assert isinstance(state, EngineVersion)
         assert state.version == V0
         assert "connection broke" in state.cause
         with pytest.raises(EngineError, match="not usable"):
             await host.generate([request])
         client.error = None  # a whole session brings it back
         closed = await host.session(COMMIT)
-        assert isinstance(closed, UpdateClosed)
+        assert isinstance(closed, UpdateDone)
         assert closed.commit_s == 0.25
-        assert await host.session(AskEngine(0)) == EngineHolds(V1, "")
+        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
         assert client.committed == ["0.1"]
 
     asyncio.run(work())
@@ -130,14 +130,14 @@ def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path
         with pytest.raises(asyncio.CancelledError):
             await committing
         state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineHolds)
+        assert isinstance(state, EngineVersion)
         assert "was given up" in state.cause
         request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
         with pytest.raises(EngineError, match="not usable"):
             await host.generate([request])
         client.commit = real  # type: ignore[method-assign]
         await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineHolds(V1, "")
+        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
 
     asyncio.run(work())
 
@@ -153,7 +153,7 @@ def test_a_server_that_dies_as_it_commits_is_not_taken_for_alive(tmp_path: Path)
         client.commit = commit  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="it was killed"):
             await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineHolds(V0, "it was killed")
+        assert await host.session(AskEngine(0)) == EngineVersion(V0, "it was killed")
 
     asyncio.run(work())
 
@@ -182,7 +182,7 @@ def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_nam
             await host.session(AbortUpdate(0, V1, "x", 0.2))
         answer = True
         state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineHolds)
+        assert isinstance(state, EngineVersion)
         assert "did not answer" in state.cause
 
     asyncio.run(work())
@@ -217,10 +217,10 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
 
         async def session(self, message: Message) -> Message:
             if isinstance(message, AskEngine):
-                return EngineHolds(V0, self.cause)
+                return EngineVersion(V0, self.cause)
             if self.cause:
                 raise EngineError(self.cause)
-            return UpdateClosed(0.0, 0)
+            return UpdateDone(0.0, 0)
 
     async def work() -> None:
         engine = Engine()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.scoring import syscall_filter as calls
+from moerl.sandbox import syscall_filter as calls
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),

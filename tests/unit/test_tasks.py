@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.config.schema import TaskConfig, TinyModel
+from moerl.core.errors import ConfigError, ModelError, MoerlError
+from moerl.core.types import Prompt, Score
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
 from moerl.data.tiny_model import make_tiny_model
-from moerl.errors import ConfigError, ModelError, MoerlError
-from moerl.types import Prompt, Score
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,7 +38,7 @@ sys.exit(3)
 ROOT_PROCESS = """
 import os, sys, psutil
 from pathlib import Path
-from moerl.launch.nodes.process_tree import become_subreaper
+from moerl.runtime.process_tree import become_subreaper
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 
 become_subreaper()

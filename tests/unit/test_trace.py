@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moerl.observe.perfetto import trace_events, write_trace
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer, read_counters, read_spans
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer, read_counters, read_spans
 
 
 def _span(process: str, name: str, start: float, end: float) -> dict[str, Any]:

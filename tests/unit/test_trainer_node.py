@@ -18,12 +18,12 @@ import pytest
 from moerl.config import load_config
 from moerl.config.clusters import placement
 from moerl.config.schema import Config
-from moerl.errors import ConfigError, TrainerError
+from moerl.core.errors import ConfigError, TrainerError
 from moerl.launch.cluster.node_commands import nth, slots_of
 from moerl.launch.nodes import engine_node, trainer_node
 from moerl.launch.nodes.lease import LeaseKeeper, LeaseReader, RunEnded
 from moerl.launch.nodes.trainer_node import _torchrun
-from moerl.run_dir import Endpoints, RunDir
+from moerl.runtime.run_dir import Endpoints, RunDir
 
 
 def posted(root: Path) -> tuple[RunDir, str]:
@@ -225,7 +225,7 @@ import subprocess, sys, threading, time
 from pathlib import Path
 import psutil
 from moerl.launch.nodes import engine_node
-from moerl.launch.nodes.process_tree import Orphans, become_subreaper
+from moerl.runtime.process_tree import Orphans, become_subreaper
 
 class Lease:
     def check(self): pass

@@ -22,7 +22,7 @@ from moerl.config.transport_rules import (
     mooncake_environment,
     mooncake_protocol,
 )
-from moerl.errors import ConfigError, TransportError
+from moerl.core.errors import ConfigError, TransportError
 from moerl.launch.run_context import rank_environment
 from moerl.planning.dry_run import describe, model_shapes
 from moerl.planning.sync_cost import Links

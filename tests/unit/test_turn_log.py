@@ -27,15 +27,13 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
 from moerl.controller.controller import Controller
+from moerl.controller.journal.turn_log import TurnLog
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
 from moerl.controller.rollout_builder import PartialRollout, blob_uris, group_uris
-from moerl.controller.turn_log import TurnLog
-from moerl.grammar import Grammar
-from moerl.messages import Ok
-from moerl.records import BlobStore
-from moerl.records.header_check import check as check_record
-from moerl.rollout_names import life_of, name_rollout, without_life
-from moerl.types import (
+from moerl.core.grammar import Grammar
+from moerl.core.messages import Ok
+from moerl.core.rollout_names import life_of, name_rollout, without_life
+from moerl.core.types import (
     Array,
     Finish,
     GenerateRequest,
@@ -47,6 +45,8 @@ from moerl.types import (
     Score,
     Segment,
 )
+from moerl.records import BlobStore
+from moerl.records.header_check import check as check_record
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.sealing_engine import SealingEngine
 from tests.unit.test_agent_run import AGENT, FakeRunner, runner, until

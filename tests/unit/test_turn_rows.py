@@ -18,17 +18,10 @@ from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
-from moerl.data.batching import plan_batch
-from moerl.data.grid import Grid
-from moerl.data.packing import pack_microbatch
-from moerl.data.synthetic import RolloutSpec
-from moerl.errors import ConfigError, RecordError
-from moerl.messages import Plan
-from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
-from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.serialization import decode, decode_value, encode, encode_value
-from moerl.types import (
+from moerl.core.errors import ConfigError, RecordError
+from moerl.core.messages import Plan
+from moerl.core.serialization import decode, decode_value, encode, encode_value
+from moerl.core.types import (
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -39,6 +32,13 @@ from moerl.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
+from moerl.data.grid import Grid
+from moerl.data.packing import pack_microbatch
+from moerl.data.synthetic import RolloutSpec
+from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
+from moerl.records.blob_store import BlobStore
+from moerl.records.header_check import check
 from tests.helpers.random_rollouts import LAYERS, SHAPE, TRUNCATED
 from tests.helpers.random_turns import Call, random_episode
 

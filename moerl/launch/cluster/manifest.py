@@ -22,7 +22,7 @@ import yaml
 from moerl.config import Config
 from moerl.config.clusters import Node, placement
 from moerl.config.secret_values import HIDDEN, hide_override, secrets_of
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 Object = dict[str, Any]
 _RUNS = "/runs"

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from moerl.config.clusters import Node, Placement, TrainerSlot
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
-from moerl.run_dir import RunDir
+from moerl.core.errors import ConfigError
+from moerl.runtime.run_dir import RunDir
 
 _ENGINE_NODE, _TORCHRUN = "tools/launch/engine_node.sh", "tools/launch/torchrun.sh"
 TRAINER_JOBS = ("trainer", "ref_models")

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import xxhash
 
-from moerl.config.json_files import read_json
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
+from moerl.core.json_files import read_json
 from moerl.launch.cluster.gpu_facts import GpuFacts, gpu_facts
 
 PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
@@ -106,8 +106,8 @@ def look(request: Request) -> NodeFacts:
 
 
 def _tried_box() -> str:
-    from moerl.scoring.enforced import NoSandbox  # takes half a second
-    from moerl.scoring.tool_box import ToolSandbox
+    from moerl.sandbox.limits import NoSandbox  # takes half a second
+    from moerl.sandbox.sandbox import ToolSandbox
 
     try:
         ToolSandbox()
@@ -198,7 +198,7 @@ def read_facts(data: dict[str, Any]) -> NodeFacts:
 
 
 def main() -> None:
-    word = sys.argv[1]  # base64 without its padding (`moerl.planning.remote_command`)
+    word = sys.argv[1]  # base64 without its padding (`moerl.doctor.remote_command`)
     request = json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4)))
     print(json.dumps(asdict(look(Request(**request)))))
 

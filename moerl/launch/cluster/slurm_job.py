@@ -17,7 +17,7 @@ from pathlib import Path
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import Node, nodes, placement
 from moerl.config.load import load_saved
-from moerl.errors import ConfigError, MoerlError, printable
+from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, slots_of
 
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from moerl.atomic import atomic_write
-from moerl.errors import MoerlError
-from moerl.run_dir import RunDir
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import MoerlError
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -30,18 +30,13 @@ from moerl.config.clusters import Node, engine_gpus, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.config.visible_devices import visible_devices
-from moerl.errors import ConfigError, MoerlError, TrainerError, printable
+from moerl.core.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
-from moerl.launch.nodes.process_tree import (
-    Orphans,
-    become_subreaper,
-    die_with_parent,
-    end_descendants,
-)
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, slots
-from moerl.run_dir import RunDir
+from moerl.runtime.process_tree import Orphans, become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.run_dir import RunDir
 
 _LOOK_S = 1.0
 _GRACE_S = 5.0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moerl.errors import MoerlError, TrainerError
+from moerl.core.errors import MoerlError, TrainerError
 
 _LOOK_S = 0.5
 _PARTS = 12  # renewals per lease

@@ -22,8 +22,8 @@ from moerl.config import Config
 from moerl.config.clusters import Node, engine_gpus, is_local, placement
 from moerl.config.network import own_address
 from moerl.config.visible_devices import visible_devices
-from moerl.launch.nodes.process_tree import end_descendants
-from moerl.run_dir import RunDir
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

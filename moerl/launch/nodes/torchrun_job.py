@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from moerl.launch.nodes.process_tree import (
+from moerl.launch.run_context import TRAINER_JOB
+from moerl.runtime.process_tree import (
     children_with,
     die_with_parent,
     end_descendants,
     ending_of,
     error_in,
 )
-from moerl.launch.run_context import TRAINER_JOB
 
 _GRACE_S = 2.0
 

@@ -29,14 +29,14 @@ from moerl.config import Config
 from moerl.config.clusters import TrainerSlot, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
-from moerl.errors import MoerlError, TrainerError, printable
+from moerl.core.errors import MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
-from moerl.launch.nodes.process_tree import Orphans, become_subreaper, end_descendants
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import RunDir, newest_incarnation
+from moerl.runtime.process_tree import Orphans, become_subreaper, end_descendants
+from moerl.runtime.run_dir import RunDir, newest_incarnation
 
 _GRACE_S, _LOOK_S = 5.0, 0.5
 _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

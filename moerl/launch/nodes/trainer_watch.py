@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 _LOOK_S = 0.5
 

@@ -28,21 +28,21 @@ from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
+from moerl.core.errors import EngineError, MoerlError, ScoreError
+from moerl.core.messages import Engine, Message
+from moerl.core.rpc import Keys, RpcServer
+from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
-from moerl.errors import EngineError, MoerlError, ScoreError
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.engine_gpus import EngineGpus
-from moerl.launch.supervision.ray_proxy import Hosted, Remote, own_errors
-from moerl.launch.supervision.remote_calls import Late
+from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
+from moerl.launch.supervision.remote_calls import CallTimeout
 from moerl.launch.task_agents import task_agents
-from moerl.messages import Engine, Message
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
-from moerl.rpc import Keys, RpcServer
-from moerl.stack_dump import write_on_request
-from moerl.trace import Tracer
-from moerl.types import Episode, Prompt, Score
+from moerl.runtime.stack_dump import write_on_request
+from moerl.runtime.trace import Tracer
 
 log = logging.getLogger(__name__)
 # Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
@@ -125,7 +125,7 @@ def place_engine(
     return PlacedEngine(put(EngineActor, 0, followers), group, followers)
 
 
-class EngineActor(Hosted):
+class EngineActor(ActorServer):
     """One engine host: starts its SGLang server, sends it HTTP requests, seals its records."""
 
     def __init__(
@@ -145,7 +145,7 @@ class EngineActor(Hosted):
             index,
             tp,
             [
-                cast(Follower, Remote(actor, f"node {node} of engine {index}"))
+                cast(Follower, ActorProxy(actor, f"node {node} of engine {index}"))
                 for node, actor in enumerate(followers, 1)
             ],
             devices,
@@ -172,7 +172,7 @@ class EngineActor(Hosted):
         return self._host.node
 
 
-class FollowerActor(Hosted):
+class FollowerActor(ActorServer):
     """A further node of an engine: starts its part of the server."""
 
     def __init__(self, plan: RunContext, index: int, tp: int, node: int) -> None:
@@ -190,7 +190,7 @@ def _begin_engine_process(plan: RunContext, log_file: str) -> None:
     os.environ |= mooncake_environment(plan.config, first_group(plan.config, "engine"))
 
 
-class ScorerActor(Hosted):
+class ScorerActor(ActorServer):
     """Reward functions in worker processes, outside every event loop."""
 
     def __init__(self, plan: RunContext) -> None:
@@ -208,7 +208,7 @@ class ScorerActor(Hosted):
 
 
 def remote_engine(actor: ActorHandle[EngineActor], index: int) -> Engine:
-    return cast(Engine, Remote(actor, f"engine {index}"))
+    return cast(Engine, ActorProxy(actor, f"engine {index}"))
 
 
 class RemoteScorer:
@@ -443,4 +443,4 @@ class RayActors:
         except RayTaskError as error:
             raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
         except GetTimeoutError as error:
-            raise Late(f"{name} did not answer within {self._FETCH_S:g} s") from error
+            raise CallTimeout(f"{name} did not answer within {self._FETCH_S:g} s") from error

@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from moerl.errors import EngineError, MoerlError
-from moerl.launch.supervision.remote_calls import Late
+from moerl.core.errors import EngineError, MoerlError
+from moerl.launch.supervision.remote_calls import CallTimeout
 from moerl.launch.supervision.supervisor_context import POLL_S, START_S, SupervisorContext
 
 Polled = tuple[dict[str, float], list[dict[str, Any]], str]  # (status, new rows, trainer failure)
@@ -115,7 +115,7 @@ class ControllerSupervisor:
         self._context.calls.send(ref, "controller", then, self._call_failed, limit_s)
 
     def _call_failed(self, error: MoerlError) -> None:
-        if isinstance(error, Late):
+        if isinstance(error, CallTimeout):
             pid, actor = self._context.pids.get("controller"), self._actor
             self._context.hangs.write(
                 "controller",

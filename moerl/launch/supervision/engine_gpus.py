@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moerl.config import Config
 from moerl.config.clusters import placement
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 
 class EngineGpus:

@@ -11,13 +11,13 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from moerl.errors import EngineError, MoerlError
+from moerl.core.errors import EngineError, MoerlError
+from moerl.core.types import PolicyVersion
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.membership import Membership
-from moerl.launch.supervision.remote_calls import Late
+from moerl.launch.supervision.remote_calls import CallTimeout
 from moerl.launch.supervision.supervisor_context import START_S, SupervisorContext
-from moerl.types import PolicyVersion
 
 
 class EngineSupervisor:
@@ -142,7 +142,7 @@ class EngineSupervisor:
         self._next_pings[index] = self._context.clock() + self._context.ping_s
 
     def _host_failed(self, index: int, actor: Any, error: MoerlError) -> None:
-        if not isinstance(error, Late):  # its watch or its start reports a death
+        if not isinstance(error, CallTimeout):  # its watch or its start reports a death
             self._next_pings[index] = self._context.clock() + self._context.ping_s
             return
         log_file = self._context.run.logs / f"engine-{index}.host.log"

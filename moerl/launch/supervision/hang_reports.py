@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moerl.observe.console import Console
-from moerl.stack_dump import stacks
+from moerl.runtime.stack_dump import stacks
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
-from moerl.errors import ConfigError, EngineError, MoerlError
+from moerl.core.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor

@@ -10,10 +10,10 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from moerl.errors import EngineError, MoerlError
+from moerl.core.errors import EngineError, MoerlError
 
 
-class Hosted:
+class ActorServer:
     """A plain object in its own process."""
 
     def __init__(self, plain: object) -> None:
@@ -34,7 +34,7 @@ class Hosted:
         """A call ended with this error, which is raised after it."""
 
 
-class Remote:
+class ActorProxy:
     """Has the methods of the object that an actor hosts."""
 
     def __init__(self, actor: ActorHandle[Any], name: str) -> None:

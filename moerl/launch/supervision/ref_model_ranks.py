@@ -5,7 +5,7 @@ They have no state, so they are simply restarted; unanswered scores are requeste
 
 from __future__ import annotations
 
-from moerl.errors import TrainerError
+from moerl.core.errors import TrainerError
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, ref_model_command, ref_model_environment
 

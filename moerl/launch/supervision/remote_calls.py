@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moerl.errors import EngineError, MoerlError
+from moerl.core.errors import EngineError, MoerlError
 
 if TYPE_CHECKING:
     from moerl.launch.run_context import RunContext
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LONGEST_TICK_S = 5.0  # a longer pause between two polls was a suspended process
 
 
-class Late(EngineError):
+class CallTimeout(EngineError):
     """An actor did not answer in time."""
 
 
@@ -111,7 +111,7 @@ class RemoteCalls:
         for ref, call in list(self._calls.items()):
             if call.deadline <= self._now and self._calls.pop(ref, None) is not None:
                 late = f"{call.name} did not answer within {call.limit_s:g} s"
-                call.failed(Late(late))
+                call.failed(CallTimeout(late))
 
     def _deliver(self, ref: Any, call: _Call) -> None:
         try:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from moerl.config.schema import SupervisionConfig
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
 from moerl.launch.supervision.restart_policy import RestartPolicy
 from moerl.observe.console import Console
-from moerl.trace import Tracer
+from moerl.runtime.trace import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
 
 INTERRUPT = "the run was interrupted"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

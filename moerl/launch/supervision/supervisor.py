@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moerl.errors import EngineError, MoerlError
+from moerl.core.errors import EngineError, MoerlError
+from moerl.core.types import PolicyVersion
 from moerl.launch.nodes.lease import LeaseKeeper
-from moerl.launch.nodes.process_tree import Orphans
 from moerl.launch.nodes.ray_nodes import RayDaemons, start_ray
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import RayActors
@@ -46,9 +46,9 @@ from moerl.launch.supervision.supervisor_context import POLL_S, SupervisorContex
 from moerl.launch.supervision.trainer_supervisor import TrainerSupervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
-from moerl.run_dir import write_pids
-from moerl.trace import Tracer
-from moerl.types import PolicyVersion
+from moerl.runtime.process_tree import Orphans
+from moerl.runtime.run_dir import write_pids
+from moerl.runtime.trace import Tracer
 
 
 class Supervisor:

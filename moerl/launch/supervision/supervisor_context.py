@@ -13,7 +13,7 @@ from moerl.launch.supervision.hang_reports import HangReports
 from moerl.launch.supervision.remote_calls import Actors, RemoteCalls
 from moerl.launch.supervision.restarts import Restarts
 from moerl.observe.console import Console
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

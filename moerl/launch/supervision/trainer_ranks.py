@@ -11,10 +11,10 @@ import math
 import time
 from pathlib import Path
 
-from moerl.errors import TrainerError
-from moerl.launch.nodes.process_tree import ending_of
+from moerl.core.errors import TrainerError
 from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
+from moerl.runtime.process_tree import ending_of
 
 
 class TrainerRanks:

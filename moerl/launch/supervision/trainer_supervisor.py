@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moerl.errors import TrainerError
-from moerl.launch.nodes.process_tree import end_descendants, serving
+from moerl.core.errors import TrainerError
 from moerl.launch.run_context import TRAINER_JOB, RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor, Polled
 from moerl.launch.supervision.ref_model_ranks import RefModelRanks
 from moerl.launch.supervision.supervisor_context import SupervisorContext
 from moerl.launch.supervision.trainer_ranks import TrainerRanks
 from moerl.observe.metrics import read_rows
-from moerl.run_dir import next_incarnation
+from moerl.runtime.process_tree import end_descendants, serving
+from moerl.runtime.run_dir import next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
 _GRACE_S = 0.5  # for ranks of a trainer that died

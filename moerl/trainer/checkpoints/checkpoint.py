@@ -35,10 +35,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import TrainerError
+from moerl.core.id_sets import IdSet, Ranges, ranges
+from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
-from moerl.errors import TrainerError
-from moerl.id_sets import IdSet, Ranges, ranges
-from moerl.run_dir import RunDir, read_manifest
+from moerl.runtime.run_dir import RunDir, read_manifest
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_writer import METADATA, CheckpointWriter
 from moerl.trainer.checkpoints.optimizer_shards import is_sharded, load_state, sharded_state
@@ -46,7 +47,6 @@ from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.gpt import Chunk
 from moerl.trainer.model.lora import PREFIX
 from moerl.trainer.model.parallel import Parallel
-from moerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import xxhash
 
-from moerl.atomic import publish_folder
-from moerl.run_dir import RunDir, read_manifest
+from moerl.core.atomic import publish_folder
+from moerl.runtime.run_dir import RunDir, read_manifest
 
 log = logging.getLogger(__name__)
 

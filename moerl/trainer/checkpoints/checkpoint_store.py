@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moerl.atomic import atomic_write, flush_tree, publish_folder
 from moerl.config.schema import CheckpointConfig
-from moerl.errors import TrainerError
-from moerl.run_dir import RunDir, newest_incarnation, state_lock
+from moerl.core.atomic import atomic_write, flush_tree, publish_folder
+from moerl.core.errors import TrainerError
+from moerl.runtime.run_dir import RunDir, newest_incarnation, state_lock
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, Sums, sums_of
 
 log = logging.getLogger(__name__)

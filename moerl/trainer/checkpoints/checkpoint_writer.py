@@ -50,12 +50,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moerl.atomic import atomic_write
 from moerl.config.schema import CheckpointConfig
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import TrainerError, cause_of
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
-from moerl.errors import TrainerError, cause_of
-from moerl.run_dir import RunDir
-from moerl.trace import Tracer
+from moerl.runtime.run_dir import RunDir
+from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, Sums
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
 from moerl.trainer.checkpoints.optimizer_shards import FORM
@@ -98,8 +98,8 @@ class CheckpointWriter:
     def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         """Copy `state` (Megatron's sharded form) and start to write it; it may change afterwards.
 
-        manifest: readable without torch (`moerl.run_dir.read_manifest`).  Waits for the previous
-        checkpoint.
+        manifest: readable without torch (`moerl.runtime.run_dir.read_manifest`).  Waits for the
+        previous checkpoint.
         """
         self.wait()
         begin, failed = time.time(), ""

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moerl.errors import ConfigError, ModelError
+from moerl.core.errors import ConfigError, ModelError
 from moerl.layout import LayerSpec, Local, at, hf_shapes
 from moerl.layout.tiles import full_box, hf_box, meet
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, damage, sum_of

@@ -22,7 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
 from moerl.trainer.checkpoints.convert import DTYPE_NAMES, convert_to_hf, convert_to_megatron
 from moerl.trainer.checkpoints.convert_job import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moerl.config.json_files import read_json
-from moerl.errors import ModelError, MoerlError
+from moerl.core.errors import ModelError, MoerlError
+from moerl.core.json_files import read_json
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, sum_of
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
 from moerl.trainer.hf_io.tensor_stream import Planned, memory, safetensors_header

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moerl.config.load import load_saved
-from moerl.errors import ModelError
-from moerl.run_dir import RunDir
+from moerl.core.errors import ModelError
+from moerl.runtime.run_dir import RunDir
 
 METADATA_FILE = ".metadata"
 LATEST = "latest_checkpointed_iteration.txt"

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moerl.config.json_files import read_json
-from moerl.errors import LayoutError, ModelError
+from moerl.core.errors import LayoutError, ModelError
+from moerl.core.json_files import read_json
 from moerl.layout import Box, ModelSpec, Tile, at, hf_shapes, model_spec
 from moerl.layout.tiles import full_box, hf_box, local_box, meet, num_elements
-from moerl.run_dir import read_manifest, torn_checkpoint
+from moerl.runtime.run_dir import read_manifest, torn_checkpoint
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST
 from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint, model_of
 from moerl.trainer.checkpoints.stored_names import (

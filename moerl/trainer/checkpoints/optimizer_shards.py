@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from moerl.errors import TrainerError
+from moerl.core.errors import TrainerError
 from moerl.layout import Box, num_elements
 from moerl.layout.tiles import flat_boxes
 

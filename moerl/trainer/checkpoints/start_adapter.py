@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import fingerprint
-from moerl.errors import ModelError, MoerlError
+from moerl.core.errors import ModelError, MoerlError
 from moerl.layout.tiles import full_box
-from moerl.run_dir import read_manifest, torn_checkpoint
+from moerl.runtime.run_dir import read_manifest, torn_checkpoint
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
 from moerl.trainer.hf_io.adapter_base import note_base
 from moerl.trainer.hf_io.adapter_files import save_adapter

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.layout import Box, at
 from moerl.layout.tiles import meet
 from moerl.trainer.checkpoints.find_checkpoint import METADATA_FILE

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moerl.config.json_files import read_json
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import fingerprint
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
+from moerl.core.json_files import read_json
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import write_json

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moerl.config.json_files import read_json
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError, ModelError
+from moerl.core.errors import ConfigError, ModelError
+from moerl.core.json_files import read_json
 from moerl.layout import ModelSpec, Op, at, hf_shapes, join, num_elements
 from moerl.layout.adapters import (
     adapter_shapes,
@@ -35,7 +35,7 @@ from moerl.layout.adapters import (
 )
 from moerl.layout.shards import stacked_forms
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
-from moerl.weight_sync.sglang_adapter import sglang_form
+from moerl.weight_sync.adapters.sglang_adapter import sglang_form
 
 _ROOT = "base_model.model."
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moerl.config.json_files import read_json
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
+from moerl.core.json_files import read_json
 from moerl.layout import ModelSpec, hf_shapes
 from moerl.layout.adapters import module_of
 from moerl.layout.shards import stacked_forms, transposed_stacks

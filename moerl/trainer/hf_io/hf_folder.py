@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moerl.config.json_files import read_json
-from moerl.errors import LayoutError, ModelError
+from moerl.core.errors import LayoutError, ModelError
+from moerl.core.json_files import read_json
 from moerl.layout import (
     Box,
     Local,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moerl.atomic import flush_tree, publish_folder
 from moerl.config.schema import ParallelConfig
+from moerl.core.atomic import flush_tree, publish_folder
 from moerl.layout import (
     Box,
     ModelSpec,

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.config.json_files import read_json
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import LayoutError, ModelError, TrainerError, cause_of
+from moerl.core.json_files import read_json
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
-from moerl.errors import LayoutError, ModelError, TrainerError, cause_of
 from moerl.layout import (
     Box,
     LayerSpec,

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
 from moerl.layout import Box
 
 DTYPES = {

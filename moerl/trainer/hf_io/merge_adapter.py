@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moerl.config.load import load_saved
 from moerl.config.lora_settings import LoraConfig
-from moerl.errors import MoerlError
+from moerl.core.errors import MoerlError
 from moerl.layout import hf_tiles
 from moerl.layout.adapters import factor_names, module_of
-from moerl.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_base import check_base
 from moerl.trainer.hf_io.adapter_files import load_adapter, save_sglang_adapter
 from moerl.trainer.hf_io.foreign_adapter import read_foreign
@@ -33,8 +33,8 @@ from moerl.trainer.hf_io.unmerge_adapter import (
     keep_parts,
     read_parts,
 )
+from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.dither import HfPart
-from moerl.weight_sync.low_rank import merge_into
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from moerl.config.json_files import read_json
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import fingerprint
 from moerl.config.validate import read_section
-from moerl.errors import ModelError
+from moerl.core.errors import ModelError
+from moerl.core.json_files import read_json
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import write_json
 

@@ -34,6 +34,7 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.device_copies import to_host, upload
 from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import Config
+from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch
 from moerl.data.packing import LossInputs, Microbatch, by_row
 from moerl.distributed.object_collectives import all_gather_values
@@ -60,7 +61,6 @@ from moerl.trainer.passes.schedule import (
     run_pass,
     scoring,
 )
-from moerl.types import Array, BatchPlan
 
 
 class ValueHead(torch.nn.Module):
@@ -216,7 +216,7 @@ class Critic:
     def _values_of(self, batch: Microbatch, output_BS1: Tensor) -> Tensor:
         """[N] fp32 of all sampled tokens of the data-parallel rank, from this rank's positions."""
         value_M = output_BS1.flatten()[upload(batch.sampled_rows, output_BS1.device)].float()
-        return forward.join(value_M, batch, self.parallel)
+        return forward.gather_context_parallel(value_M, batch, self.parallel)
 
     def _forward_step(
         self,

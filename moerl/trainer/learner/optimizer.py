@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import OptimizerConfig, TrainerConfig
-from moerl.errors import ConfigError, TrainerError
+from moerl.core.errors import ConfigError, TrainerError
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model

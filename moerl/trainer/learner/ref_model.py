@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moerl.config.algorithms import ref_models_of
 from moerl.config.schema import Config
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.model.gpt import Model, build
 from moerl.trainer.model.layer_calls import Mode

@@ -38,11 +38,12 @@ from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import OBJECTIVES, base_is_reference
 from moerl.config.schema import Config
+from moerl.core.errors import TrainerError
+from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
 from moerl.data.row_cost import pair_cost
-from moerl.errors import TrainerError
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.dithered_cast import dither_casts
 from moerl.trainer.learner.optimizer import (
@@ -59,7 +60,7 @@ from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import forward, probe, proximal
-from moerl.trainer.passes.proximal import Known
+from moerl.trainer.passes.proximal import ReferenceLogprobs
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
 from moerl.trainer.passes.schedule import (
     Batches,
@@ -70,7 +71,6 @@ from moerl.trainer.passes.schedule import (
     no_tokens,
     run_pass,
 )
-from moerl.types import Array, BatchPlan
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.critic import Critic
@@ -138,7 +138,7 @@ class Learner:
         """
         begin, times = time.perf_counter(), _Times()
         parts = self._parts(plan)
-        known = self._know(plan, parts)
+        known = self._score_without_grad(plan, parts)
         advantages, metrics = self._advantages(plan, parts, known)
         times.score = time.perf_counter() - begin
         self.schedule.step(1)  # before the updates: the first batch has the first warm-up rate
@@ -180,11 +180,13 @@ class Learner:
     def gradients(self, plan: BatchPlan) -> StepSums:
         """Accumulate the gradients of a plan and do not update; returns the joined sums."""
         part = Minibatch.whole(plan)
-        (known,) = self._know(plan, [part])
+        (known,) = self._score_without_grad(plan, [part])
         advantages, _ = self._advantages(plan, [part], [known])
         return self._accumulate(part, advantages, known, _Times())
 
-    def _know(self, plan: BatchPlan, parts: Sequence[Minibatch]) -> list[Known]:
+    def _score_without_grad(
+        self, plan: BatchPlan, parts: Sequence[Minibatch]
+    ) -> list[ReferenceLogprobs]:
         """Forward passes over the whole batch, before it is trained; scores of separate reference
         ranks come with the plan.
         """
@@ -192,7 +194,7 @@ class Learner:
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
         for part in parts:
             batches = Batches(part.plan, config, self.parallel, self.store)
-            scores = Known()
+            scores = ReferenceLogprobs()
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
             for role, policy in self.ref_models.items():
@@ -210,7 +212,7 @@ class Learner:
         return known
 
     def _advantages(
-        self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[Known]
+        self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[ReferenceLogprobs]
     ) -> tuple[Advantages, dict[str, float]]:
         """Advantages by row of the whole plan, and their metrics."""
         algorithm, drift = self.config.algorithm, None
@@ -224,7 +226,7 @@ class Learner:
         return plan_advantages(algorithm, plan, drift), {}
 
     def _accumulate(
-        self, part: Minibatch, advantages: Advantages, known: Known, times: _Times
+        self, part: Minibatch, advantages: Advantages, known: ReferenceLogprobs, times: _Times
     ) -> StepSums:
         """Forward and backward of all microbatches of this rank; returns the joined sums.
 
@@ -263,7 +265,7 @@ class Learner:
             load=torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64),
         )
 
-    def _routes(self, plan: BatchPlan, known: Known) -> LoadRoutes | None:
+    def _routes(self, plan: BatchPlan, known: ReferenceLogprobs) -> LoadRoutes | None:
         if self.model.replay is None:
             return None
         load = proximal.recorded_routes(self.model, self.parallel)
@@ -294,7 +296,7 @@ class Learner:
     def _forward_step(
         self,
         sums: StepSums,
-        known: Known,
+        known: ReferenceLogprobs,
         wide: bool,
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
@@ -309,7 +311,12 @@ class Learner:
         return output, partial(self._loss, scheduled, known, wide, sums)
 
     def _loss(
-        self, scheduled: ScheduledPass, known: Known, wide: bool, sums: StepSums, hidden: Tensor
+        self,
+        scheduled: ScheduledPass,
+        known: ReferenceLogprobs,
+        wide: bool,
+        sums: StepSums,
+        hidden: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = scheduled.batch
         scores = forward.sampled_logprobs(

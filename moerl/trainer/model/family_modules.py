@@ -29,7 +29,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moerl.errors import TrainerError
+from moerl.core.errors import TrainerError
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.gated_delta_net import DeltaOrAttention
 

@@ -24,7 +24,7 @@ from moerl.algorithms.head_logprob import Head
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import ddp_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moerl.errors import RecordError, TrainerError
+from moerl.core.errors import RecordError, TrainerError
 
 
 class Mode(Enum):

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 
 _QUERY_BLOCK = 1024
 

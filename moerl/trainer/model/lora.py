@@ -45,7 +45,7 @@ from torch import Tensor
 from moerl.algorithms.head_logprob import HeadFactors
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout import (
     ModelSpec,
     Named,
@@ -67,10 +67,10 @@ from moerl.trainer.model.adapted_layers import (
     tensor_group,
 )
 from moerl.trainer.model.parallel import Parallel
-from moerl.weight_sync.base_weights import BaseWeights
+from moerl.weight_sync.adapters.base_weights import BaseWeights
+from moerl.weight_sync.adapters.low_rank import merge_into
+from moerl.weight_sync.adapters.sglang_adapter import sglang_refusal
 from moerl.weight_sync.dither import HfPart
-from moerl.weight_sync.low_rank import merge_into
-from moerl.weight_sync.sglang_adapter import sglang_refusal
 
 PREFIX = "lora."  # of the factors' names in a GPTModel
 HEAD = "lm_head"

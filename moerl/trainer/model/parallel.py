@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import ParallelConfig
+from moerl.core.errors import ConfigError, TrainerError
 from moerl.distributed.token_store import rank_store
-from moerl.errors import ConfigError, TrainerError
 from moerl.trainer.model.platform import Platform
 
 Group = dist.ProcessGroup

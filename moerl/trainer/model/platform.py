@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moerl.core.errors import ConfigError, ModelError
 from moerl.distributed import numa
-from moerl.errors import ConfigError, ModelError
 from moerl.layout import LayerSpec
 from moerl.trainer.model import cpu_patches
 

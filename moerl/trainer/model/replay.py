@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.device_copies import upload
-from moerl.errors import RecordError
+from moerl.core.errors import RecordError
 from moerl.trainer.model.layer_calls import Key, LayerCalls, Mode
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class LiveChoice:
+class RouterTopK:
     """The live choice of a router, from a RECORD forward."""
 
     ids: Tensor  # [N, K] i64, by descending score
@@ -58,7 +58,7 @@ class RouteReplay(LayerCalls):
         self.num_experts, self.top_k = num_experts, top_k
         self.held_bytes = self.peak_bytes = 0  # of ids before their last use
         self._rows: dict[Key, Tensor] = {}
-        self._live: dict[Key, LiveChoice] = {}
+        self._live: dict[Key, RouterTopK] = {}
 
     def check(self, microbatch: int, routes: Mapping[int, Tensor], chunk: int = 0) -> None:
         """Whether `load` takes these routes.  Reads nothing that a pass changes: any thread may.
@@ -98,7 +98,7 @@ class RouteReplay(LayerCalls):
             self.held_bytes += rows.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def live(self, microbatch: int, layer: int) -> LiveChoice:
+    def live(self, microbatch: int, layer: int) -> RouterTopK:
         """The live choice of a RECORD forward."""
         return self._live[self._key(microbatch, layer)]
 
@@ -106,7 +106,7 @@ class RouteReplay(LayerCalls):
         """Loaded rows before their last use: [N, K] u8 or u16."""
         return self._rows[key]
 
-    def take_live(self, microbatch: int, chunk: int = 0) -> dict[Key, LiveChoice]:
+    def take_live(self, microbatch: int, chunk: int = 0) -> dict[Key, RouterTopK]:
         """Return all live choices of one RECORD forward and drop them."""
         keys = [Key(microbatch, chunk, layer) for layer in self.chunks[chunk]]
         return {key: self._live.pop(key) for key in keys}
@@ -136,7 +136,7 @@ class RouteReplay(LayerCalls):
                 "routing_rows", f"layer {layer} recorded microbatch {key.microbatch} twice"
             )
         chosen, ids = live()
-        self._live[key] = LiveChoice(ids.detach(), _margin(scores.detach(), topk))
+        self._live[key] = RouterTopK(ids.detach(), _margin(scores.detach(), topk))
         return chosen, ids
 
     def _served(self, mode: Mode) -> Container[Key] | None:

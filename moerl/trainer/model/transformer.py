@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from moerl.config.checks import NOT_WITH_REPLAY
 from moerl.config.schema import TrainerConfig
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.sparse_attention import sparse_fields

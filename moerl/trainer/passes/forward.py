@@ -229,22 +229,22 @@ def sampled_logprobs(
         scores = scores._replace(full_entropy=None)
     full = scores.full_entropy
     return Scores(
-        join(scores.logprob, batch, parallel),
-        join(scores.entropy, batch, parallel),
-        None if full is None else join(full, batch, parallel),
+        gather_context_parallel(scores.logprob, batch, parallel),
+        gather_context_parallel(scores.entropy, batch, parallel),
+        None if full is None else gather_context_parallel(full, batch, parallel),
     )
 
 
-def join(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
+def gather_context_parallel(values_M: Tensor, batch: Microbatch, parallel: Parallel) -> Tensor:
     """[N], from the values of the tokens that this context-parallel rank holds."""
     if parallel.cp_size == 1:
         return values_M
     held = upload(batch.held, values_M.device)
-    values_N: Tensor = _Join.apply(values_M, held, len(batch.sampled), parallel.cp)  # type: ignore[no-untyped-call]
+    values_N: Tensor = GatherContextParallel.apply(values_M, held, len(batch.sampled), parallel.cp)  # type: ignore[no-untyped-call]
     return values_N
 
 
-class _Join(Function):
+class GatherContextParallel(Function):
     """Values of the tokens each context-parallel rank holds -> values of all of them.
 
     Every rank computes the same loss from the result, so its gradient is already the full one.

@@ -33,6 +33,7 @@ from torch import Tensor
 from moerl.algorithms.device_copies import upload
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import Config
+from moerl.core.types import BatchPlan
 from moerl.data.packing import Microbatch
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Model
@@ -43,7 +44,6 @@ from moerl.trainer.passes import forward
 from moerl.trainer.passes.proximal import recorded_positions, recorded_routes
 from moerl.trainer.passes.route_agreement import RouteAgreement
 from moerl.trainer.passes.schedule import Batches, ScheduledPass, score
-from moerl.types import BatchPlan
 
 # Nats.  fp32 on both sides: the largest, which measures 1e-5 and less.  bf16 rounds, and of a
 # million tokens some differ by more than any limit, so 99 of 100 are judged: 0.03 and less are

@@ -30,6 +30,7 @@ from moerl.algorithms.corrections import m2_bound
 from moerl.algorithms.device_copies import to_host
 from moerl.config.algorithms import needed
 from moerl.config.schema import Config
+from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch
 from moerl.data.packing import Microbatch, by_row, rollout_at
 from moerl.distributed.object_collectives import all_gather_values
@@ -41,13 +42,12 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
-from moerl.types import Array, BatchPlan
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
 
 
 @dataclass(slots=True)
-class Known:
+class ReferenceLogprobs:
     """Results for one minibatch before its optimizer step; log-probabilities on the last stage."""
 
     logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
@@ -66,20 +66,20 @@ def is_needed(config: Config) -> bool:
     return several or config.replay.routing == "R2" or "proximal_pass" in needed(config.algorithm)
 
 
-def proximal_pass(model: Model, config: Config, batches: Batches) -> Known:
+def proximal_pass(model: Model, config: Config, batches: Batches) -> ReferenceLogprobs:
     """Log-probabilities of one minibatch under the current weights, and with R2 its routes."""
     if model.replay is None:
-        return Known({"proximal": score(model, batches, Mode.OFF)})
+        return ReferenceLogprobs({"proximal": score(model, batches, Mode.OFF)})
     if config.replay.routing != "R2":
         load = recorded_routes(model, batches.parallel)
-        return Known({"proximal": score(model, batches, Mode.REPLAY, load=load)})
+        return ReferenceLogprobs({"proximal": score(model, batches, Mode.REPLAY, load=load)})
     replay, routes = model.replay, Routes()
 
     def keep(turn: ScheduledPass) -> None:
         routes.update(_taken(replay, turn))
 
     found = score(model, batches, Mode.RECORD, after=keep)
-    return Known({"proximal": found}, routes)
+    return ReferenceLogprobs({"proximal": found}, routes)
 
 
 def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
@@ -134,7 +134,7 @@ def _id_dtype(replay: RouteReplay) -> torch.dtype:
 
 def bound_second_moment(
     minibatches: Sequence[Minibatch],
-    known: Sequence[Known],
+    known: Sequence[ReferenceLogprobs],
     limit: float,
     parallel: Parallel,
     store: RecordReads,
@@ -155,7 +155,7 @@ def bound_second_moment(
 
 
 def over_reference(
-    minibatches: Sequence[Minibatch], known: Sequence[Known], parallel: Parallel
+    minibatches: Sequence[Minibatch], known: Sequence[ReferenceLogprobs], parallel: Parallel
 ) -> list[Array]:
     """Proximal - reference of each sampled token, [S] f64 by row of the batch, on all ranks."""
     mine: dict[int, Array] = {}
@@ -169,5 +169,7 @@ def over_reference(
     return [joined[row] for row in range(len(joined))]
 
 
-def _by_row(plan: BatchPlan, known: Known, role: str, parallel: Parallel) -> dict[int, np.ndarray]:
+def _by_row(
+    plan: BatchPlan, known: ReferenceLogprobs, role: str, parallel: Parallel
+) -> dict[int, np.ndarray]:
     return by_row(plan, parallel.dp_rank, to_host(known.logprobs[role]))

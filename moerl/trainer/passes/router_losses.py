@@ -32,12 +32,12 @@ from torch import Tensor
 
 from moerl.algorithms.device_copies import upload
 from moerl.config.schema import TrainerConfig
+from moerl.core.types import BatchPlan
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Key
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import forward
-from moerl.types import BatchPlan
 
 NAMES = ("router_z", "router_balance")
 _SETTINGS = ("moe_z_loss_coeff", "moe_aux_loss_coeff", "moe_router_load_balancing_type")

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from moerl.algorithms.device_copies import upload
 from moerl.config.schema import Config, TrainerConfig
+from moerl.core.errors import TrainerError
+from moerl.core.types import Array, BatchPlan
 from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
-from moerl.errors import TrainerError
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
-from moerl.types import Array, BatchPlan
 
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # loss of a chunk's output
 ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]

@@ -31,7 +31,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 
 _POLL_S = 0.0002
 _HANDLE_BYTES = 64

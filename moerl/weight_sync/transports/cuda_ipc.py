@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range
 from moerl.weight_sync.transports.cuda_driver import Driver
 from moerl.weight_sync.transports.shm import check_memfd, open_memfd

@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
 
 _PREFIX = "moerl-staging-"

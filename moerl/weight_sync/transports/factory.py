@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from moerl.errors import ConfigError
+from moerl.core.errors import ConfigError
 from moerl.weight_sync.transports.base import Transport
 
 _MODULES = {

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from moerl.config.transport_rules import DEVICES, PROTOCOL
+from moerl.core.errors import TransportError
 from moerl.distributed.token_server import ServerAddress, TokenServer, open_channel
-from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.core.errors import TransportError
 from moerl.distributed.token_server import failure, seconds_left
-from moerl.errors import TransportError
 
 BUCKET_BYTES = 16 * 2**20
 _BUCKETS = 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
 _ALIGN = 64  # bytes

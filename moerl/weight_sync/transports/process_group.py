@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.core.errors import TransportError
 from moerl.distributed.token_server import (
     Channel,
     ServerAddress,
@@ -39,7 +40,6 @@ from moerl.distributed.token_server import (
     open_channel,
     seconds_left,
 )
-from moerl.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
 from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,

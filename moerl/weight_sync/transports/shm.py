@@ -24,7 +24,7 @@ import time
 import torch
 from torch import Tensor
 
-from moerl.errors import TransportError
+from moerl.core.errors import TransportError
 from moerl.weight_sync.transports.base import Guarantees, check_range
 from moerl.weight_sync.transports.pinned_memory import tensor_over
 

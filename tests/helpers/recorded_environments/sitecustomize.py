@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-_KINDS = {"moerl.engine.server_process": "engine", "moerl.trainer.main": "trainer"}
+_KINDS = {"moerl.engine.plugin.server_process": "engine", "moerl.trainer.main": "trainer"}
 
 
 def _record(folder: Path, kind: str) -> None:

@@ -32,7 +32,7 @@ def hook(module: ModuleType) -> None:
 
 def copy(handler, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]
     from moerl.controller.rollout_builder import group_uris
-    from moerl.serialization import encode_value
+    from moerl.core.serialization import encode_value
 
     run, blobs = Path(FOLDER) / handler._config.run.name, handler._services.blobs
     folder = run / str(handler._pool.incarnation)

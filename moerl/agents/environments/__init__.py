@@ -1,0 +1,1 @@
+"""Stateful environments: their workers, and environments that come with moerl."""

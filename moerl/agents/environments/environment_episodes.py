@@ -1,0 +1,242 @@
+"""Plays episodes of `task.agent.environment`: turns of the policy, answered by an environment.
+
+Turns are asked for as a client of the gateway asks, without HTTP, so they are recorded in the same
+way.  The environment says what the policy reads next; what the policy wrote goes back into the
+conversation unchanged, so each turn continues the one before.
+
+An episode whose turns, tokens or context are used up ends there, with the rewards so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from moerl.agents.agent_loop import (
+    AgentRunner,
+    EngineClock,
+    EngineFar,
+    EpisodeTable,
+    PolicySettings,
+    played_episode,
+)
+from moerl.agents.chat_messages import ChatMessage, Json
+from moerl.agents.environments.episode_environment import (
+    AnswerCall,
+    EpisodeEnd,
+    Observation,
+    PolicyAnswer,
+    StartFields,
+)
+from moerl.agents.episode_types import Ends, TurnAnswer
+from moerl.agents.gateway.api_errors import ApiError
+from moerl.agents.open_episode import OpenEpisode
+from moerl.config.schema import TaskConfig
+from moerl.controller.agent_episodes import ENDED, PlayedEpisode
+from moerl.core.types import Prompt, SamplingParams
+
+T = TypeVar("T")
+_AGAIN, _TRIES = ("engine_unavailable", "record_refused"), 3  # as often as OpenAI's client asks
+_LIMITS = ("context_length_exceeded", "turn_limit_exceeded", "token_limit_exceeded")
+
+
+class EpisodeFailed(Exception):
+    """Why an episode cannot be trained: a word, and what continues "the agent of EPISODE ..."."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(detail)
+
+
+class OpenEnvironment(Protocol):
+    """The environment of one episode; each method raises EpisodeFailed."""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """What happened in it, for metrics `agent/...`."""
+        ...
+
+    async def reset(self, start: StartFields) -> Observation: ...
+
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd: ...
+
+    async def close(self) -> None:
+        """Never raises, and returns soon."""
+        ...
+
+
+class Environments(Protocol):
+    """Where environments are opened (`moerl.agents.environments.environment_pool`)."""
+
+    async def start(self) -> None: ...
+
+    async def open(self, name: str) -> OpenEnvironment:
+        """Raises EpisodeFailed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentEpisodes(AgentRunner):
+    """An `EpisodeRunner`."""
+
+    def __init__(
+        self, task: TaskConfig, settings: PolicySettings, environments: Environments
+    ) -> None:
+        super().__init__(lambda engine: _EnvironmentTable(task, settings, engine, environments))
+
+
+@dataclass(slots=True, eq=False)
+class _Talk:
+    """A conversation so far."""
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    tools: Sequence[Json] = ()
+    reward: float = 0.0
+    is_rewarded: bool = False  # the environment has given a reward, which may be 0
+
+    def hear(self, observation: Observation) -> None:
+        """Raises EpisodeFailed."""
+        self.messages += _messages(observation.messages)
+        if observation.tools is not None:
+            self.tools = list(observation.tools)
+        self.add(observation.reward)
+        self.is_rewarded |= bool(observation.reward)
+
+    def add(self, reward: float) -> None:
+        if not math.isfinite(reward):
+            raise EpisodeFailed("no_reward", f"has an environment that gave a reward of {reward}")
+        self.reward += reward
+
+
+class _EnvironmentTable(EpisodeTable):
+    def __init__(
+        self,
+        task: TaskConfig,
+        settings: PolicySettings,
+        engine: EngineFar,
+        environments: Environments,
+    ) -> None:
+        super().__init__(engine)
+        self._task, self._environments = task, environments
+        self._policy, self._limits = settings.policy(engine), settings.limits(task.agent)
+
+    async def start(self) -> None:
+        await self._environments.start()
+
+    async def stop(self) -> None:
+        await self._environments.close()
+
+    async def play_one(
+        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
+    ) -> PlayedEpisode:
+        now = asyncio.get_running_loop().time
+        begin, talk = now(), _Talk()
+        episode = OpenEpisode(name, self._policy.of(held_out), self._limits)
+        counts: dict[str, float] = {}
+        failure = "", ""
+        try:
+            start = self._start(name, prompt, held_out=held_out is not None)
+            await _until(end, self._limits.wall_s, self._converse(episode, start, talk, counts))
+        except EpisodeFailed as error:
+            failure = error.reason, error.detail
+        except TimeoutError:
+            failure = "timeout", f"took longer than task.agent.wall_s = {self._limits.wall_s:g}"
+        finally:
+            done = await episode.finish()
+        clock = self.engine.clocks.pop(name, EngineClock())
+        counts |= {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
+        if not failure[0]:
+            failure = self._missing(talk, has_turns=bool(done.turns))
+        judges = self._task.agent.reward == "agent"
+        return played_episode(prompt, done, failure, talk.reward if judges else None, counts)
+
+    async def _converse(
+        self, episode: OpenEpisode, start: StartFields, talk: _Talk, counts: dict[str, float]
+    ) -> None:
+        """Raises EpisodeFailed."""
+        environment = await self._environments.open(episode.name)
+        try:
+            seen: Observation | EpisodeEnd = await environment.reset(start)
+            while isinstance(seen, Observation):
+                talk.hear(seen)
+                answer = await _turn(episode, talk)
+                if answer is None:
+                    counts["limits_reached"] = 1.0
+                    talk.is_rewarded = True  # a reward at the end only is 0 here
+                    return
+                seen = await environment.step(answer)
+            talk.is_rewarded |= seen.reward is not None
+            talk.add(seen.reward or 0.0)
+        finally:
+            await environment.close()
+            counts |= environment.counts
+
+    def _start(self, name: str, prompt: Prompt, *, held_out: bool) -> StartFields:
+        """The right answer only where the environment gives the reward."""
+        extra = dict(prompt.extra)
+        given = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
+        judges = self._task.agent.reward == "agent"
+        answer = prompt.answer if judges else None
+        return StartFields(name, prompt.text, list(given), answer, extra, held_out)
+
+    def _missing(self, talk: _Talk, *, has_turns: bool) -> tuple[str, str]:
+        if not has_turns:
+            return "no_turn", "has an environment that ended before the first turn"
+        if self._task.agent.reward == "agent" and not talk.is_rewarded:
+            return "no_reward", "has an environment that gave no reward"
+        return "", ""
+
+
+async def _turn(episode: OpenEpisode, talk: _Talk) -> PolicyAnswer | None:
+    """The policy's next turn, which is added to the conversation; None: a limit is reached."""
+    for left in range(_TRIES)[::-1]:
+        try:
+            (answer,) = await episode.chat(talk.messages, talk.tools, Ends())
+            talk.messages.append(ChatMessage("assistant", answer.text, list(answer.calls)))
+            return _answer(answer)
+        except ApiError as error:
+            if error.code in _LIMITS:
+                return None
+            if error.code == "episode_ended":  # its seconds are used up
+                raise TimeoutError from error
+            if error.code not in _AGAIN or not left:
+                raise EpisodeFailed(error.code, f"could not be sampled: {error.message}") from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _answer(answer: TurnAnswer) -> PolicyAnswer:
+    calls = tuple(
+        AnswerCall(call.id, call.function.name, str(call.function.arguments))
+        for call in answer.calls
+    )
+    return PolicyAnswer(answer.text, calls, answer.reasoning, answer.finish_reason)
+
+
+def _messages(given: Sequence[Json]) -> list[ChatMessage]:
+    try:
+        return msgspec.convert(list(given), list[ChatMessage])
+    except msgspec.ValidationError as error:
+        problem = f"has an environment whose messages cannot be used: {error}"
+        raise EpisodeFailed("environment", problem) from error
+
+
+async def _until(end: asyncio.Event, wall_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`.  Raises EpisodeFailed when `end` is set, TimeoutError."""
+    running, ending = asyncio.ensure_future(work), asyncio.ensure_future(end.wait())
+    try:
+        await asyncio.wait({running, ending}, timeout=wall_s, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        if ending.done():
+            raise EpisodeFailed(ENDED, "was ended")
+        raise TimeoutError
+    finally:
+        ending.cancel()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""Environments that a recipe names without a class of its own: `sandbox_tools` and `http`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moerl.agents.environments.episode_environment import (
+    EpisodeEnd,
+    EpisodeEnvironment,
+    EpisodeStart,
+    EpisodeTools,
+    Observation,
+    PolicyAnswer,
+)
+from moerl.agents.environments.http_environment import HttpEnvironment
+from moerl.agents.environments.socket_environment import SocketEnvironment
+from moerl.config.functions import look_up
+
+
+class SandboxEnvironment:
+    """The policy's calls are executed in its sandbox until it answers without one.
+
+    Reward: `task.reward`, over the texts of its turns.
+    """
+
+    _tools: EpisodeTools
+
+    async def reset(self, start: EpisodeStart) -> Observation:
+        self._tools = start.tools
+        return Observation(start.messages, tools=start.tools.schemas)
+
+    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
+        if not answer.calls:
+            return EpisodeEnd()
+        return Observation(
+            [
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": await self._tools.call(call.name, call.arguments),
+                }
+                for call in answer.calls
+            ]
+        )
+
+    async def close(self) -> None:
+        """The box ends with the episode."""
+
+
+def _of_server(url: str, **options: str | float) -> EpisodeEnvironment:
+    """By the form of its address."""
+    is_socket = url.startswith(("ws://", "wss://"))
+    made: Callable[..., EpisodeEnvironment] = SocketEnvironment if is_socket else HttpEnvironment
+    return made(url, **options)
+
+
+READY: Mapping[str, Callable[..., EpisodeEnvironment]] = {
+    "sandbox_tools": SandboxEnvironment,
+    "http": _of_server,
+}
+
+
+def environment_class(name: str) -> Callable[..., EpisodeEnvironment]:
+    """Raises ConfigError for an unknown one."""
+    if name in READY:
+        return READY[name]
+    found: Callable[..., EpisodeEnvironment] = look_up("task.agent.environment", name, list(READY))
+    return found

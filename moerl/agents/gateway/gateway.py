@@ -1,0 +1,331 @@
+"""The HTTP server in front of the policy, with a base URL and a key for each episode.
+
+    client --/episodes/NAME/v1/...--> Gateway --GenerateRequest--> engine hosts
+                                         |
+                                  OpenEpisode: turns --> FinishedEpisode
+
+Clients of OpenAI's chat completions and responses and of Anthropic's messages work without change.
+It stands in front of engine hosts, not of SGLang: records stay on their node, and an update of the
+weights is not seen by clients.
+
+Episodes are opened and ended by the program that holds the gateway.  An unknown name and a wrong
+key give the same answer; after its end an episode answers 410 to its own key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy, Tell, TurnAnswer
+from moerl.agents.gateway import anthropic_messages, event_streams
+from moerl.agents.gateway.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
+from moerl.agents.gateway.api_errors import ApiError
+from moerl.agents.gateway.event_streams import NewestPartials, stream
+from moerl.agents.gateway.grammar_fields import forced_call
+from moerl.agents.gateway.openai_replies import ChatEvents, CompletionEvents, OpenaiReply, Shown
+from moerl.agents.gateway.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Known,
+    TokenRequest,
+    check_chat,
+    read_request,
+)
+from moerl.agents.gateway.openai_responses import ResponsesEvents, ResponsesReply, ResponsesRequest
+from moerl.agents.gateway.other_models import OtherModels
+from moerl.agents.open_episode import OpenEpisode
+from moerl.config.task_programs import POLICY
+from moerl.core.errors import ConfigError
+from moerl.core.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 10_000  # episodes that have ended
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ALLOWED = "must be letters, digits, `.`, `_` and `-`, begin with one of the first two, and be new"
+
+_MESSAGES = "/messages"  # Anthropic's form
+Translated = TypeVar("Translated", ResponsesReply, MessagesReply)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a gateway listens, and what it reads of a request."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 = any free one
+    model: str = POLICY  # name that clients see
+    body_bytes: int = 64 << 20
+    body_s: float = 60.0
+
+
+class Gateway:
+    """Used from one event loop."""
+
+    def __init__(
+        self, policy: Policy, endpoint: Endpoint, others: OtherModels | None = None
+    ) -> None:
+        """others: models that clients may call besides the policy."""
+        self._policy, self._endpoint = policy, endpoint
+        self._others = others or OtherModels({})
+        self._episodes: dict[str, OpenEpisode] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # keys by name
+        self._nobody = secrets.token_urlsafe(24)  # key of episodes that do not exist
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(
+            client_max_size=self._endpoint.body_bytes, middlewares=[_errors_in_the_form]
+        )
+        base = "/episodes/{episode}/v1"
+        app.router.add_post(f"{base}/chat/completions", self._chat)
+        app.router.add_post(f"{base}/completions", self._completions)
+        app.router.add_post(f"{base}/responses", self._responses)
+        app.router.add_post(f"{base}{_MESSAGES}", self._messages)
+        app.router.add_post(f"{base}/generate", self._tokens)
+        app.router.add_get(f"{base}/models", self._models)
+        await self._others.start()
+        # A client that hangs up cancels its handler, which ends the engine's request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._endpoint.host, self._endpoint.port).start()
+
+    async def stop(self) -> None:
+        """End all episodes and close the port."""
+        await asyncio.gather(*map(self.end_episode, list(self._episodes)))
+        await self._others.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def open_episode(
+        self, name: str, limits: EpisodeLimits, held_out: SamplingParams | None = None
+    ) -> OpenEpisode:
+        """name: unique in a run; it names the rollouts and their blobs.
+
+        held_out: the distribution of an evaluation's episode, in place of the policy's.
+        """
+        if name in self._episodes or name in self._ended or not _NAMES.fullmatch(name):
+            raise ConfigError("episode", name, _ALLOWED)
+        self._episodes[name] = OpenEpisode(name, self._policy.of(held_out), limits)
+        return self._episodes[name]
+
+    def base_url(self, name: str) -> str:
+        """For OPENAI_BASE_URL; the key is the episode's."""
+        assert self._runner is not None, "the gateway is not started"
+        host, port = self._runner.addresses[0][:2]
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port}/episodes/{name}/v1"
+
+    async def end_episode(self, name: str) -> FinishedEpisode:
+        """Turns that run are dropped."""
+        episode = self._episodes.pop(name)
+        self._ended[name] = episode.key
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        return await episode.finish()
+
+    # --- routes -----------------------------------------------------------------------------------
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        if other := await self._other_model(request):
+            return await self._ask_other(request, episode, other)
+        asked = await self._read(request, ChatRequest, episode)
+        self._check_logprobs(asked.logprobs)
+        news = NewestPartials()
+        # Log-probabilities are in the record, which is there when the answer is complete.
+        tell = news.tell if asked.stream and not asked.logprobs else None
+        reply = self._reply(_turns(episode, asked, tell), logprobs=bool(asked.logprobs))
+        if not asked.stream:
+            return _json((await reply).chat())
+        writer = ChatEvents(self._endpoint.model, usage=asked.wants_usage)
+        return await stream(request, reply, news, writer, event_streams.OPENAI)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, ResponsesRequest, episode)
+        news, model = NewestPartials(), self._endpoint.model
+        form = partial(ResponsesReply, asked=asked, model=model)
+        reply = self._translated(episode, asked.chat(), form, news.tell)
+        if not asked.stream:
+            return _json((await reply).whole())
+        writer = ResponsesEvents(model, asked)
+        return await stream(request, reply, news, writer, event_streams.RESPONSES)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, MessagesRequest, episode)
+        news, model = NewestPartials(), self._endpoint.model
+        form = partial(MessagesReply, model=model)
+        reply = self._translated(episode, asked.chat(), form, news.tell)
+        if not asked.stream:
+            return _json((await reply).whole())
+        return await stream(request, reply, news, MessagesEvents(model), event_streams.ANTHROPIC)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        if other := await self._other_model(request):
+            return await self._ask_other(request, episode, other)
+        asked = await self._read(request, CompletionRequest, episode)
+        self._check_logprobs(asked.logprobs is not None)
+        news, logprobs = NewestPartials(), asked.logprobs is not None
+        tell = news.tell if asked.stream and not logprobs else None
+        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell)
+        reply = self._reply(turns, logprobs=logprobs)
+        if not asked.stream:
+            return _json((await reply).completion())
+        writer = CompletionEvents(self._endpoint.model, usage=asked.wants_usage)
+        return await stream(request, reply, news, writer, event_streams.OPENAI)
+
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, TokenRequest, episode)
+        if asked.stream:
+            raise ApiError(400, "unsupported_parameter", "stream: not for tokens; leave it out")
+        self._check_logprobs(asked.logprobs)
+        turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1)
+        return _json((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        model = {"id": self._endpoint.model, "object": "model", "created": 0, "owned_by": "moerl"}
+        most = {"max_model_len": episode.limits.context_tokens}
+        others = [model | {"id": name, "owned_by": "other"} for name in self._others.names]
+        return _json({"object": "list", "data": [model | most, *others]})
+
+    async def _other_model(self, request: web.Request) -> str:
+        """The model that a request names; empty: the policy is asked."""
+        return self._others.asked(await self._body(request), self._endpoint.model)
+
+    async def _ask_other(
+        self, request: web.Request, episode: OpenEpisode, name: str
+    ) -> web.StreamResponse:
+        route, data = request.path.partition("/v1/")[2], await self._body(request)
+        return await episode.ask_other(name, lambda: self._others.ask(name, route, data))
+
+    # --- requests ---------------------------------------------------------------------------------
+    def _episode(self, request: web.Request) -> OpenEpisode:
+        """The episode whose name and key the request has.  Raises ApiError."""
+        name = request.match_info["episode"]
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (request.headers.get("x-api-key") or bearer).strip()
+        found = self._episodes.get(name)
+        key = found.key if found else self._ended.get(name, self._nobody)
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
+            message = "there is no such episode, or this is not its key"
+            raise ApiError(401, "invalid_api_key", message, retry=False)
+        if found is None:
+            raise ApiError(410, "episode_ended", "the episode has ended", retry=False)
+        return found
+
+    async def _read(self, request: web.Request, form: type[Known], episode: OpenEpisode) -> Known:
+        if other := await self._other_model(request):
+            message = f"the model {other} is served by chat/completions and completions only"
+            raise ApiError(404, "model_not_found", message, retry=False)
+        data = await self._body(request)
+        return read_request(data, form, episode.sampling, episode.counts)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """It is read once, and kept by the request.  Raises ApiError."""
+        most, seconds = self._endpoint.body_bytes, self._endpoint.body_s
+        if (request.content_length or 0) > most:
+            raise _too_large(most)
+        try:
+            async with asyncio.timeout(seconds):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise _too_large(most) from error
+        except TimeoutError as error:
+            message = f"the body did not arrive within {seconds:g} s"
+            raise ApiError(408, "request_too_slow", message, retry=False) from error
+
+    def _check_logprobs(self, wanted: bool | None) -> None:
+        if wanted and self._policy.logprobs is None:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                "logprobs: this gateway cannot read them; leave it out",
+                retry=False,
+            )
+
+    async def _translated(
+        self,
+        episode: OpenEpisode,
+        asked: ChatRequest,
+        form: Callable[[TurnAnswer], Translated],
+        tell: Tell,
+    ) -> Translated:
+        try:
+            check_chat(asked)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
+        (answer,) = await _turns(episode, asked, tell if asked.stream else None)
+        return form(answer)
+
+    async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:
+        answers, read = await turns, self._policy.logprobs
+        shown = [Shown(answer) for answer in answers]
+        if logprobs and read is not None:
+            values = [await asyncio.to_thread(read, one.turn.rollout) for one in answers]
+            shown = [
+                Shown(answer, [float(value) for value in found])
+                for answer, found in zip(answers, values, strict=True)
+            ]
+        return OpenaiReply(shown, self._endpoint.model, self._policy.tokens.decode)
+
+
+def _turns(
+    episode: OpenEpisode, asked: ChatRequest, tell: Tell | None
+) -> Coroutine[None, None, list[TurnAnswer]]:
+    forces = forced_call(asked.tool_choice)
+    return episode.chat(
+        asked.messages,
+        asked.tools or [],
+        replace(asked.ends, forces=forces),
+        asked.n or 1,
+        calls=asked.tool_choice != "none",
+        tell=tell,
+    )
+
+
+# --- answers -------------------------------------------------------------------------------------
+@web.middleware
+async def _errors_in_the_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        found = error
+    except web.HTTPException as error:
+        found = ApiError(error.status, "not_found", f"{request.path}: {error.reason}")
+    except Exception:
+        log.exception("a request failed: %s", request.path)
+        found = ApiError(500, "internal_error", "the gateway failed", retry=False)
+    is_anthropic = request.path.endswith(_MESSAGES)
+    body = anthropic_messages.error_body(found) if is_anthropic else found.body
+    return _json(body, found.status, found.headers)
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body has over {most} bytes", retry=False)

@@ -1,0 +1,1 @@
+"""External programs that play episodes over the gateway."""

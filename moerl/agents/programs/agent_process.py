@@ -1,0 +1,162 @@
+"""One external program: started below a keeper, read to its end, and never left behind.
+
+The keeper (`moerl.sandbox.reaper`) ends everything that the program started as soon as the program
+has ended or this process is gone, and applies `task.limits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moerl.config.agent_checks import program_path
+from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
+from moerl.sandbox.isolation import Isolation
+from moerl.sandbox.limits import program_environment
+
+_END_S = 15.0  # most seconds for a keeper to end its program
+_LIMIT = 2**16  # bytes of one read
+MOST_LINE = 2**20  # bytes of a line that is read as one
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """out, err: the last bytes that it printed.
+
+    why: timeout, ended: it was killed; error, lost: an episode of a worker, and err says why.
+    """
+
+    code: int
+    out: bytes
+    err: bytes
+    why: Literal["exit", "timeout", "ended", "error", "lost"]
+
+
+def program_of(command: Sequence[str]) -> list[str]:
+    """The command with the path of its program; `python` is moerl's own.  Raises ConfigError."""
+    if (path := program_path(command[0])) is None:
+        why = f"there is no program {command[0]!r} on PATH"
+        raise ConfigError("task.agent.command", list(command), why)
+    return [path, *command[1:]]
+
+
+async def run_program(
+    task: TaskConfig,
+    variables: dict[str, str],
+    given: bytes,
+    end: asyncio.Event,
+) -> ProgramEnd:
+    """Run task.agent.command until it exits, its time is up, or `end` is set; then `end` is set.
+
+    variables: added to its environment; given: on its standard input.  Raises OSError when no
+    process can be started.
+    """
+    async with kept_program(task, variables) as (process, control):
+        return await _watch(process, control, given, end, task)
+
+
+@contextlib.asynccontextmanager
+async def kept_program(
+    task: TaskConfig, variables: dict[str, str]
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
+    """task.agent.command below its keeper; all that it started ends with the block.
+
+    It ends earlier when the socket is closed.  Raises OSError when no process can be started.
+    """
+    isolation = Isolation(task.limits, program_environment(task))
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *isolation.command(program_of(task.agent.command), theirs.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=dict(isolation.environment) | variables,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                limit=MOST_LINE,
+            )
+        try:
+            yield process, ours
+        finally:
+            ours.close()  # the keeper ends everything
+            await _reap(process)
+
+
+async def _watch(
+    process: asyncio.subprocess.Process,
+    control: socket.socket,
+    given: bytes,
+    end: asyncio.Event,
+    task: TaskConfig,
+) -> ProgramEnd:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    most = max(1, task.limits.output_kb) * 1024
+    reading: asyncio.Future[tuple[bytes, bytes, int, None]] = asyncio.gather(
+        _last_bytes(process.stdout, most),
+        _last_bytes(process.stderr, most),
+        process.wait(),
+        _give(process, given),
+    )
+    reading.add_done_callback(lambda _: end.set())
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(task.agent.wall_s):
+                await end.wait()
+        why: Literal["exit", "timeout", "ended"] = "ended" if end.is_set() else "timeout"
+        why = "exit" if reading.done() else why
+        control.close()
+        async with asyncio.timeout(_END_S):
+            out, err, code, _ = await reading
+        return ProgramEnd(code, out, err, why)
+    except TimeoutError:  # a program with our user id has stopped its keeper
+        return ProgramEnd(-1, b"", b"", "timeout")
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _last_bytes(stream: asyncio.StreamReader, most: int) -> bytes:
+    """Everything is read, so that the program never waits; the last bytes are kept."""
+    kept = b""
+    while data := await stream.read(_LIMIT):
+        kept = (kept + data)[-most:]
+    return kept
+
+
+async def _give(process: asyncio.subprocess.Process, given: bytes) -> None:
+    """A program need not read its input."""
+    assert process.stdin is not None
+    try:
+        with contextlib.suppress(OSError):
+            process.stdin.write(given)
+            await process.stdin.drain()
+    finally:
+        process.stdin.close()
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Wait for the keeper, and until the pipes are closed.
+
+    They are read meanwhile: the process counts as running while one of them is full.
+    """
+    reading = asyncio.gather(_drain(process.stdout), _drain(process.stderr))
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    await reading
+
+
+async def _drain(stream: asyncio.StreamReader | None) -> None:
+    while stream is not None and await stream.read(_LIMIT):
+        pass

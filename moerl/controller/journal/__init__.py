@@ -1,0 +1,1 @@
+"""State of the controller that outlives its process."""

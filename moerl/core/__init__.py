@@ -1,0 +1,1 @@
+"""Types, messages and their wire forms: no torch, Ray, Megatron or SGLang."""

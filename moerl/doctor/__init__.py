@@ -1,0 +1,1 @@
+"""Checks of every node before a run: `moerl doctor`."""

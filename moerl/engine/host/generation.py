@@ -1,0 +1,478 @@
+"""Runs requests on one SGLang server; each record is handed back when it is done.
+
+A record is checked and sealed before.
+
+The requests of a message go out as one streamed batch per first routing row (a batch has one
+`routed_experts_start_len`).  The server sends each reply when that request ends, so a request waits
+for no other, and a refused record or a request that the server fails costs no other.  Rejected: an
+HTTP request per rollout (its cost is that of decoding some tokens).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moerl.core.errors import BlobError, EngineError, RecordError
+from moerl.core.types import (
+    Array,
+    BlobRef,
+    Finish,
+    GenerateRequest,
+    IndexerBlob,
+    LogprobBlob,
+    MaskBlob,
+    ModelShape,
+    PolicyVersion,
+    RoutingBlob,
+    SamplingParams,
+    Segment,
+    VersionSpan,
+)
+from moerl.engine.host import reply_parser
+from moerl.engine.host.health import EngineHealth
+from moerl.engine.host.reply_parser import InFlight, Records, Reply, SharedPrompts
+from moerl.engine.host.sglang_client import BadRequest, EngineClient, FailedRequest, is_part
+from moerl.engine.host.weight_updates import WeightUpdater
+from moerl.engine.plugin import grammars, in_flight
+from moerl.engine.record_files import FIELD, RecordReader
+from moerl.records.blob_store import BlobStore
+from moerl.runtime.trace import Tracer
+
+_FEW_ROWS = 256  # of a record: at 48 layers a millisecond
+# Each part of a stream has all tokens so far, so long answers come in parts of more tokens: at most
+# _PARTS of them, and the bytes of all are at most _PARTS / 2 times those of the answer.
+_PARTS, _PART = 256, 8
+
+Seal = Callable[[int, dict[str, Any]], Coroutine[Any, Any, None]]  # place of the request, reply
+Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
+Tell = Callable[[GenerateRequest, Array], None]
+
+
+class Generation:
+    """The requests of one engine.  Used from one event loop."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        store: BlobStore,
+        health: EngineHealth,
+        updates: WeightUpdater,
+        tracer: Tracer,
+        *,
+        routing: bool,
+    ) -> None:
+        """routing: the engine's routes are recorded."""
+        self._index, self._shape, self._store = health.index, shape, store
+        self._health, self._updates, self._tracer = health, updates, tracer
+        self._routing = routing
+        self._indexer = routing and bool(shape.index_topk)
+        self._shared = SharedPrompts()
+        # Requests that the server has, and its ids of them.  It aborts every id that begins with
+        # the given one, so each ends with a point.
+        self._sent: dict[str, str] = {}
+        self._serial = count()
+        self._unsent: set[str] = set()  # names of requests that wait for an update
+        self._askers = 0  # number of controllers that were replaced
+        self.client: EngineClient | None = None
+        self.records: RecordReader | None = None  # of the same server
+        self._decoding = asyncio.Lock()  # one reply at a time is decoded, in a thread
+        self.tokens = 0  # sampled since start
+        self.refused: Counter[str] = Counter()
+
+    def forget(self) -> None:
+        """A new controller takes over: requests of the earlier one end with an error."""
+        self._askers += 1
+
+    async def run(self, requests: Sequence[GenerateRequest], done: Done, tell: Tell) -> None:
+        """done: receives each reply once, as soon as it is there.
+
+        tell: receives the tokens so far of requests that stream, now and then before their reply.
+        """
+        calls: dict[int, list[GenerateRequest]] = {}
+        for request in requests:
+            self._shared.expect(request)
+            calls.setdefault(reply_parser.first_row(request), []).append(request)
+        asker = self._askers
+        work = (self._call(call, asker, done, tell) for call in calls.values())
+        tasks = list(map(asyncio.create_task, work))
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:  # their blobs would never be read
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """End these requests; each returns its tokens so far."""
+        wanted = set(names)
+        self._unsent -= wanted
+        if self._sent.keys() <= wanted:
+            await self._alive().abort_all()
+        else:
+            ids = [self._sent[name] for name in wanted & self._sent.keys()]
+            await asyncio.gather(*map(self._alive().abort, ids))
+
+    async def _call(
+        self, requests: list[GenerateRequest], asker: int, done: Done, tell: Tell
+    ) -> None:
+        """Run one batch; a batch that the server refuses as a whole is sent one by one."""
+        left = {request.name: request for request in requests}
+
+        def finish(request: GenerateRequest, reply: Segment | RecordError | EngineError) -> None:
+            del left[request.name]
+            self._shared.leave(request)
+            done(request, reply)
+
+        try:
+            await self._admitted(left, finish)
+            await self._send(list(left.values()), asker, finish, tell)
+        except BadRequest as error:
+            if len(left) > 1:
+                alone = list(left.values())
+                left.clear()
+                await asyncio.gather(*(self._call([one], asker, done, tell) for one in alone))
+            for request in list(left.values()):
+                reason = "engine" if isinstance(error, FailedRequest) else "request"
+                told = RecordError(reason, f"{request.rollout_id}: {error}")
+                finish(request, self._refuse(told))
+        except EngineError as error:
+            for request in list(left.values()):
+                finish(request, error)
+        finally:
+            for request in left.values():  # cancelled
+                self._shared.leave(request)
+
+    async def _admitted(self, left: dict[str, GenerateRequest], finish: Done) -> None:
+        """Wait while an update runs; requests that are aborted meanwhile return without a token."""
+        self._unsent |= left.keys()
+        try:
+            while not self._health.admit.is_set():  # loop: an update may start before this runs on
+                await self._health.guard(self._health.admit.wait())
+            for name in left.keys() - self._unsent:
+                finish(left[name], self._nothing(left[name]))
+        finally:
+            self._unsent -= left.keys()
+
+    def _nothing(self, request: GenerateRequest) -> Segment:
+        now = time.time()
+        reply = Reply(
+            np.zeros(0, np.int32), np.zeros(0, np.float32), Finish.ABORT, None, None, None, 0
+        )
+        return self._piece(reply, request, self._updates.version, now, now)
+
+    async def _send(
+        self, requests: list[GenerateRequest], asker: int, finish: Done, tell: Tell
+    ) -> None:
+        if not requests:
+            return
+        self._expect(asker)
+        start_s, version, begin = time.time(), self._updates.version, self.tokens
+        ids = {request.name: f"{request.name}.{next(self._serial)}." for request in requests}
+        records, slots = self._readable(), self._updates.slots
+        body = self._body(requests, list(ids.values()))
+
+        async def seal(place: int, reply: dict[str, Any]) -> None:
+            self._expect(asker)
+            request, end_s = requests[place], time.time()
+            self._sent.pop(request.name, None)
+            self._updates.aborted += _was_aborted(reply)
+            decode = partial(
+                _decode, records, ids[request.name], reply, self._parser(reply, request, version)
+            )
+            if request.num_tokens + request.sampling.max_new_tokens <= _FEW_ROWS:
+                parsed = decode()  # a thread would cost more
+            else:
+                async with self._decoding:
+                    parsed = await asyncio.to_thread(decode)
+            self._expect(asker)
+            finish(request, self._segment(parsed, request, version, start_s, end_s))
+
+        if slots is not None:
+            body["lora_path"] = [slots.enter(version, len(requests))] * len(requests)
+        self._sent |= ids
+        records.expect(ids.values())
+        self._health.enter(len(requests))
+        try:
+            await self._exchange(body, seal, lambda place, ids: tell(requests[place], ids))
+        finally:
+            for name in ids:
+                self._sent.pop(name, None)
+            records.leave(ids.values())
+            if slots is not None:
+                slots.leave(version, len(requests))
+            self._health.leave(len(requests))
+        self._tracer.add(
+            "generate",
+            start_s,
+            time.time(),
+            requests=len(requests),
+            prompt_tokens=sum(request.num_tokens for request in requests),
+            tokens=self.tokens - begin,
+            version=str(version),
+        )
+
+    async def _exchange(
+        self, body: dict[str, Any], seal: Seal, tell: Callable[[int, Array], None]
+    ) -> None:
+        """Run one batch on the server; each reply is sealed while the others run."""
+        failure: EngineError | None = None
+        try:
+            async with asyncio.TaskGroup() as replies:
+
+                def took(place: int, reply: dict[str, Any]) -> None:
+                    if "stream_interval" in body["sampling_params"][place] and is_part(reply):
+                        tell(place, np.asarray(reply.get("output_ids", ()), np.int32))
+                    else:
+                        replies.create_task(seal(place, reply))
+
+                try:
+                    await self._health.guard(self._alive().generate(body, took))
+                except EngineError as error:  # replies that came before it are sealed
+                    failure = error
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if failure is not None:
+            raise failure
+
+    def _body(self, requests: Sequence[GenerateRequest], ids: Sequence[str]) -> dict[str, Any]:
+        truncates = [request.sampling.truncates for request in requests]
+        return {
+            "rid": list(ids),
+            "input_ids": [request.token_ids.tolist() for request in requests],
+            "sampling_params": [
+                _sampling(request.sampling) | _grammar(request) | _parts(request)
+                for request in requests
+            ],
+            "return_logprob": [not truncated for truncated in truncates],
+            "logprob_start_len": -1,
+            "return_sampling_mask": truncates,
+            "sampling_logprobs_mode": ["selected" if cut else None for cut in truncates],
+            "return_routed_experts": self._routing,
+            "return_indexer_topk": self._indexer,
+            "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
+        }
+
+    def _parser(
+        self, reply: dict[str, Any], request: GenerateRequest, version: PolicyVersion
+    ) -> Callable[[Records], Reply]:
+        """The check of a reply, for a thread: versions are the served ones until now."""
+        later = tuple(sorted({v for v in self._updates.served if v >= version}))
+        mode = self._updates.mode
+        updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)
+        return lambda records: reply_parser.parse(
+            reply,
+            records,
+            request,
+            version=version,
+            shape=self._shape,
+            routing=self._routing,
+            in_flight=updates if mode else None,
+        )
+
+    def _segment(
+        self,
+        parsed: Reply | RecordError,
+        request: GenerateRequest,
+        version: PolicyVersion,
+        start_s: float,
+        end_s: float,
+    ) -> Segment | RecordError:
+        if isinstance(parsed, RecordError):
+            return self._refuse(parsed)
+        try:
+            first, *rest = [
+                self._piece(part, asked, version, start_s, end_s)
+                for asked, part in reply_parser.cut(parsed, request)
+            ]
+        except BlobError as error:  # the disk is full
+            return self._refuse(RecordError("blob", f"{request.rollout_id}: {error}"))
+        segment = replace(first, rest=tuple(rest))
+        self.tokens += sum(len(piece.output_ids) for piece in segment.pieces)
+        return segment
+
+    def _piece(
+        self,
+        parsed: Reply,
+        request: GenerateRequest,
+        version: PolicyVersion,
+        start_s: float,
+        end_s: float,
+    ) -> Segment:
+        """Seal the tokens that one version of the weights sampled."""
+        span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
+        version = span.version
+        sealed = self._seal(parsed, request, version)
+        return Segment(
+            rollout_id=request.rollout_id,
+            output_ids=parsed.output_ids,
+            logprobs=np.zeros(0, np.float32),
+            version=version,
+            finish=parsed.finish,
+            routing=sealed.routing,
+            sampling_mask=sealed.mask,
+            audit_rows=sealed.audit,
+            engine=self._index,
+            cached_tokens=parsed.cached_tokens,
+            start_s=start_s,
+            end_s=end_s,
+            prompt_rows=sealed.prompt,
+            kept_kv=span.kept_kv,
+            sealed_logprobs=sealed.logprobs,
+            indexer=sealed.indexer,
+            audit_indexer=sealed.audit_indexer,
+        )
+
+    def _seal(
+        self,
+        parsed: Reply,
+        request: GenerateRequest,
+        version: PolicyVersion,
+    ) -> _Sealed:
+        """Write all arrays of one segment as one blob.
+
+        Prompt rows equal to a sibling's are referenced, not written again.
+        """
+        if not len(parsed.output_ids):
+            return _Sealed()
+        own, prompt_rows, prompt = parsed.routing, None, None
+        split = self._shared.split(request, own)
+        if own is not None and split:
+            prompt_rows, own = np.ascontiguousarray(own[:, :split]), own[:, split:]
+            prompt = self._shared.find(request, version, prompt_rows)
+            own = np.ascontiguousarray(own)
+        new_prompt = prompt_rows if prompt is None else None
+        arrays: list[Array] = [rows for rows in (new_prompt, own, parsed.audit) if rows is not None]
+        arrays += [*(parsed.mask or ()), parsed.logprobs]
+        arrays += [a for a in (parsed.indexer, parsed.audit_indexer) if a is not None]
+        name = f"{request.rollout_id}-s{request.segment}.{request.num_sampled}"
+        refs = iter(self._store.seal(name, arrays))
+        routing = audit = mask = None
+        if new_prompt is not None:
+            prompt = self._rows(next(refs), 0, version)
+            self._shared.keep(request, version, new_prompt, prompt)
+        if own is not None:
+            routing = self._rows(next(refs), request.rows_from + split, version)
+        if parsed.audit is not None:
+            audit = self._rows(next(refs), 0, version)
+        if parsed.mask is not None:
+            mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
+        logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
+        begin, end = request.rows_from, request.num_tokens + len(parsed.output_ids) - 1
+        indexer = audit_indexer = None
+        if parsed.indexer is not None:
+            indexer = self._positions(next(refs), begin, end, version)
+        if parsed.audit_indexer is not None:
+            audit_indexer = self._positions(next(refs), 0, begin, version)
+        return _Sealed(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
+
+    def _positions(self, ref: BlobRef, begin: int, end: int, version: PolicyVersion) -> IndexerBlob:
+        shape = self._shape
+        return IndexerBlob(ref, begin, end, version, shape.index_layers, shape.index_topk)
+
+    def _rows(self, ref: BlobRef, begin: int, version: PolicyVersion) -> RoutingBlob:
+        return RoutingBlob(
+            ids=ref,
+            row_begin=begin,
+            row_end=begin + ref.shape[1],
+            version=version,
+            layers=self._shape.moe_layers,
+            num_experts=self._shape.num_experts,
+        )
+
+    def _refuse(self, error: RecordError) -> RecordError:
+        self.refused[error.reason] += 1
+        return error
+
+    def _expect(self, asker: int) -> None:
+        if asker != self._askers:
+            raise EngineError(f"engine {self._index}: a call is cancelled, its controller is gone")
+
+    def _readable(self) -> RecordReader:
+        if self.records is None:
+            raise self._health.failure()
+        return self.records
+
+    def _alive(self) -> EngineClient:
+        self._health.usable()
+        if self.client is None:
+            raise self._health.failure()
+        return self.client
+
+
+class _Sealed(NamedTuple):
+    """The references of one segment; empty for a segment without tokens."""
+
+    prompt: RoutingBlob | None = None
+    routing: RoutingBlob | None = None
+    audit: RoutingBlob | None = None
+    mask: MaskBlob | None = None
+    logprobs: LogprobBlob | None = None
+    indexer: IndexerBlob | None = None
+    audit_indexer: IndexerBlob | None = None
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """All parameters that shape the distribution, so that no engine default is used."""
+    return {
+        "n": 1,
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": 0,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+    }
+
+
+def _grammar(request: GenerateRequest) -> dict[str, Any]:
+    """With the number of tokens that it has allowed in earlier calls."""
+    grammar = request.sampling.grammar
+    if grammar is None:
+        return {}
+    return {grammar.kind: grammar.text, "custom_params": {grammars.SAMPLED: request.num_sampled}}
+
+
+def _parts(request: GenerateRequest) -> dict[str, Any]:
+    """After how many tokens a request that streams tells them."""
+    if not request.streams:
+        return {}
+    return {"stream_interval": max(_PART, request.sampling.max_new_tokens // _PARTS)}
+
+
+def _decode(
+    records: RecordReader, name: str, reply: dict[str, Any], parse: Callable[[Records], Reply]
+) -> Reply | RecordError:
+    """In a thread.  name: the server's id of the request."""
+    try:
+        return parse(records.take(name, _reason(reply).get(FIELD)))
+    except RecordError as error:
+        return error
+
+
+def _was_aborted(reply: dict[str, Any]) -> bool:
+    return bool(_reason(reply).get("type") == Finish.ABORT)
+
+
+def _reason(reply: dict[str, Any]) -> dict[str, Any]:
+    """Why the request ended; a reply without it is refused when it is read."""
+    try:
+        reason = reply["meta_info"]["finish_reason"]
+    except (LookupError, TypeError):
+        reason = None
+    return reason if isinstance(reason, dict) else {}

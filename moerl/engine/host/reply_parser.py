@@ -1,0 +1,381 @@
+"""One engine reply -> checked arrays.  Pure functions; missing or malformed parts are refused.
+
+Legend: T' tokens of the request, n sampled by this call, L MoE layers, K experts per token.  Read
+docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
+token is never fed), log-probabilities and mask rows to produced tokens (n).
+
+The behaviour log-probability of truncated sampling is what SGLang records with the mask
+(renormalised over it); `output_token_logprobs` is the one before truncation.
+
+A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
+as one reply of several versions; `cut` splits it into one reply per version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moerl.core.errors import RecordError
+from moerl.core.types import (
+    Array,
+    Finish,
+    GenerateRequest,
+    ModelShape,
+    PolicyVersion,
+    RoutingBlob,
+    VersionSpan,
+)
+from moerl.records.indexer import check_engine_rows, encode
+from moerl.records.routing import decode_engine_rows
+from moerl.records.sampling_mask import encode_rows
+
+Records = Mapping[str, Array]  # of one request, by name
+
+_ROUNDING = 1e-6  # a log-probability above 0 by less than this is rounding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A checked reply, not yet sealed."""
+
+    output_ids: Array  # [n] i32
+    logprobs: Array  # [n] f32, <= 0
+    finish: Finish
+    routing: Array | None  # [L, T' + n - 1 - rows_from, K] u8 or u16
+    audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
+    mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
+    cached_tokens: int
+    indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
+    audit_indexer: Array | None = None  # of the rows of `audit`
+    spans: tuple[VersionSpan, ...] = ()  # empty only without any token
+    # Rows of the whole prefix [L, rows, K] of each span after the first, when requested.
+    recomputed: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Events that may have happened to requests while they ran."""
+
+    versions: tuple[PolicyVersion, ...]  # served since the request was sent, ascending
+    keeps_kv: bool = False  # weights are exchanged in place
+    returns_prefix: bool = False  # the rows of each later version's prefix follow
+
+
+class SharedPrompts:
+    """Equal prompt rows of siblings: stored once, referenced by all.
+
+    Rows are always compared: two prefills of one prompt may round differently, and a sibling must
+    be trained on the rows of its own KV cache.  Only siblings share: a blob is deleted when its
+    group is trained, and another group of the same prompt may still wait.  Rows are kept while a
+    sibling is expected that may be equal.
+    """
+
+    def __init__(self) -> None:
+        self._expected: Counter[_PromptKey] = Counter()
+        self._several: set[_PromptKey] = set()  # prompts of two requests or more
+        self._sealed: dict[_PromptKey, dict[PolicyVersion, tuple[Array, RoutingBlob]]] = {}
+
+    def expect(self, request: GenerateRequest) -> None:
+        """A request is sent."""
+        key = _prompt_key(request)
+        self._expected[key] += 1
+        if self._expected[key] > 1:
+            self._several.add(key)
+
+    def leave(self, request: GenerateRequest) -> None:
+        """A request ended; call after its rows are sealed."""
+        key = _prompt_key(request)
+        self._expected[key] -= 1
+        if not self._expected[key]:
+            del self._expected[key]
+            self._several.discard(key)
+            self._sealed.pop(key, None)
+
+    def split(self, request: GenerateRequest, rows: Array | None) -> int:
+        """Number of leading rows to seal separately: the prompt's, if it has siblings here."""
+        whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
+        return request.num_tokens - 1 if whole and _prompt_key(request) in self._several else 0
+
+    def find(
+        self, request: GenerateRequest, version: PolicyVersion, rows: Array
+    ) -> RoutingBlob | None:
+        """The sealed rows of a sibling's prompt, if they equal `rows` [L, rows, K]."""
+        sealed = self._sealed.get(_prompt_key(request), {})
+        held, blob = sealed.get(version, (None, None))
+        return blob if held is not None and np.array_equal(held, rows) else None
+
+    def keep(
+        self, request: GenerateRequest, version: PolicyVersion, rows: Array, blob: RoutingBlob
+    ) -> None:
+        self._sealed.setdefault(_prompt_key(request), {}).setdefault(version, (rows, blob))
+
+
+_PromptKey = tuple[str, str, bytes]
+
+
+def _prompt_key(request: GenerateRequest) -> _PromptKey:
+    """Group, try and prompt; a rollout is named GROUP.SIBLING[.TRY]."""
+    group, _, rest = request.rollout_id.partition(".")
+    return group, rest.partition(".")[2], request.token_ids.tobytes()
+
+
+def first_row(request: GenerateRequest) -> int:
+    """First routing row to request from the engine."""
+    return 0 if request.audit else request.rows_from
+
+
+def parse(
+    reply: dict[str, Any],
+    records: Records,
+    request: GenerateRequest,
+    *,
+    version: PolicyVersion,
+    shape: ModelShape,
+    routing: bool,
+    in_flight: InFlight | None = None,
+) -> Reply:
+    """Check one element of a `/generate` answer against its request.
+
+    records: of the file that the reply refers to; empty without one.
+    version: weights the engine must have used for every token, or, with in_flight, may have begun
+    with; routing: rows were asked for.
+    Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `request`
+    (it refused it), `finish`, `nan`, `length`, `token_range`, `version`, `logprob_*`, and the
+    reasons of `moerl.records`.
+    """
+    try:
+        return _parsed(reply, records, request, version, shape, routing, in_flight)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
+
+
+def _parsed(
+    reply: dict[str, Any],
+    records: Records,
+    request: GenerateRequest,
+    version: PolicyVersion,
+    shape: ModelShape,
+    routing: bool,
+    in_flight: InFlight | None,
+) -> Reply:
+    """`parse` without the check of types: a value of an unexpected type raises any exception."""
+    meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
+    if len(output) and output.dtype.kind not in "iu":
+        raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
+    output = output.astype(np.int64).reshape(-1)
+    finish = _finish(meta, output, request, shape)
+    cached = int(meta.get("cached_tokens", 0))
+    num_new = len(output)
+    truncates = request.sampling.truncates
+    if num_new == 0 or (finish is Finish.ABORT and not records and (routing or truncates)):
+        # aborted in the waiting queue, never started or retracted: it is sent again
+        return _nothing(request, finish, cached)
+    if num_new > request.sampling.max_new_tokens:
+        raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
+    if output.min() < 0 or output.max() >= shape.vocab_size:
+        raise RecordError("token_range", f"token ids must lie in 0..{shape.vocab_size - 1}")
+    spans = _spans(meta, in_flight or InFlight((version,)), num_new)
+    output = output.astype(np.int32)
+    rows: Array | None = None
+    audit: Array | None = None
+    recomputed: tuple[Array, ...] = ()
+    if routing:
+        later = spans[1:] if in_flight and in_flight.returns_prefix else ()
+        firsts = [span.first for span in later]
+        rows, audit, recomputed = _routing(records, request, num_new, shape, firsts)
+    positions: tuple[Array | None, Array | None] = None, None
+    if routing and shape.index_topk:
+        positions = _indexer(records, request, num_new, shape)
+    return Reply(
+        output_ids=output,
+        logprobs=_logprobs(meta, records, output, truncates=truncates),
+        finish=finish,
+        routing=rows,
+        audit=audit,
+        mask=_mask(records, output, shape) if truncates else None,
+        cached_tokens=cached,
+        indexer=positions[0],
+        audit_indexer=positions[1],
+        spans=spans,
+        recomputed=recomputed,
+    )
+
+
+def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, Reply]]:
+    """One reply per version, each with the request that would have brought it alone."""
+    if len(reply.spans) < 2:
+        return [(request, reply)]
+    ends = [span.first for span in reply.spans[1:]] + [len(reply.output_ids)]
+    begin = request.rows_from
+    parts = []
+    for idx, (span, end) in enumerate(zip(reply.spans, ends, strict=True)):
+        first = span.first
+        asked = replace(
+            request,
+            tail_ids=np.concatenate([request.tail_ids, reply.output_ids[:first]]),
+            num_sampled=request.num_sampled + first,
+        )
+        rows = reply.routing
+        if rows is not None:
+            stop = request.num_tokens + end - 1 - begin
+            rows = np.ascontiguousarray(rows[:, asked.rows_from - begin : stop])
+        part = Reply(
+            output_ids=reply.output_ids[first:end],
+            logprobs=reply.logprobs[first:end],
+            finish=reply.finish if end == len(reply.output_ids) else Finish.ABORT,
+            routing=rows,
+            audit=(reply.audit, *reply.recomputed)[idx] if idx <= len(reply.recomputed) else None,
+            mask=_cut_mask(reply.mask, first, end),
+            cached_tokens=0 if idx else reply.cached_tokens,
+            spans=(span,),
+        )
+        parts.append((asked, part))
+    return parts
+
+
+def _cut_mask(mask: tuple[Array, Array] | None, first: int, end: int) -> tuple[Array, Array] | None:
+    if mask is None:
+        return None
+    offsets, ids = mask
+    begin, stop = offsets[first], offsets[end]
+    return offsets[first : end + 1] - begin, ids[begin:stop]
+
+
+def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
+    if finish is not Finish.ABORT:
+        raise RecordError("length", f"{request.rollout_id}: no token, yet finish is {finish}")
+    empty = np.zeros(0, np.int32)
+    return Reply(empty, np.zeros(0, np.float32), finish, None, None, None, cached)
+
+
+def _finish(
+    meta: dict[str, Any], output: Array, request: GenerateRequest, shape: ModelShape
+) -> Finish:
+    """Why the request ended.  An abort in the step of a natural end counts as that end.
+
+    SGLang sets the abort before it checks for stop tokens, so a sequence whose last token is a
+    stop token may be reported as aborted; resuming it would sample beyond its end.
+    """
+    reason = meta["finish_reason"]
+    if reason.get("matched") == "NaN happened":  # SGLang replaced the token it could not sample
+        raise RecordError("nan", f"{request.rollout_id}: the engine sampled from NaN logits")
+    if (status := reason.get("status_code")) and reason["type"] == Finish.ABORT:
+        kind = "request" if status == HTTPStatus.BAD_REQUEST else "engine"
+        raise RecordError(kind, f"{request.rollout_id}: HTTP {status}: {reason.get('message')}")
+    try:
+        finish = Finish(reason["type"])
+    except ValueError as error:
+        raise RecordError("finish", f"{request.rollout_id}: finish {reason}") from error
+    if finish is not Finish.ABORT or not len(output):
+        return finish
+    stops = (*request.sampling.stop_token_ids, *shape.eos_token_ids)
+    if not request.sampling.ignore_eos and int(output[-1]) in stops:
+        return Finish.STOP
+    return Finish.LENGTH if len(output) >= request.sampling.max_new_tokens else finish
+
+
+def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[VersionSpan, ...]:
+    """Spans that tile the output with versions that were served, in their order.
+
+    An empty first span says that older weights filled a part of the prompt's KV cache.
+    """
+    told = meta.get("weight_versions") or []
+    allowed = [str(version) for version in in_flight.versions]
+    names = [str(span.get("version")) for span in told]
+    ends = [0, *(span.get("end") for span in told)]
+    tiled = [span.get("start") for span in told] == ends[:-1] and ends[-1] == num_new
+    tiled = tiled and all(isinstance(end, int) for end in ends)
+    is_empty_first = len(told) > 1 and ends[1] == 0
+    grows = tiled and all(a < b for a, b in pairwise(ends[is_empty_first:]))
+    if not grows or names != [name for name in allowed if name in names]:
+        raise RecordError("version", f"spans {told}; want {num_new} tokens of {allowed}")
+    spans = [
+        VersionSpan(start, PolicyVersion.parse(name), in_flight.keeps_kv and idx > 0)
+        for idx, (start, name) in enumerate(zip(ends, names, strict=False))
+    ]
+    return tuple(spans[is_empty_first:])
+
+
+def _logprobs(meta: dict[str, Any], records: Records, output: Array, *, truncates: bool) -> Array:
+    values: Any
+    if truncates:
+        values = records.get("mask_logprobs")
+    else:
+        entries = meta.get("output_token_logprobs")
+        values = None if entries is None else [entry[0] for entry in entries]
+        if entries is not None and [entry[1] for entry in entries] != output.tolist():
+            raise RecordError("logprob_tokens", "log-probabilities of other tokens than sampled")
+    if values is None or len(values) != len(output):
+        have = "none" if values is None else len(values)
+        raise RecordError("length", f"{have} log-probabilities for {len(output)} tokens")
+    logprobs = np.asarray([np.nan if value is None else value for value in values], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise RecordError("logprob_finite", "a log-probability is not finite")
+    if float(logprobs.max()) > _ROUNDING:
+        raise RecordError("logprob_sign", f"a log-probability is {float(logprobs.max()):.3g} > 0")
+    return np.minimum(logprobs, np.float32(0.0))
+
+
+def _routing(
+    records: Records,
+    request: GenerateRequest,
+    num_new: int,
+    shape: ModelShape,
+    firsts: Sequence[int],
+) -> tuple[Array, Array | None, tuple[Array, ...]]:
+    """Rows of the call, of its prefix with audit, and of the prefix of each later span."""
+    begin, split = first_row(request), request.rows_from
+    own = request.num_tokens + num_new - 1 - begin
+    prefixes = [request.num_tokens + first - 1 for first in firsts]
+    rows = records.get("routes")
+    if rows is None:
+        raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")
+    ids = decode_engine_rows(
+        rows,
+        num_rows=own + sum(prefixes),
+        num_layers=shape.num_layers,
+        moe_layers=shape.moe_layers,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+    )
+    cuts = np.cumsum([own, *prefixes])[:-1]
+    ids, *recomputed = (np.ascontiguousarray(part) for part in np.split(ids, cuts, axis=1))
+    if begin == split:
+        return ids, None, tuple(recomputed)
+    audit = np.ascontiguousarray(ids[:, :split])
+    return np.ascontiguousarray(ids[:, split:]), audit, tuple(recomputed)
+
+
+def _indexer(
+    records: Records, request: GenerateRequest, num_new: int, shape: ModelShape
+) -> tuple[Array, Array | None]:
+    """Positions of the call's rows and, with audit, of its prefix, in the stored form.
+
+    The engine records them from the first token on.
+    """
+    rows = records.get("positions")
+    if rows is None:
+        raise RecordError("indexer_rows", f"{request.rollout_id}: the reply has no positions")
+    check_engine_rows(
+        rows,
+        num_rows=request.num_tokens + num_new - 1,
+        num_layers=len(shape.index_layers),
+        top_k=shape.index_topk,
+    )
+    split = request.rows_from
+    own = encode(rows[split:], split)
+    return own, encode(rows[:split], 0) if request.audit and split else None
+
+
+def _mask(records: Records, output: Array, shape: ModelShape) -> tuple[Array, Array]:
+    lengths, kept = records.get("mask_lengths"), records.get("mask_ids")
+    if lengths is None or kept is None:
+        raise RecordError("mask_rows", "the reply has no sampling mask")
+    return encode_rows(lengths, kept, output, vocab_size=shape.vocab_size)

@@ -1,0 +1,213 @@
+"""SGLang server arguments: ours, the user's `engine.args`, and what replay allows.
+
+Names are checked against the installed SGLang without importing it (its import takes seconds and a
+dozen packages): the ordered field list of ServerArgs is a plain tuple in one small file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import importlib.util
+import logging
+import os
+import runpy
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moerl.config.schema import EngineConfig
+from moerl.core.errors import ConfigError
+from moerl.engine import family_settings, feature_table
+
+log = logging.getLogger(__name__)
+
+# Arguments that another setting or this program decides.
+_OWNED: dict[str, str] = {
+    "model_path": "set model.path",
+    "dtype": "set engine.dtype",
+    "tp_size": "set engine.tp",
+    "max_running_requests": "set engine.max_running_requests",
+    "max_total_tokens": "set engine.max_total_tokens",
+    "mem_fraction_static": "set engine.mem_fraction_static",
+    "host": "set engine.host",
+    "device": "set engine.platform",
+    "port": "a free port is chosen for each engine",
+    "nccl_port": "a free port is chosen for each engine",
+    "dist_init_addr": "set engine.nodes",
+    "nnodes": "set engine.nodes",
+    "node_rank": "set engine.nodes",
+    "api_key": "every run makes its own token",
+    "admin_api_key": "every run makes its own token",
+    "weight_version": "the version is that of the policy",
+    "enable_return_routed_experts": "set replay.routing",
+    "enable_return_indexer_topk": "set replay.routing",
+    "skip_server_warmup": "readiness is checked by the host",
+    "skip_tokenizer_init": "the host sends and reads token ids",
+    "tokenizer_worker_num": "SGLang checks the token only with one tokenizer worker",
+    "use_ray": "the host starts the server",
+    "grpc_mode": "the host speaks HTTP",
+    "smg_grpc_mode": "the host speaks HTTP",
+    "grpc_port": "the host speaks HTTP",
+    "ssl_certfile": "the host speaks plain HTTP",
+    "encoder_only": "an engine generates",
+    "is_embedding": "an engine generates",
+    "enable_lora": "set lora.delivery",
+    "max_lora_rank": "set lora.rank",
+    "max_loras_per_batch": "set lora.slots",
+    "max_loaded_loras": "set lora.slots",
+    "lora_target_modules": "set lora.targets",
+    "lora_backend": "the only one on a CPU is chosen",
+    "config": "put the arguments into engine.args",
+}
+
+SPARSE = ("deepseek_v32",)
+"""Families whose sparse attention's positions are recorded."""
+
+
+@lru_cache
+def field_names() -> frozenset[str]:
+    """Names of all server arguments of the installed SGLang."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise ConfigError("engine", "sglang", "the sglang package must be installed")
+    path = Path(spec.origin).parent / "srt" / "arg_groups" / "field_order.py"
+    if not path.is_file():
+        raise ConfigError("engine", "sglang", "this SGLang has no field list; install 0.5.23")
+    return frozenset(runpy.run_path(str(path))["POSITIONAL_FIELD_ORDER"])
+
+
+def check_args(args: dict[str, Any], *, replay: bool) -> None:
+    """Check `engine.args`.  Raises ConfigError: unknown name, one of ours, or not proven.
+
+    replay: routing is recorded, so a feature that may record other rows than it ran is refused.
+    """
+    for name, value in args.items():
+        field = f"engine.args.{name}"
+        if name in _OWNED:
+            raise ConfigError(field, value, _OWNED[name])
+        if name not in field_names():
+            close = difflib.get_close_matches(name, field_names(), 3)
+            hint = f", such as {' or '.join(close)}" if close else ""
+            raise ConfigError(field, value, f"it must name an SGLang server argument{hint}")
+        feature_table.check(name, value, replay=replay)
+
+
+def uses_cuda(platform: str) -> bool:
+    """Resolve engine.platform."""
+    if platform not in ("auto", "cpu", "cuda"):
+        raise ConfigError("engine.platform", platform, "one of auto, cpu, cuda")
+    if platform == "cuda" and not _has_cuda():
+        raise ConfigError("engine.platform", platform, "torch finds no CUDA device here")
+    return platform != "cpu" and _has_cuda()
+
+
+def _has_cuda() -> bool:
+    """Whether torch finds a CUDA device.  Its import takes seconds: only where a driver is."""
+    if "torch" not in sys.modules:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def server_args(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    routing: bool,
+    version: str,
+    port: int,
+    nccl_port: int,
+) -> dict[str, Any]:
+    """All arguments of one server, by ServerArgs field name.  Raises ConfigError.
+
+    routing: record the routed experts; version: the initial weight version.
+    """
+    check_args(config.args, replay=routing)
+    if config.args.get("trust_remote_code"):
+        log.warning("engine.args.trust_remote_code is set: the engine runs code of %s", model_path)
+    feature_table.check_environment(os.environ)
+    cuda = uses_cuda(config.platform)
+    return arguments(
+        config,
+        model_path,
+        routing=routing,
+        version=version,
+        port=port,
+        nccl_port=nccl_port,
+        cuda=cuda,
+        model_type=family_settings.model_type_of(model_path),
+    )
+
+
+def arguments(
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    routing: bool,
+    version: str,
+    port: int | str,
+    nccl_port: int | str,
+    cuda: bool,
+    model_type: str,
+) -> dict[str, Any]:
+    """`server_args` without reading this machine, so that a dry run prints them anywhere.
+
+    model_type: of the model, empty if it is not known yet.
+    """
+    args: dict[str, Any] = {
+        "model_path": str(model_path),
+        "dtype": config.dtype,
+        "tp_size": config.tp,
+        "max_running_requests": config.max_running_requests,
+        "mem_fraction_static": config.mem_fraction_static,
+        "host": config.host,
+        "port": port,
+        "nccl_port": nccl_port,
+        "weight_version": version,
+        "enable_return_routed_experts": routing,
+        "skip_server_warmup": True,
+        "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",  # its sampling mask is the array that was sampled from
+    }
+    if config.max_total_tokens:  # else SGLang fills what mem_fraction_static leaves
+        args["max_total_tokens"] = config.max_total_tokens
+    if routing and model_type in SPARSE:
+        args["enable_return_indexer_topk"] = True
+    if cuda:
+        # SGLang's own choice by model and GPU would pack, swap or join expert weights
+        # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.
+        args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
+        if routing and config.attention_dp > 1:
+            args |= _without_prefill_graphs(config.args)
+    else:
+        args |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
+            **family_settings.arguments_of(model_type, config.args),
+        }
+    return args | config.args
+
+
+def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:
+    """With data-parallel attention SGLang 0.5.23 reads a rank's rows, after a graph of prefill, at
+    the offset that they have in decoding.  chosen: `engine.args`.  Raises ConfigError.
+    """
+    for name, off in (
+        ("disable_prefill_cuda_graph", True),
+        ("cuda_graph_backend_prefill", "disabled"),
+    ):
+        if chosen.get(name, off) != off:
+            raise ConfigError(
+                f"engine.args.{name}",
+                chosen[name],
+                "with engine.args.attn_dp_size routes of prefill graphs would be those of other "
+                f"tokens; leave it out, or use {off!r}",
+            )
+    return {"disable_prefill_cuda_graph": True}

@@ -1,0 +1,1 @@
+"""Everything of ours that runs inside SGLang's processes."""

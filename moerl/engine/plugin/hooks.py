@@ -1,0 +1,185 @@
+"""The functions of SGLang that moerl changes: one table, registered by `plugin.register_hooks`.
+
+patches/sglang/README.md has an entry per row: why, which test covers it, when it can be removed.
+tests/unit/test_patches.py compares that page with this table and with the installed SGLang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moerl.engine import weight_layout
+from moerl.engine.plugin import (
+    adapter_hooks,
+    cpu_attention,
+    cpu_dp_attention,
+    cpu_experts,
+    cpu_fp8,
+    grammars,
+    in_flight,
+    kv_slots_per_request,
+    open_routes,
+    private_sockets,
+    record_output,
+    update_hooks,
+)
+
+
+class When(StrEnum):
+    """On which machines, and for which engines, a hook is registered."""
+
+    ALWAYS = "always"
+    CPU = "without CUDA"
+    DP = "with data-parallel attention"
+    CPU_DP = "without CUDA, with data-parallel attention"
+
+    def applies(self, *, cuda: bool, dp_attention: bool) -> bool:
+        on_cpu, with_dp = self in (When.CPU, When.CPU_DP), self in (When.DP, When.CPU_DP)
+        return not (on_cpu and cuda) and (dp_attention or not with_dp)
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    symbol: str  # dotted path of the function of SGLang
+    kind: str  # SGLang's HookType: before, after, around, replace
+    ours: Callable[..., object]
+    when: When
+    version: str = "0.5.23"  # version of SGLang in which `symbol` was last read
+
+
+def _leave_unpinned(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+def _then_fork(original: Callable[..., None], *args: object, **kwargs: object) -> None:
+    original(*args, **kwargs)
+    multiprocessing.set_start_method("fork", force=True)
+
+
+_MANAGERS = "sglang.srt.managers"
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
+_RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
+_FP8 = "sglang.srt.layers.quantization.fp8"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_SLEEPER = f"{_MANAGERS}.scheduler_components.idle_sleeper.IdleSleeper"
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        "after",
+        weight_layout.check_loaded,
+        When.ALWAYS,
+    ),
+    Hook(f"{_UPDATER}.__post_init__", "after", update_hooks.after_start, When.ALWAYS),
+    Hook(
+        f"{_UPDATER}.update_weights_from_tensor", "around", update_hooks.around_update, When.ALWAYS
+    ),
+    Hook(
+        f"{_TOKENIZER}.update_weights_from_tensor",
+        "around",
+        update_hooks.around_request,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler._add_request_to_queue",
+        "before",
+        in_flight.name_versions,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_MANAGERS}.schedule_batch.release_req",
+        "before",
+        in_flight.keep_rows,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_RESULTS}._maybe_collect_routed_experts",
+        "after",
+        in_flight.return_rows,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_RESULTS}._maybe_collect_indexer_topk",
+        "after",
+        in_flight.drop_positions,
+        When.ALWAYS,
+    ),
+    Hook(
+        "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
+        "around",
+        grammars.admit,
+        When.ALWAYS,
+    ),
+    Hook(f"{_STREAMER}.to_payload", "after", record_output.to_files, When.ALWAYS),
+    Hook(
+        "sglang.srt.mem_cache.common.checkpoint_kv_cache",
+        "around",
+        kv_slots_per_request.publish,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._validate_and_resolve_lora",
+        "around",
+        adapter_hooks.check_named,
+        When.ALWAYS,
+    ),
+    Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
+    Hook(
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        "replace",
+        _leave_unpinned,
+        When.CPU,
+    ),
+    Hook(f"{_LORA}.__init__", "around", adapter_hooks.unpinned, When.CPU),
+    Hook(f"{_LORA}.prepare_lora_batch", "around", adapter_hooks.unpinned, When.CPU),
+    Hook(
+        "sglang.srt.entrypoints.engine._set_envs_and_config",
+        "around",
+        _then_fork,
+        When.CPU,
+    ),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
+    Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", cpu_fp8.linear, When.CPU),
+    Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", cpu_fp8.experts, When.CPU),
+    Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", cpu_fp8.dtypes, When.CPU),
+    Hook(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        "around",
+        cpu_experts.forward,
+        When.CPU,
+    ),
+    Hook("sglang.srt.server_args.PortArgs.init_new", "around", private_sockets.use_files, When.DP),
+    Hook(
+        "sglang.srt.utils.network.get_zmq_socket_on_host",
+        "around",
+        private_sockets.bind_file,
+        When.DP,
+    ),
+    Hook(f"{_BATCH}.prepare_mlp_sync_batch", "around", cpu_dp_attention.prepare, When.CPU_DP),
+    Hook(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".get_cuda_graph_seq_len_fill_value",
+        "replace",
+        cpu_dp_attention.padded_length,
+        When.CPU_DP,
+    ),
+    Hook(
+        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton",
+        "replace",
+        cpu_dp_attention.copy_rows,
+        When.CPU_DP,
+    ),
+    Hook(f"{_GROUP}.all_gather_into_tensor", "replace", cpu_dp_attention.gather_equal, When.CPU_DP),
+    Hook(f"{_GROUP}.reduce_scatter_tensor", "replace", cpu_dp_attention.sum_equal, When.CPU_DP),
+    Hook(f"{_GROUP}.reduce_scatterv", "replace", cpu_dp_attention.sum_parts, When.CPU_DP),
+    Hook(f"{_GROUP}.all_gatherv", "replace", cpu_dp_attention.gather_parts, When.CPU_DP),
+    Hook(f"{_SLEEPER}.maybe_sleep", "replace", cpu_dp_attention.nap, When.CPU_DP),
+)

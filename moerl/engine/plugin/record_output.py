@@ -1,0 +1,74 @@
+"""What SGLang's schedulers do with the records of requests: files in place of JSON.
+
+Masks of a request come in pieces, one for each of its outputs; all records are written when it
+ends.  Every rank makes the outputs, and the ranks that have a socket to the HTTP process send them:
+rank 0, or with data-parallel attention one of each group, all on the node of the host.
+
+Read at 0.5.23: srt/managers/scheduler_components/output_streamer.py, scheduler.py
+(init_ipc_channels), srt/sampling/sampling_mask.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moerl.core.types import Array
+from moerl.engine.record_files import FIELD, FOLDER, RecordWriter
+from moerl.weight_sync.receiver_names import SCRATCH
+
+
+def to_files(output: Any, batch: Any, **_fields: object) -> None:
+    """AFTER _GenerationStreamAccumulator.to_payload: the requests of one output."""
+    writer = _writer()
+    if output is None or writer is None:
+        return
+    for place, req in enumerate(batch.output_reqs):
+        arrays = _taken(output, place, req)
+        reason = output.finished_reasons[place]
+        if reason is not None and arrays and req.output_ids and _reports():
+            reason[FIELD] = writer.write(req.rid, arrays)
+
+
+@cache
+def _writer() -> RecordWriter | None:
+    """None in a server that no host of ours has started."""
+    scratch = Path(tempfile.gettempdir())
+    folder = scratch / FOLDER
+    ours = scratch.name.startswith(SCRATCH) and folder.is_dir()
+    return RecordWriter(folder) if ours else None
+
+
+def _reports() -> bool:
+    """Whether this rank sends outputs; SGLang asks the same when it opens its sockets."""
+    from sglang.srt.runtime_context import get_parallel
+
+    own = get_parallel()
+    return bool(own.pp_rank == own.attn_tp_rank == own.attn_cp_rank == 0)
+
+
+def _taken(output: Any, place: int, req: Any) -> dict[str, Array]:
+    """Take the records of one request out of an output; those of a request that ended."""
+    arrays: dict[str, Array] = {}
+    for name, rows in (("routes", output.routed_experts), ("positions", output.indexer_topk)):
+        if rows is not None and rows[place] is not None:
+            arrays[name], rows[place] = rows[place].numpy(), None
+    masks = output.output_token_sampling_mask
+    if masks is None or masks[place] is None:
+        return arrays
+    pieces = req.moerl_masks = [*getattr(req, "moerl_masks", ()), masks[place]]
+    masks[place] = _empty(masks[place])
+    if output.finished_reasons[place] is not None:
+        arrays["mask_lengths"] = np.concatenate([piece.lengths for piece in pieces])
+        arrays["mask_ids"] = np.concatenate([piece.token_ids for piece in pieces])
+        arrays["mask_logprobs"] = np.concatenate([piece.logprobs for piece in pieces])
+    return arrays
+
+
+def _empty(piece: Any) -> Any:
+    none = np.zeros(0, np.int32)
+    return type(piece)(lengths=none, token_ids=none, logprobs=np.zeros(0, np.float32))

@@ -1,0 +1,1 @@
+"""The run directory, trace, stack dumps, private folders, and the process tree of a run."""

@@ -1,0 +1,211 @@
+"""Guarantees that no process outlives a run: two nested subreapers end all descendants.
+
+`moerl train` is a thin front that starts one root process in its own session; the root starts
+everything else.  Both are child subreapers (prctl), so an orphan becomes a child of the root, or of
+the front if the root has ended.
+
+- The front dies (SIGKILL included): the kernel sends the root SIGTERM (parent-death signal), and
+  the root ends its descendants.
+- The root dies: the front inherits its descendants and ends them.
+- Anything else dies: the root notices, reports why, and ends the rest.
+
+Only descendants are ever signalled, never processes found by name or group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from moerl.core import errors
+
+STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants of this process become its children instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent dies."""
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died between the two calls
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
+    """SIGTERM, then SIGKILL, until this process has no descendant; returns the number killed.
+
+    mark: only descendants with this environment variable; their zombies are left to their parents.
+    Takes at most grace_s after SIGTERM and 5 s after SIGKILL.
+    """
+    seen = _descendants(mark)
+    for process in seen:
+        _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while _descendants(mark) and time.monotonic() < deadline:
+        if mark is None:
+            _reap()
+        time.sleep(0.05)
+    killed = 0
+    deadline = time.monotonic() + 5.0
+    while (left := _descendants(mark)) and time.monotonic() < deadline:
+        for process in left:
+            killed += _signal(process, signal.SIGKILL)
+        if mark is None:
+            _reap()
+        time.sleep(0.05)
+    return killed
+
+
+class Orphans:
+    """Collects zombies that this subreaper adopted.
+
+    The starter of a process polls its exit status soon after its end (`Popen.poll`).  A child that
+    stays a zombie for `patience_s` is an orphan: two for each killed server or torchrun.
+    """
+
+    def __init__(self, patience_s: float = 30.0) -> None:
+        self._patience_s = patience_s
+        self._dead: dict[int, float] = {}  # monotonic seconds when first seen dead, per pid
+        self._due = 0.0
+
+    def collect(self) -> int:
+        """Collect old zombies; returns how many.  Call often."""
+        now = time.monotonic()
+        if now < self._due:
+            return 0
+        self._due = now + self._patience_s / 3
+        self._dead = {pid: self._dead.get(pid, now) for pid in _dead_children()}
+        late = [pid for pid, since in self._dead.items() if now - since >= self._patience_s]
+        for pid in late:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return len(late)
+
+
+def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int:
+    """The front: run the root, forward Ctrl-C and SIGTERM once, end remaining descendants.
+
+    Returns the root's exit status, 128 + n when signal n ended it.
+    """
+    become_subreaper()
+    root = subprocess.Popen(command, start_new_session=True)
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            root.send_signal(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, forward)
+    code = root.wait()
+    killed = end_descendants(grace_s=grace_s)
+    if code < 0:
+        print(
+            f"moerl: the run's root process was ended by signal {-code}; "
+            f"its {killed} remaining processes were ended too",
+            flush=True,
+        )
+    return code if code >= 0 else 128 - code
+
+
+def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
+    """(pid, log) of processes a trainer may wait for: controller, engine hosts, SGLang.
+
+    pids: of this machine, as in `pids.json`.
+    """
+    found = []
+    for name, pid in pids.items():
+        if name == "controller":
+            found.append((pid, logs / "controller.log"))
+        elif name.endswith("-host"):
+            found.append((pid, logs / f"{name.removesuffix('-host')}.host.log"))
+        elif name.startswith("engine-"):
+            with contextlib.suppress(psutil.Error):
+                server = psutil.Process(pid)
+                own = (server, *server.children(recursive=True))
+                found += [(process.pid, logs / f"{name.replace('-', '')}.log") for process in own]
+    return found
+
+
+def children_with(pid: int, variable: str) -> list[tuple[int, str]]:
+    """(pid, value) of a process's living children that have an environment variable."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):
+                if value := process.environ().get(variable):  # a zombie has no environment
+                    found.append((process.pid, value))
+    return found
+
+
+def ending_of(code: int) -> str:
+    """An exit status in words."""
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def error_in(log: Path, begin: int = 0) -> str:
+    """What a job's log says of its end, from byte `begin` on.
+
+    The first error that a rank reported in one sentence: the others fail because that one did.
+    Else the last error, else the last line.
+    """
+    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reported = [line for line in lines if line.partition(": ")[0] in vars(errors)]
+    causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
+    return [*reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
+
+
+def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if mark is None or process.environ().get(mark[0]) == mark[1]:
+                alive.append(process)
+    return alive
+
+
+def _dead_children() -> list[int]:
+    dead = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                dead.append(process.pid)
+    return dead
+
+
+def _reap() -> None:
+    """Collect adopted zombies."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _signal(process: psutil.Process, signum: int) -> int:
+    try:
+        process.send_signal(signum)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+    return 1
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

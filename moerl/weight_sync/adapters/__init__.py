@@ -1,0 +1,1 @@
+"""Weight sync of low-rank adapters: factors travel, engines merge."""
