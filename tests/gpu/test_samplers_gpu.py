@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.engine.top_k_first import sample
+from moerl.engine.plugin.top_k_first import sample
 from tests.helpers.device_figures import Figure
 from tests.helpers.sampler_reference import sort_and_sample
 
@@ -76,9 +76,7 @@ short = partial(sample, sort_and_sample)
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("min_p", [False, True], ids=["", "min_p"])
-def test_short_way_keeps_what_the_whole_sort_keeps(
-    ties: bool, min_p: bool, figure: Figure
-) -> None:
+def test_short_way_keeps_what_the_whole_sort_keeps(ties: bool, min_p: bool, figure: Figure) -> None:
     """Sums run over fewer columns, so that a row may be cut one token apart by rounding."""
     probs = probabilities(ties=ties)
     _, want, _, _ = sampled(sort_and_sample, probs.clone(), min_p=min_p)

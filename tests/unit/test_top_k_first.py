@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.engine.top_k_first import sample
+from moerl.engine.plugin.top_k_first import sample
 from tests.helpers.sampler_reference import sort_and_sample
 
 ROWS, VOCAB = 24, 700
