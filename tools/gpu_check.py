@@ -123,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
     parser.add_argument("--list", action="store_true", help="names of checks, and end")
     parser.add_argument("--json", type=Path, default=REPORT, help="file of the figures")
-    parser.add_argument("--pack", action="store_true", help="collect the wheels of --parts, and end")
+    parser.add_argument(
+        "--pack", action="store_true", help="collect the wheels of --parts, and end"
+    )
     parser.add_argument("--python", default="3.12", help="of the machine that is packed for")
     parser.add_argument("--markdown", metavar="JSON", help="print a report's tables, and end")
     return parser

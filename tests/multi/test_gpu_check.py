@@ -41,7 +41,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_parts_check_ran_on_the_double(report: dict[str, Any]) -> None:
     states = {check["name"]: check["state"] for check in report["checks"]}
-    assert states == {check.name: "skipped" if check.name in ABSENT else "passed" for check in PARTS}
+    assert states == {
+        check.name: "skipped" if check.name in ABSENT else "passed" for check in PARTS
+    }
     assert (report["size"], report["double"], report["machine"]["device"]) == (
         "parts", True, "double",
     )  # fmt: skip
