@@ -17,7 +17,7 @@ from tests.helpers.bare_imports import hide_other_packages
 from tests.helpers.device_figures import Figure, machine, on_double
 
 HERE = Path(__file__).parent
-PARTS = "MOERL_GPU_CHECK_PARTS"  # environment variable: import nothing but what `gpu-check --parts` brings
+PARTS = "MOERL_GPU_CHECK_PARTS"  # environment variable: import only what `--parts` brings
 
 
 if os.environ.get(PARTS):

@@ -28,7 +28,7 @@ def sample(
     """Around `top_k_top_p_min_p_sampling_from_probs_torch`: it filters [B, max_top_k], not [B, V].
 
     Columns at rank top_k and beyond get weight 0 there, so the max_top_k largest carry all that
-    survives.  Weights and ids come back as [B, max_top_k], which callers take like [B, V].  Requests
+    survives.  Weights and ids are [B, max_top_k] then, which callers take like [B, V].  Requests
     with seeds keep the whole sort: their draws must not depend on the batch.
     """
     short = max_top_k is not None and max_top_k < probs.shape[-1]
