@@ -34,10 +34,10 @@ _PARTS_S = 540  # all checks of --parts; machines are lent for ten minutes
 _LEAST_S = 20  # a check that has less is not begun
 _HELP = """\
   tools/gpu-check            everything: needs the environment of `tools/setup.sh --gpu`
-  tools/gpu-check --parts     needs Python 3.11 or 3.12, torch with CUDA, nvcc, and the wheels that
+  tools/gpu-check --parts    needs Python 3.11 or 3.12, torch with CUDA, gcc, and the wheels that
                              `--pack` put into build/gpu-check/wheels; no network, no SGLang, no
                              Transformer Engine, no Ray; ends after nine minutes
-  tools/gpu-check --parts --double     the same on the device double: no GPU, tiny sizes, seconds
+  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, seconds
   tools/gpu-check --pack     on a machine with a package index, before the folder is copied
 
 A check that fails leaves the others as they are; the exit status is 1 if one failed.  Every figure
