@@ -19,7 +19,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.task_mixture import with_changes, with_finite_top_k
@@ -237,7 +236,6 @@ def _override(items: Sequence[str]) -> dict[str, Any]:
 def _merge(layers: Sequence[dict[str, Any]]) -> Config:
     merged = OmegaConf.create(asdict(Config()))
     for layer in layers:
-        refuse_old_keys(layer)
         if isinstance(tasks := layer.get("tasks"), Mapping):
             entries = OmegaConf.to_container(merged.tasks, resolve=False)
             assert isinstance(entries, list), type(entries)

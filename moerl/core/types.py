@@ -91,7 +91,7 @@ class BlobRef:
     offset: int  # bytes from the start of the blob
     dtype: str  # numpy name, little-endian: uint8, uint16, int32, int64
     shape: tuple[int, ...]
-    digest: str  # of the table of chunk digests: "2:" and 16 hex digits
+    digest: str  # of the table of chunk digests: 16 hex digits
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,6 @@ from moerl.runtime.private_dir import private_dir
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
-_FORMAT = "2:"  # prefix of every digest; format 1 had one digest per array and no table
 _ALIGN = 64  # so that a mapped array is aligned for any dtype
 _DIGEST_BYTES = 8
 _DTYPES = ("uint8", "uint16", "int32", "int64", "float32")
@@ -91,7 +90,7 @@ class BlobStore:
                             offset=offset,
                             dtype=data.dtype.name,
                             shape=tuple(data.shape),
-                            digest=_FORMAT + xxhash.xxh3_64_hexdigest(table),
+                            digest=xxhash.xxh3_64_hexdigest(table),
                         )
                     )
                     offset = -(-file.tell() // _ALIGN) * _ALIGN
@@ -227,10 +226,6 @@ class BlobStore:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _table(self, fd: int, ref: BlobRef) -> bytes:
-        if not ref.digest.startswith(_FORMAT):
-            raise BlobError(
-                f"{ref.uri} was sealed in an older format, {_FORMAT[:-1]} is read here", ref.uri
-            )
         table = self._read(fd, ref, ref.num_bytes, ref.num_bytes + _table_bytes(ref))
         check_table(table, ref)
         return table
@@ -264,7 +259,7 @@ def holds(path: Path, size: int) -> bool:
 
 def check_table(table: bytes, ref: BlobRef) -> None:
     """Raises BlobError when the digests of an array's chunks were altered."""
-    if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
+    if xxhash.xxh3_64_hexdigest(table) != ref.digest:
         raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest", ref.uri)
 
 
