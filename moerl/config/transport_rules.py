@@ -46,7 +46,7 @@ def default_transport(config: Config) -> TransportChoice:
     if mooncake_protocol(config) == "rdma":
         if importlib.util.find_spec("mooncake") is not None:
             return TransportChoice("mooncake", "all nodes name RDMA cards, and not all have GPUs")
-        return TransportChoice("gloo", "RDMA without GPUs needs moerl[mooncake-cpu], not installed")
+        return TransportChoice("gloo", "RDMA without GPUs needs pip install '.[mooncake-cpu]'")
     return TransportChoice("gloo", "not all nodes have GPUs, or RDMA cards in cluster.nodes.*.rdma")
 
 

@@ -38,7 +38,9 @@ def _read(path: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise ConfigError(
-            "task.name", "hf_dataset", "the package pyarrow is not installed; install moerl[tables]"
+            "task.name",
+            "hf_dataset",
+            "the package pyarrow is not installed; in a checkout, pip install '.[tables]'",
         ) from error
     files = _files(path)
     try:
