@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from moerl.config.functions import check_is_there
+from moerl.config.functions import check_importable
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
+from moerl.config.task_tables import STEP_REWARDS
 from moerl.core.errors import ConfigError
 
 
@@ -105,10 +106,6 @@ AGGREGATIONS = _table(
     seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
     constant=Entry("aggregation:constant", ("constant_tokens",)),
 )
-PROCESS_REWARDS = (
-    "position_steps",
-    "turn_gains",
-)  # of moerl.data.rewards; a user's function may be one too
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
     | {"distill_coef"}
@@ -133,7 +130,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     if folders:
         _check_folders(config)
         if a.objective not in OBJECTIVES:
-            check_is_there("algorithm.objective", a.objective)
+            check_importable("algorithm.objective", a.objective, list(OBJECTIVES))
 
 
 def needed(a: AlgorithmConfig) -> set[str]:
@@ -231,12 +228,12 @@ def _refuse_unmet(config: Config) -> None:
 
 def _check_steps(task: TaskEntry, a: AlgorithmConfig) -> None:
     reward = task.reward
-    if reward not in PROCESS_REWARDS and ":" not in reward:
+    if reward not in STEP_REWARDS and ":" not in reward:
         raise ConfigError(
             "task.reward",
             reward,
             f"algorithm.advantage={a.advantage} needs a reward per step: use "
-            f"{', '.join(PROCESS_REWARDS)} or package.module:function that returns steps "
+            f"{', '.join(STEP_REWARDS)} or package.module:function that returns steps "
             "(docs/algorithms.md)",
         )
 

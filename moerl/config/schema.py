@@ -80,9 +80,8 @@ class ModelConfig:
 class TaskConfig:
     """Source of prompts and reward."""
 
-    name: Literal["sort_digits", "calculator", "reasoning_gym", "jsonl", "hf_dataset"] = (
-        "sort_digits"
-    )
+    # sort_digits | calculator | reasoning_gym | jsonl | hf_dataset (`moerl.config.task_tables`)
+    name: str = "sort_digits"
     digits: Count = 4  # sort_digits: how many to sort; calculator: of each number
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moerl.config.functions import look_up
+from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import ENVIRONMENTS, PACKAGE
 from moerl.core.types import Prompt
-from moerl.data.calculator import calculator
 
 Environment = Callable[[Prompt, Sequence[str]], str]
 # A user's function: function(prompt text, answer, turns so far, extra fields) -> text.
@@ -23,9 +23,10 @@ def make_environment(config: TaskConfig) -> Environment | None:
     """The environment of a task, if it has one.  Raises ConfigError for an unknown one."""
     if not config.environment:
         return None
-    if config.environment in NAMED:
-        return NAMED[config.environment]
-    function: UserEnvironment = look_up("task.environment", config.environment, list(NAMED))
+    if config.environment in ENVIRONMENTS:
+        named: Environment = load_below(PACKAGE, ENVIRONMENTS[config.environment])
+        return named
+    function: UserEnvironment = look_up("task.environment", config.environment, ENVIRONMENTS)
     return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 
@@ -34,6 +35,3 @@ def check_digits(prompt: Prompt, responses: Sequence[str]) -> str:
     want = str(prompt.answer)
     right = sum(a == b for a, b in zip(want, responses[-1], strict=False))
     return "" if responses[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
-
-
-NAMED: dict[str, Environment] = {"calculator": calculator, "check_digits": check_digits}

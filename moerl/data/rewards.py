@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from moerl.config.functions import look_up
+from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
 from moerl.core.errors import ConfigError
 from moerl.core.types import Prompt, Score
 from moerl.data.tasks import reasoning_gym_dataset
@@ -31,15 +32,13 @@ UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]
 
 def make_reward(config: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
-    if config.name in _OWN and not config.reward:
-        return _outcome(_OWN[config.name])
+    own = SOURCES[config.name].reward
+    if own and not config.reward:
+        return _outcome(load_below(PACKAGE, own))
     if config.name == "reasoning_gym":
         return GymReward(config)
-    if config.reward in NAMED:
-        _require(config.reward)
-        return _outcome(NAMED[config.reward])
-    if config.reward in PROCESS:
-        return PROCESS[config.reward]
+    if config.reward in REWARDS:
+        return _named(config.reward)
     return _dotted(config.reward, with_turns=config.max_turns > 1)
 
 
@@ -102,21 +101,18 @@ def math_verify(prompt: Prompt, response: str) -> float:
     return float(verify(gold, parse(response)))
 
 
-NAMED: dict[str, Callable[[Prompt, str], float]] = {
-    "exact_match": exact_match,
-    "math_verify": math_verify,
-}
-_OWN = {"sort_digits": right_positions, "calculator": exact_match}  # by name of the task
-PROCESS: dict[str, Reward] = {"position_steps": position_steps, "turn_gains": turn_gains}
+def _named(name: str) -> Reward:
+    """A reward of the table.  Raises ConfigError when the package that it needs is missing."""
+    entry = REWARDS[name]
+    if entry.requires and importlib.util.find_spec(entry.requires) is None:
+        package = entry.requires.replace("_", "-")
+        raise ConfigError("task.reward", name, f"the package {package} is not installed")
+    function = load_below(PACKAGE, entry.function)
+    return function if entry.scores_steps else _outcome(function)
 
 
 def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
     return lambda prompt, responses: Score(float(function(prompt, responses[-1])))
-
-
-def _require(reward: str) -> None:
-    if reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("task.reward", reward, "the package math-verify is not installed")
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +168,7 @@ class GymReward:
 
 
 def _dotted(path: str, *, with_turns: bool) -> Reward:
-    function: UserReward = look_up("task.reward", path, [*NAMED, *PROCESS])
+    function: UserReward = look_up("task.reward", path, REWARDS)
 
     def reward(prompt: Prompt, responses: Sequence[str]) -> Score:
         extra = prompt.extra | ({"turns": list(responses)} if with_turns else {})

@@ -4,14 +4,14 @@ A prompt is a function of (settings, seed, index) alone.  A resumed run therefor
 exactly the prompts that were not consumed, without a saved state of a data loader.  Rewards are in
 `moerl.data.rewards`, because they run in other processes.
 
-A new task is one source class and one line of SOURCES (and its reward in `rewards`).
+A new task is one source class and its line of SOURCES in `moerl.config.task_tables`.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from moerl.config.functions import load_below
 from moerl.config.schema import Column, TaskConfig
+from moerl.config.task_tables import PACKAGE, SOURCES
 from moerl.core.errors import ConfigError, ModelError
 from moerl.core.types import Prompt
 from moerl.data.calculator import demonstration
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-WITH_FILES = ("jsonl", "hf_dataset")  # tasks whose prompts are in task.path
 _COLUMNS: tuple[Column, ...] = ("prompt", "messages", "answer")
 _NO_NAMES: Mapping[Column, str] = MappingProxyType({})
 _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
@@ -120,34 +121,17 @@ class Jsonl:
         return self._items[index]
 
 
-def _table_rows(config: TaskConfig, seed: int) -> Source:
-    from moerl.data.table_files import TableRows
-
-    return TableRows(config, seed)
-
-
-SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
-    "sort_digits": SortDigits,
-    "calculator": Products,
-    "reasoning_gym": ReasoningGym,
-    "jsonl": Jsonl,
-    "hf_dataset": _table_rows,
-}
-
-
 class PromptStream:
     """Endless prompts by index; the seed shuffles a finite source again in each epoch."""
 
     def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
         """Raises ConfigError for every fault that shows before the first prompt is drawn."""
-        if task.name not in SOURCES:
-            raise ConfigError("task.name", task.name, f"known tasks are {', '.join(SOURCES)}")
         if task.chat_template and not tokenizer.chat_template:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
-        self._source = SOURCES[task.name](task, seed)
+        self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
-        if task.name in WITH_FILES:  # a bad line must not end the run in its tenth hour
+        if SOURCES[task.name].files:  # a bad line must not end the run in its tenth hour
             for place in range(self._source.size or 0):
                 self._make(place, self._source.item(place))
 

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_model_sizes
+from moerl.config.checks import check, check_model_sizes
+from moerl.config.functions import load_below
 from moerl.config.load import load_saved
 from moerl.config.resume import resume_facts
 from moerl.config.schema import NodeGroup, ParallelConfig
+from moerl.config.task_tables import ENVIRONMENTS, PACKAGE, REWARDS, SOURCES
 from moerl.config.validate import read_section
 from moerl.core.errors import ConfigError, ModelError
-from moerl.data import environments, rewards
 from moerl.launch.engine_commands import engines
 from moerl.planning.dry_run import describe
 from moerl.runtime.run_dir import RunDir, read_manifest
@@ -133,9 +134,32 @@ def test_an_anchor_may_be_merged_and_one_of_its_keys_replaced(tmp_path: Path) ->
     assert load_config(str(recipe)).engine.args == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 1}}
 
 
-def test_named_rewards_and_environments_are_those_that_exist() -> None:
-    assert set(_REWARDS) == {*rewards.NAMED, *rewards.PROCESS}
-    assert set(_ENVIRONMENTS) == set(environments.NAMED)
+def test_every_line_of_the_task_tables_names_a_function() -> None:
+    lines = [*(reward.function for reward in REWARDS.values()), *ENVIRONMENTS.values()]
+    lines += [path for source in SOURCES.values() for path in (source.factory, source.reward)]
+    for line in filter(None, lines):
+        assert callable(load_below(PACKAGE, line)), line
+    with pytest.raises(AttributeError):  # negative control
+        load_below(PACKAGE, "rewards:no_such")
+
+
+@pytest.mark.parametrize("field", ["task.reward", "task.environment", "algorithm.objective"])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("http://localhost:80/score", "use "),
+        ("no_such_module:f", "have no module no_such_module; use "),
+        ("tests.helpers.run_rewards:no_such", "run_rewards.py defines no no_such; use "),
+    ],
+)
+def test_a_function_that_does_not_exist_is_refused_before_a_start(
+    field: str, value: str, why: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(resolve(load_config("quickstart", [f"{field}={value}"])))
+    assert (error.value.field, error.value.value) == (field, value)
+    assert why in error.value.allowed
+    assert error.value.allowed.endswith("package.module:function")
 
 
 def test_experts_are_whole_or_cut_as_the_rest() -> None:
@@ -358,6 +382,16 @@ def fails(*args: str) -> str:
     return str(result.exception)
 
 
+def test_a_dry_run_refuses_a_reward_that_does_not_exist() -> None:
+    for value in ("no_such_module:f", "ftp://host/reward"):
+        for dry in ([], ["--dry-run"]):
+            text = fails("train", "quickstart", f"task.reward={value}", *dry)
+            assert text.startswith(f"task.reward = '{value}' is not usable: ")
+    good = ["train", "quickstart", "task.reward=tests.helpers.run_rewards:digit_share", "--dry-run"]
+    done = CliRunner().invoke(app, good)  # negative control
+    assert done.exit_code == 0, done.output
+
+
 def test_missing_model_folder() -> None:
     text = fails("train", "quickstart", "model.tiny.enabled=false", "model.path=/no/such")
     assert text.startswith("model.path = '/no/such' is not usable: a Hugging Face model folder")
@@ -412,7 +446,7 @@ def finished(tmp_path: Path) -> Path:
     )
     save_config(replace(config, run=replace(config.run, name="mine")), run.config)
     run.checkpoint(20).mkdir()
-    manifest = resume_facts(config) | {"step": 20}
+    manifest = resume_facts(config) | {"step": 20, "files": {"metadata.json": [2, ""]}}
     (run.checkpoint(20) / "manifest.json").write_text(json.dumps(manifest))
     (run.checkpoint(20) / "metadata.json").write_text("{}")
     return run.root

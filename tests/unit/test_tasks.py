@@ -128,11 +128,6 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     cases = [
-        (
-            TaskConfig(name="sort"),
-            "task.name = 'sort'",
-            "sort_digits, calculator, reasoning_gym, jsonl",
-        ),
         (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "No such file"),
         (TaskConfig(name="jsonl", path=str(binary)), "task.path", "UTF-8"),
         (TaskConfig(name="jsonl", path=empty), "task.path", "holds no prompt"),

@@ -1,0 +1,67 @@
+"""The rewards, environments and sources of prompts that a recipe can name: one line each.
+
+A line names a function or class below `moerl.data`.  Adding a reward is that function and its line
+here.  The tables are plain data, so a dry run on a login node checks names without importing torch,
+a data package or a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+PACKAGE = "moerl.data"
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function (prompt, response) -> number.
+
+    scores_steps: the function has the form (prompt, responses) -> Score instead and gives each step
+    of a response, or each turn, its reward.  requires: an optional package, by its import name.
+    """
+
+    function: str
+    scores_steps: bool = False
+    requires: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A class with `size` and `item(index)`, made with (task settings, seed).
+
+    reward: the function (prompt, response) -> number of a task that names no reward.
+    files: description of `task.path` for a source that reads its prompts from files.
+    """
+
+    factory: str
+    reward: str = ""
+    files: str = ""
+
+
+REWARDS: Mapping[str, Reward] = MappingProxyType(
+    {
+        "exact_match": Reward("rewards:exact_match"),
+        "math_verify": Reward("rewards:math_verify", requires="math_verify"),
+        "position_steps": Reward("rewards:position_steps", scores_steps=True),
+        "turn_gains": Reward("rewards:turn_gains", scores_steps=True),
+    }
+)
+STEP_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.scores_steps)
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {"calculator": "calculator:calculator", "check_digits": "environments:check_digits"}
+)
+"""Functions (prompt, responses so far) -> text between turns, by name."""
+SOURCES: Mapping[str, Source] = MappingProxyType(
+    {
+        "sort_digits": Source("tasks:SortDigits", reward="rewards:right_positions"),
+        "calculator": Source("tasks:Products", reward="rewards:exact_match"),
+        "reasoning_gym": Source("tasks:ReasoningGym"),
+        "jsonl": Source("tasks:Jsonl", files="a readable JSONL file of prompts"),
+        "hf_dataset": Source(
+            "table_files:TableRows",
+            files="a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
+        ),
+    }
+)
