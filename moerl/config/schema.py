@@ -31,32 +31,12 @@ Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 Column = Literal["prompt", "messages", "answer"]
 
-TinyFamily = Literal[
-    "qwen3_moe",
-    "qwen2_moe",
-    "olmoe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v2_lite",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "moonlight",
-    "gpt_oss",
-    "minimax_m2",
-    "ernie4_5_moe",
-    "llama4",
-    "qwen3_next",
-]
-
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A random-weight model, made when `model.path` names no existing folder."""
+    """A random-weight Qwen3-MoE, made when `model.path` names no existing folder."""
 
     enabled: bool = False
-    family: TinyFamily = "qwen3_moe"
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4

@@ -22,12 +22,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 
 from moerl.config.schema import TinyModel
-from moerl.config.tiny_configs import MAX_POSITIONS, tiny_config
+from moerl.config.tiny_config import MAX_POSITIONS, tiny_config
 from moerl.core.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes, model_spec, stacked_forms, transposed_stacks
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punctuation
+_SYMBOLS = tuple(dict.fromkeys((*_SPECIAL, *_CHARACTERS)))
+VOCAB_SIZE = len(_SYMBOLS)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -35,8 +37,15 @@ _CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
-    """Write config, weights (fp32 safetensors) and tokenizer; `folder` gets its name at the end.
+    """Write a random Qwen3-MoE.  Raises ModelError when the folder exists."""
+    pad, eos = (_SPECIAL.index(symbol) for symbol in ("<pad>", "<eos>"))
+    make_model(folder, tiny_config(shape, VOCAB_SIZE, pad=pad, eos=eos), seed)
 
+
+def make_model(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Write a config, random weights (fp32 safetensors) and the tokenizer.
+
+    config: of any known family, with `vocab_size` VOCAB_SIZE.  `folder` gets its name at the end.
     The files are as transformers writes them.  It is not imported, because that takes longer
     than all the rest and every run of a tiny recipe would wait for it.
 
@@ -46,15 +55,12 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
 
     if folder.exists():
         raise ModelError(f"{folder} exists already; a tiny model is made in a new folder only")
-    tokenizer = _tokenizer()
-    pad, eos = (_SPECIAL.index(symbol) for symbol in ("<pad>", "<eos>"))
-    config = tiny_config(shape, tokenizer.get_vocab_size(), pad=pad, eos=eos)
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
         _write_json(temporary / "config.json", config)
         _write_json(temporary / "tokenizer_config.json", _tokenizer_config())
-        tokenizer.save(str(temporary / "tokenizer.json"))
+        _tokenizer().save(str(temporary / "tokenizer.json"))
         (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
         weights = dict(_weights(config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -70,8 +76,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _tokenizer() -> Tokenizer:
     """One token per character, no merges, no added start token."""
-    symbols = dict.fromkeys((*_SPECIAL, *_CHARACTERS))
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    vocabulary = {symbol: i for i, symbol in enumerate(_SYMBOLS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, _SPECIAL[2]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")

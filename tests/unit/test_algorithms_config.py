@@ -160,8 +160,8 @@ def test_an_own_objective_that_is_not_there_is_refused(name: str, why: str) -> N
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("none.such:f", "there is no module none.such on PYTHONPATH"),
-        ("heavy.none:loss", "there is no module heavy.none on"),
+        ("none.such:f", "have no module none.such"),
+        ("heavy.none:loss", "have no module heavy.none"),
         ("heavy.objectives:lost", "objectives.py defines no lost"),
     ],
 )
