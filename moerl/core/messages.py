@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moerl.config.lora_settings import LoraConfig
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.id_sets import Ranges
+from moerl.core.ids import Ranges
 from moerl.core.types import (
     Array,
     BatchPlan,
@@ -28,6 +27,9 @@ from moerl.core.types import (
     Score,
     Segment,
 )
+
+# A value of `moerl.config.lora_settings.LoraConfig`
+LoraField = bool | int | float | str | list[str] | dict[str, int]
 
 
 # --- trainer rank 0 -> the sender threads of all ranks ------------------------------------------
@@ -147,7 +149,9 @@ class PrepareUpdate:
     timeout_s: float
     folder: str = ""  # only for the transport disk
     delta: bool = False  # the staging buffer also takes deltas: each follows its region
-    lora: LoraConfig | None = None  # factors are sent, of these adapters; None = weights
+    # Fields of `moerl.config.lora_settings.LoraConfig` of the adapters whose factors are sent;
+    # None = weights are sent
+    lora: dict[str, LoraField] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moerl.core.errors import RecordError
-from moerl.core.grammar import Grammar
-from moerl.core.packed_ids import packed_state, set_packed_state
+from moerl.core.ids import packed_state, set_packed_state
 
 Array = np.ndarray
 
@@ -58,6 +57,20 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that a client gives: the texts that an answer may be, in the form of SGLang.
+
+    It is part of a request.  A record has none: its sampling mask holds the allowed tokens.
+    """
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import TrainerError
-from moerl.core.id_sets import IdSet, Ranges
+from moerl.core.ids import IdSet, Ranges
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.runtime.run_dir import RunDir, read_manifest
