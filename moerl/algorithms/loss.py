@@ -185,3 +185,11 @@ def _token_sums(
         sums[f"cut/{name}"] = correction.cut.sum()
         sums[f"cut_seqs/{name}"] = (share * correction.cut).sum()
     return sums
+
+
+def value_loss(value_N: Tensor, return_N: Tensor) -> Tensor:
+    """The critic's loss: 1/2 (V - R)^2 of each token, to be weighted like a policy loss.
+
+    value_N: in the graph; returns are not.  Values are not clipped, as in PPO (arXiv 1707.06347).
+    """
+    return 0.5 * (value_N - return_N.detach()).square()

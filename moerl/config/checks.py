@@ -15,7 +15,6 @@ from typing import Any
 from moerl.config.agent_checks import check_agent
 from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
-from moerl.config.evaluating import check_isolation
 from moerl.config.functions import check_importable, functions
 from moerl.config.lora_checks import check_lora
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
@@ -28,7 +27,7 @@ from moerl.config.schema import (
     SamplingConfig,
 )
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.config.task_tables import ENVIRONMENTS, REWARDS, SOURCES
+from moerl.config.task_tables import ENVIRONMENTS, REWARDS, SOURCES, check_isolation
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.core.errors import ConfigError, ModelError

@@ -14,13 +14,19 @@ Rejected: placement by Ray's scheduler (a printed table could differ; trainer no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
+
+import psutil
 
 from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
 from moerl.core.errors import ConfigError
 
-_GPU_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +254,62 @@ def _place_trainer(
         ranks = tuple(range(index * each, (index + 1) * each))
         slots.append(TrainerSlot(node, index, ranks, devices))
     return tuple(slots)
+
+
+# --- settings of a process on its node ------------------------------------------------------------
+def own_address(cluster: ClusterConfig) -> str:
+    """`cluster.address`, else this node's IPv4 address on `cluster.interface`.
+
+    Raises ConfigError when the interface does not exist or has no address.
+    """
+    if cluster.address:
+        return cluster.address
+    found = psutil.net_if_addrs()
+    for entry in found.get(cluster.interface, ()):
+        if entry.family == socket.AF_INET:
+            return str(entry.address)
+    raise ConfigError(
+        "cluster.interface",
+        cluster.interface,
+        f"this node has no IPv4 address there; its interfaces are {', '.join(sorted(found))}",
+    )
+
+
+def bind_node_address(config: Config) -> Config:
+    """The configuration as this node's processes use it: bound to its own address."""
+    if config.cluster.address:
+        return config
+    address = own_address(config.cluster)
+    return replace(
+        config,
+        cluster=replace(config.cluster, address=address),
+        engine=replace(config.engine, host=address),
+    )
+
+
+def visible_devices(
+    devices: Sequence[int], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables of a process on these GPUs of its node; none for a process without GPUs.
+
+    The GPUs of a node count from 0.  A process that starts others may have CUDA_VISIBLE_DEVICES
+    itself (a scheduler or a person set it): then they count in that list.
+    environment: of the process that starts this process.  Raises ConfigError when it sees too few.
+    """
+    if not devices:
+        return {}
+    inherited = environment.get(VISIBLE)
+    if inherited is None:
+        named = [str(device) for device in devices]
+    else:
+        seen = [entry for entry in inherited.split(",") if entry]
+        if len(seen) <= max(devices):
+            raise ConfigError(
+                VISIBLE,
+                inherited,
+                f"GPU {max(devices)} of the node is needed, counted from 0 in this list; unset it, "
+                "or set cluster.nodes.*.devices to the number of GPUs in it",
+            )
+        named = [seen[device] for device in devices]
+    # nvidia-smi counts in this order too; CUDA's own puts the fastest GPU first
+    return {VISIBLE: ",".join(named), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from moerl.config.schema import TaskConfig
+from moerl.core.errors import ConfigError
+
 PACKAGE = "moerl.data"
 
 
@@ -50,7 +53,7 @@ REWARDS: Mapping[str, Reward] = MappingProxyType(
 )
 STEP_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.scores_steps)
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
-    {"calculator": "calculator:calculator", "check_digits": "environments:check_digits"}
+    {"calculator": "environments:calculator", "check_digits": "environments:check_digits"}
 )
 """Functions (prompt, responses so far) -> text between turns, by name."""
 SOURCES: Mapping[str, Source] = MappingProxyType(
@@ -65,3 +68,30 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         ),
     }
 )
+# Data sets of reasoning-gym 0.1.25 whose scorers run the policy's answer as Python, by eval or
+# sympy's parse_expr; `composite` calls the scorers of others.
+EVALUATING = frozenset(
+    {
+        "binary_matrix",
+        "composite",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+
+
+def check_isolation(task: TaskConfig) -> None:
+    """Raises ConfigError for a task that runs the policy's text outside a sandbox."""
+    evaluates = task.name == "reasoning_gym" and task.dataset in EVALUATING
+    if evaluates and task.isolation != "bwrap":
+        raise ConfigError(
+            "task.isolation",
+            task.isolation,
+            f"the scorer of {task.dataset} runs the policy's answer as Python; use bwrap",
+        )

@@ -25,7 +25,7 @@ from moerl.config.schema import Column, TaskConfig
 from moerl.config.task_tables import PACKAGE, SOURCES
 from moerl.core.errors import ConfigError, ModelError
 from moerl.core.types import Prompt
-from moerl.data.calculator import demonstration
+from moerl.data.environments import demonstration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

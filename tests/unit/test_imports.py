@@ -171,7 +171,8 @@ GOOD = {
     "core/types.py": "import numpy\nfrom moerl.core.errors import MoerlError",
     "core/errors.py": "import moerl",
     "runtime/run_dir.py": "from moerl.core.atomic import atomic_write",
-    "config/schema.py": "from moerl.core.errors import ConfigError\nfrom moerl.runtime import resources",
+    "config/schema.py": "from moerl.core.errors import ConfigError\n"
+    "from moerl.runtime import resources",
     "records/routing.py": "from . import other\nfrom ..core.types import Rollout",
     "records/other.py": "from moerl.config.schema import Config",
     "data/packing.py": "import torch\nfrom moerl.records.routing import decode",
