@@ -145,12 +145,12 @@ class MismatchSums:
 
 
 def _reduced(
-    parts: list[Tensor], op: ReduceOp.RedOpType, group: ProcessGroup | None, device: str
+    tensors: list[Tensor], op: ReduceOp.RedOpType, group: ProcessGroup | None, device: str
 ) -> list[Tensor]:
-    packed = torch.cat([part.reshape(-1) for part in parts]).to(device)
+    packed = torch.cat([part.reshape(-1) for part in tensors]).to(device)
     dist.all_reduce(packed, op, group=group)
-    split = packed.cpu().split([part.numel() for part in parts])
-    return [new.view(part.shape) for new, part in zip(split, parts, strict=True)]
+    split = packed.cpu().split([part.numel() for part in tensors])
+    return [new.view(part.shape) for new, part in zip(split, tensors, strict=True)]
 
 
 def _describe(suffix: str, sums: Tensor, histogram: Tensor, peaks: Tensor) -> dict[str, float]:

@@ -187,30 +187,30 @@ def _check_network(config: Config) -> None:
             )
 
 
-def _controller(found: tuple[Node, ...]) -> Node:
+def _controller(nodes: tuple[Node, ...]) -> Node:
     """The first node of the role; it needs Ray, so an engine node or a node without other roles."""
-    for node in found:
+    for node in nodes:
         if node.has("controller"):
             return node
-    raise ConfigError("cluster.nodes", [n.name for n in found], "one needs the role controller")
+    raise ConfigError("cluster.nodes", [n.name for n in nodes], "one needs the role controller")
 
 
-def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSlot, ...]:
+def _place_engines(config: Config, nodes: list[Node]) -> tuple[EngineSlot, ...]:
     count = config.engine.count
-    if count and not found:
+    if count and not nodes:
         raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
-    free = {node.name: list(range(node.group.devices)) for node in found}
+    free = {node.name: list(range(node.group.devices)) for node in nodes}
     slots = []
     span = config.engine.nodes
     for engine, tp in config.engine.sizes.items():
         each = tp // span
-        fits = [n for n in found if not n.group.devices or len(free[n.name]) >= each]
+        fits = [n for n in nodes if not n.group.devices or len(free[n.name]) >= each]
         if len(fits) < span:
-            total = sum(node.group.devices for node in found)
+            total = sum(node.group.devices for node in nodes)
             raise ConfigError(
                 "engine.count",
                 count,
-                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(found)} nodes "
+                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(nodes)} nodes "
                 f"with {total} GPUs",
             )
         bare = all(not node.group.devices for node in fits)

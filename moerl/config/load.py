@@ -121,11 +121,11 @@ def _parts(overrides: Sequence[str]) -> dict[str, Path]:
 
 
 def _with_includes(
-    path: Path, above: tuple[Path, ...], parts: dict[str, Path]
+    path: Path, above: tuple[Path, ...], replacements: dict[str, Path]
 ) -> list[dict[str, Any]]:
     """The file's own includes first, depth first, then the file itself, then remaining parts.
 
-    parts: files that replace includes from their folder; each is used once.
+    replacements: files that replace includes from their folder; each is used once.
     """
     if path in above:
         raise ConfigError("include", str(path), "a file cannot include itself")
@@ -136,10 +136,10 @@ def _with_includes(
         raise ConfigError("include", own, f"a list of files is needed in {path}")
     for name in map(str, own):
         found = _find_include(name, path)
-        for key in [key for key in parts if found.parent == CONFIG_ROOT / PARTS[key]]:
-            found = parts.pop(key)
-        layers += _with_includes(found, (*above, path), parts)
-    left = [_read_yaml(found) for found in parts.values()] if not above else []
+        for key in [key for key in replacements if found.parent == CONFIG_ROOT / PARTS[key]]:
+            found = replacements.pop(key)
+        layers += _with_includes(found, (*above, path), replacements)
+    left = [_read_yaml(found) for found in replacements.values()] if not above else []
     return [*layers, data, *left]
 
 

@@ -21,14 +21,14 @@ Environment = Callable[[Prompt, Sequence[str]], str]
 UserEnvironment = Callable[[str, Any, Sequence[str], dict[str, Any]], str]
 
 
-def make_environment(config: TaskConfig) -> Environment | None:
+def make_environment(task: TaskConfig) -> Environment | None:
     """The environment of a task, if it has one.  Raises ConfigError for an unknown one."""
-    if not config.environment:
+    if not task.environment:
         return None
-    if config.environment in ENVIRONMENTS:
-        named: Environment = load_below(PACKAGE, ENVIRONMENTS[config.environment])
+    if task.environment in ENVIRONMENTS:
+        named: Environment = load_below(PACKAGE, ENVIRONMENTS[task.environment])
         return named
-    function: UserEnvironment = look_up("task.environment", config.environment, ENVIRONMENTS)
+    function: UserEnvironment = look_up("task.environment", task.environment, ENVIRONMENTS)
     return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 

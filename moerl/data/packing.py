@@ -329,12 +329,12 @@ def rollout_at(plan: BatchPlan, idx: int) -> Rollout:
     return plan.groups[row.group].episodes[row.episode].turns[row.turn].rollout
 
 
-def _join(parts: Sequence[Array], dtype: type[np.generic]) -> Array:
-    return np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)
+def _join(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
+    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
 
 
-def _tensor(parts: Sequence[Array], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(_join(parts, dtype))
+def _tensor(arrays: Sequence[Array], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(_join(arrays, dtype))
 
 
 def _spread(

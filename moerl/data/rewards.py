@@ -30,23 +30,23 @@ Reward = Callable[[Prompt, Sequence[str]], Score]
 UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
-def make_reward(config: TaskConfig) -> Reward:
+def make_reward(task: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
-    own = SOURCES[config.name].reward
-    if own and not config.reward:
+    own = SOURCES[task.name].reward
+    if own and not task.reward:
         return _outcome(load_below(PACKAGE, own))
-    if config.name == "reasoning_gym":
-        return GymReward(config)
-    if config.reward in REWARDS:
-        return _named(config.reward)
-    return _dotted(config.reward, with_turns=config.max_turns > 1)
+    if task.name == "reasoning_gym":
+        return GymReward(task)
+    if task.reward in REWARDS:
+        return _named(task.reward)
+    return _dotted(task.reward, with_turns=task.max_turns > 1)
 
 
-def prepare_reward(config: TaskConfig, reward: Reward, prompt: Prompt) -> None:
+def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
     """Do once for a prompt what a reward does before it reads a response: imports and its entry."""
     if isinstance(reward, GymReward):
         reward.entry(prompt)
-    elif config.reward == "math_verify":
+    elif task.reward == "math_verify":
         _parsed_gold(str(prompt.answer))
 
 
@@ -149,10 +149,10 @@ EXTRACTS: dict[str, Callable[[str], str]] = {"tags": tagged, "last_number": last
 class GymReward:
     """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
-    def __init__(self, config: TaskConfig) -> None:
-        self._extract = EXTRACTS[config.extract]
+    def __init__(self, task: TaskConfig) -> None:
+        self._extract = EXTRACTS[task.extract]
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
-        self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, config))
+        self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, task))
 
     def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
         dataset, item = self.entry(prompt)

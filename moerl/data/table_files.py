@@ -20,12 +20,12 @@ from moerl.data.tasks import Item, item_of
 class TableRows:
     """The rows of a data set: a prompt or messages, an answer, further columns for the reward."""
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._path, self._columns = config.path, config.columns
-        self._table = _read(config.path)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._path, self._columns = task.path, task.columns
+        self._table = _read(task.path)
         self.size = int(self._table.num_rows)
         if not self.size:
-            raise ConfigError("task.path", config.path, "the data set has no row")
+            raise ConfigError("task.path", task.path, "the data set has no row")
 
     def item(self, index: int) -> Item:
         (row,) = self._table.slice(index, 1).to_pylist()

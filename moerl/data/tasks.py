@@ -61,8 +61,8 @@ class SortDigits:
 
     size: int | None = None
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._digits, self._seed = config.digits, seed
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._digits, self._seed = task.digits, seed
 
     def item(self, index: int) -> Item:
         draw = random.Random(f"{self._seed}/{index}")
@@ -78,8 +78,8 @@ class Products:
 
     size: int | None = None
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._least, self._seed = 10 ** (config.digits - 1), seed
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._least, self._seed = 10 ** (task.digits - 1), seed
 
     def item(self, index: int) -> Item:
         draw = random.Random(f"{self._seed}/{index}")
@@ -99,9 +99,9 @@ class ReasoningGym:
     entries hold tuples and other things that do not survive a message.
     """
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._seed = int(config.dataset_args.get("seed", seed))
-        self._dataset = reasoning_gym_dataset(config, self._seed)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._seed = int(task.dataset_args.get("seed", seed))
+        self._dataset = reasoning_gym_dataset(task, self._seed)
         self.size = len(self._dataset)
 
     def item(self, index: int) -> Item:
@@ -113,8 +113,8 @@ class ReasoningGym:
 class Jsonl:
     """A user's file: {"prompt" or "messages", "answer", any further fields} per line."""
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._items = read_jsonl(config.path, config.columns)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._items = read_jsonl(task.path, task.columns)
         self.size = len(self._items)
 
     def item(self, index: int) -> Item:
@@ -191,7 +191,7 @@ class PromptStream:
         )
 
 
-def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
+def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:
     """The named dataset.  Raises ConfigError: not installed, unknown name, bad arguments."""
     try:
         import reasoning_gym
@@ -200,18 +200,18 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
         raise ConfigError(
             "task.name", "reasoning_gym", "the package reasoning-gym is not installed"
         ) from error
-    if config.dataset not in DATASETS:
-        near = get_close_matches(config.dataset, DATASETS)
+    if task.dataset not in DATASETS:
+        near = get_close_matches(task.dataset, DATASETS)
         hint = f"; close names are {', '.join(near)}" if near else ""
         raise ConfigError(
-            "task.dataset", config.dataset, f"it must be a dataset of reasoning-gym{hint}"
+            "task.dataset", task.dataset, f"it must be a dataset of reasoning-gym{hint}"
         )
     try:
         return reasoning_gym.create_dataset(
-            config.dataset, **({"seed": seed, "size": _GYM_SIZE} | config.dataset_args)
+            task.dataset, **({"seed": seed, "size": _GYM_SIZE} | task.dataset_args)
         )
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error
+        raise ConfigError("task.dataset_args", task.dataset_args, str(error)) from error
 
 
 def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Item]:
@@ -262,15 +262,15 @@ def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -
     return Item(prompt or "", answer, tuple(messages or ()), fields, f"{where} of {path}")
 
 
-def _are_messages(value: object) -> bool:
+def _are_messages(messages: object) -> bool:
     return (
-        isinstance(value, list)
-        and bool(value)
+        isinstance(messages, list)
+        and bool(messages)
         and all(
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
-            for message in value
+            for message in messages
         )
     )
 

@@ -42,10 +42,10 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
     make_model(folder, tiny_config(shape, VOCAB_SIZE, pad=pad, eos=eos), seed)
 
 
-def make_model(folder: Path, config: dict[str, Any], seed: int) -> None:
+def make_model(folder: Path, hf_config: dict[str, Any], seed: int) -> None:
     """Write a config, random weights (fp32 safetensors) and the tokenizer.
 
-    config: of any known family, with `vocab_size` VOCAB_SIZE.  `folder` gets its name at the end.
+    hf_config: of any known family, with `vocab_size` VOCAB_SIZE.  `folder` appears at the end.
     The files are as transformers writes them.  It is not imported, because that takes longer
     than all the rest and every run of a tiny recipe would wait for it.
 
@@ -58,11 +58,11 @@ def make_model(folder: Path, config: dict[str, Any], seed: int) -> None:
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
-        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "config.json", hf_config)
         _write_json(temporary / "tokenizer_config.json", _tokenizer_config())
         _tokenizer().save(str(temporary / "tokenizer.json"))
         (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
-        weights = dict(_weights(config, seed))
+        weights = dict(_weights(hf_config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
     except BaseException:
@@ -70,8 +70,8 @@ def make_model(folder: Path, config: dict[str, Any], seed: int) -> None:
         raise
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _tokenizer() -> Tokenizer:
@@ -98,17 +98,17 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+def _weights(hf_config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Norms scale by one; everything else is normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
-    spec = model_spec(config)
+    spec = model_spec(hf_config)
     for name, shape in _file_shapes(spec).items():
         if name.endswith("norm.weight"):
             # the norm inside a delta net scales by its weight, where others add one to it
             around_one = spec.zero_centred_norm and "linear_attn" not in name
             yield name, torch.zeros(shape) if around_one else torch.ones(shape)
         else:
-            yield name, torch.randn(shape, generator=generator) * config["initializer_range"]
+            yield name, torch.randn(shape, generator=generator) * hf_config["initializer_range"]
 
 
 def _file_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -300,8 +300,8 @@ def _chunk_digests(data: bytes | memoryview) -> Iterator[bytes]:
         yield xxhash.xxh3_64_digest(view[at : at + CHUNK_BYTES])
 
 
-def _bytes_of(data: Array) -> memoryview:
-    return data.reshape(-1).view(np.uint8).data
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _table_bytes(ref: BlobRef) -> int:

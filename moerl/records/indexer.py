@@ -178,20 +178,20 @@ def _row_bytes(form: _Form) -> Array:
     return np.arange(form.first, form.end) // 8 + 1
 
 
-def _unpack(data: Array, form: _Form, rows: Array) -> None:
+def _unpack(packed: Array, form: _Form, rows: Array) -> None:
     """Write the positions of one block into rows [n, >= K]."""
     top_k = rows.shape[1]
     own = np.arange(form.first, form.end)
     if form.kind == "bitmap":
         width = (form.end + 7) // 8
         wide = np.zeros((len(rows), width), np.uint8)
-        wide[np.arange(width) < _row_bytes(form)[:, None]] = data
+        wide[np.arange(width) < _row_bytes(form)[:, None]] = packed
         row, column = np.unpackbits(wide, axis=1, bitorder="little").nonzero()
         counts = np.bincount(row, minlength=len(rows))
         good = bool((counts == top_k).all())
         found = column.reshape(-1, top_k) if good else None
     else:
-        found = data.view(form.kind).reshape(len(rows), top_k)
+        found = packed.view(form.kind).reshape(len(rows), top_k)
         good = bool((found[:, 1:] > found[:, :-1]).all())
     if found is None or not good or (found[:, -1] > own).any():
         raise RecordError(

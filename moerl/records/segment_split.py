@@ -77,15 +77,15 @@ def _call_begin(rollout: Rollout, position: int) -> int:
     return begins[-1] if begins else 0
 
 
-def _recorded(parts: Sequence[Rows], stop: int) -> tuple[Rows, ...]:
-    return tuple(part for part in parts if part.row_begin < stop)
+def _recorded(recorded: Sequence[Rows], stop: int) -> tuple[Rows, ...]:
+    return tuple(part for part in recorded if part.row_begin < stop)
 
 
 def _prefilled(
-    parts: Sequence[Rows], audit: Sequence[Rows], begin: int, stop: int
+    recorded: Sequence[Rows], audit: Sequence[Rows], begin: int, stop: int
 ) -> tuple[Rows, ...]:
     prefix = [part for part in audit if part.row_end == begin][-1:]
-    own = [part for part in parts if begin <= part.row_begin < stop]
+    own = [part for part in recorded if begin <= part.row_begin < stop]
     return tuple(prefix + own)
 
 
@@ -121,5 +121,5 @@ def _tokens(rollout: Rollout, positions: Array, first: int, end: int) -> Rollout
     )
 
 
-def _sampled_in(parts: Sequence[OfSampled], first: int, end: int) -> tuple[OfSampled, ...]:
-    return tuple(replace(p, first=p.first - first) for p in parts if first <= p.first < end)
+def _sampled_in(blobs: Sequence[OfSampled], first: int, end: int) -> tuple[OfSampled, ...]:
+    return tuple(replace(p, first=p.first - first) for p in blobs if first <= p.first < end)
