@@ -8,7 +8,7 @@ the configured function and lays the result out by plan row.
 Siblings that another batch trains (`EpisodeGroup.peers`) count in the baseline with their rewards
 as scored, and get no advantage.
 
-A group of one has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
+A single episode has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
 gives groups of one their raw reward; the configuration refuses group_size 1 for these baselines.
 
 Legend: E episodes of the step, K rewarded steps of them, M sampled tokens of all episodes in
@@ -190,7 +190,7 @@ def plan_gae(
 
     values: of each row, the critic's value at each sampled token.  Rows of an episode follow one
     another, as do the turns in one: the next token may be behind an environment's reply.  The
-    (shaped) reward is that of the episode's last token.  Advantages are whitened over all sampled
+    (shaped) reward belongs to the episode's last token.  Advantages are whitened over all sampled
     tokens of the step, as in verl; returns are not, and the critic also learns from episodes that
     `mask_truncated` leaves out.  drift: as in `plan_advantages`.  Raises RecordError as it does.
     """

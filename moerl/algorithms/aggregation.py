@@ -42,7 +42,7 @@ def seq_mean_token_sum(lengths: Sequence[int], algorithm: AlgorithmConfig) -> li
 def constant(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     """1 / (E constant_tokens): independent of lengths (Dr.GRPO, arXiv 2503.20783 section 3.2).
 
-    `constant_tokens` is the largest response length there, the same in every step.
+    `constant_tokens` is the largest response length in the paper, the same in every step.
     """
     return [1.0 / (len(lengths) * algorithm.constant_tokens)] * len(lengths)
 

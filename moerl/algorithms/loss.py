@@ -100,8 +100,8 @@ def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
 def distillation(t: Tokens) -> Tensor:
     """Advantage of on-policy distillation: sg(teacher - theta) per token, [N].
 
-    With an importance ratio its policy gradient is exactly that of -KL(theta, teacher), the reverse
-    KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
+    With an importance ratio its policy gradient is exactly the gradient of -KL(theta, teacher), the
+    reverse KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
     on-policy-distillation).  Trap: as a plain loss, theta - teacher has no gradient at all in
     expectation; it has to be an advantage.  The teacher is scored over the student's sampling mask.
     """

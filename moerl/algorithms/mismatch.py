@@ -4,8 +4,8 @@ d = trainer - engine, per sampled token; tokens are drawn by the engine, so mean
 estimates KL(engine, trainer).  Everything is kept as sums, counts and a histogram with fixed
 edges, added over microbatches and ranks and divided once: a mean of means would depend on the
 split.  Binned by token lag: bin 0 is pure engine mismatch, the others add staleness.  Tokens behind
-a change of weights inside their row have bins of their own, because the rows of their prefix are
-those of older weights and no forward pass reproduces them.
+a change of weights inside their row have bins of their own, because the rows of their prefix come
+from older weights and no forward pass reproduces them.
 
 Sums are taken of exp(d) - 1 rather than exp(d), so that a standard error of 1e-6 survives.
 Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of value / length; they

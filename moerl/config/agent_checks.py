@@ -1,4 +1,4 @@
-"""Checks of `task.agent`: what a run whose episodes a program or an environment plays cannot do."""
+"""Checks of `task.agent`: a program or an environment plays the episodes of such a run."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ line here.  An objective may also be a user's own `package.module:function`.  Th
 data without torch, so that a dry run on a login node can refuse, before anything starts, a setting
 that no algorithm reads or data that no component provides.
 
-Rejected: a decorator at the function (the check would import torch), a second table there.
+Rejected: a decorator at the function (the check would import torch), a second table in that
+package.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """Every rule about `algorithm`: names, settings that are not read, data that is not provided.
 
     folders: require the folders of the reference models, and load an objective of the user.
-    Raises ConfigError naming the field, its value and what is allowed.
+    Raises ConfigError naming the field, its value and the allowed values.
     """
     a = config.algorithm
     chosen = _chosen(a)

@@ -1,7 +1,7 @@
-"""Cross-field checks: every rule that one field alone cannot express, each with one sentence.
+"""Cross-field checks: every rule about several fields, each with one sentence.
 
 `check` needs no model and no heavy package, so a dry run on a login node can use it;
-`check_model` adds what depends on the model's config.json.
+`check_model` adds the rules that depend on the model's config.json.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _check_start(config: Config) -> None:
 
 
 def check_model(config: Config) -> dict[str, Any]:
-    """Check the model folder and what depends on it; returns its config.json.
+    """Check the model folder and the settings that depend on it; returns its config.json.
 
     Raises ConfigError naming `model.path` or the setting that does not divide.
     """
@@ -254,7 +254,7 @@ def _check_nodes(config: Config) -> None:
 
 
 def _check_sampling(sampling: SamplingConfig, *, kept: bool) -> None:
-    """kept: sampling masks are recorded."""
+    """Check one task's sampling settings.  kept: sampling masks are recorded."""
     if sampling.top_k == 1:
         raise ConfigError(
             "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"

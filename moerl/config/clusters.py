@@ -6,8 +6,8 @@ Ray gets exactly these requests, and torchrun's ranks follow from it.
 - One engine stays on one node (its ranks communicate in every layer), or spans `engine.nodes` of
   them with equal parts; nodes with GPUs are filled in order, nodes without GPUs take turns.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun requires.
-- On a node with several roles, engines take its first GPUs, the trainer the next ones, and the
-  reference ranks (`ref_models.placement: separate`) those after.
+- On a node with several roles, engines take its first GPUs, the trainer the next GPUs, and the
+  reference ranks (`ref_models.placement: separate`) the GPUs after these.
 
 Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
@@ -119,7 +119,7 @@ def is_local(cluster: ClusterConfig) -> bool:
 
 
 def check_cluster(config: Config) -> None:
-    """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
+    """Every rule about `cluster`.  Raises ConfigError naming field, value and allowed values."""
     cluster = config.cluster
     for name in sorted(_GPU_VARIABLES & cluster.environment.keys()):
         raise ConfigError(
@@ -151,7 +151,7 @@ def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
 
 
 def _check_network(config: Config) -> None:
-    """Refuse what works, or is safe, on one machine only."""
+    """Refuse settings that work, or are safe, on one machine only."""
     cluster, ports = config.cluster, config.cluster.ports
     if cluster.address:
         raise ConfigError(

@@ -68,7 +68,7 @@ def check_importable(field: str, path: str, named: Iterable[str]) -> None:
 
 
 def source_of(path: str) -> Path | None:
-    """The file or folder of the top-level module of `package.module:function`, if it is there."""
+    """The file or folder of the top-level module of `package.module:function`, if it exists."""
     spec = _find(path.partition(":")[0].partition(".")[0])
     if spec is None:
         return None

@@ -39,7 +39,7 @@ _OTHERWISE = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Compose a recipe (a path, or a name under configs/recipes) with key=value overrides.
 
-    Raises ConfigError naming the field, the value and what is allowed.
+    Raises ConfigError naming the field, the value and the allowed values.
     """
     path = find_recipe(recipe)
     parts = _parts(overrides)

@@ -367,7 +367,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SupervisionConfig:
-    """What happens when the trainer, an engine, the scorer or the controller dies."""
+    """Reactions to the death of the trainer, an engine, the scorer or the controller."""
 
     # Restarts of one process without a new step in between; 0 = end the run at once
     max_restarts: Natural = 3

@@ -30,7 +30,7 @@ def read_section(schema: Callable[..., T], settings: Mapping[str, Any], above: s
     """An instance of `schema`; fields missing in `settings` keep their default.
 
     above: the section's own dotted name with a dot behind it; empty for the whole configuration.
-    Raises ConfigError naming the field, its value and what is allowed.
+    Raises ConfigError naming the field, its value and the allowed values.
     """
     values = {}
     for name, kind in _fields(schema).items():

@@ -109,13 +109,13 @@ class IdSet:
 def name_rollout(group_id: int, sibling: int, life: int = 0, tries: int = 0) -> str:
     """Id of a rollout, unique in a run: blobs of an earlier try may still exist.
 
-    life: controllers before this one.  tries: of this controller, before this one.
+    life: number of earlier controllers.  tries: number of earlier tries of this controller.
     """
     return f"{group_id}.{sibling}" + (f".r{life}-{tries}" if life or tries else "")
 
 
 def life_of(name: str) -> int:
-    """The life of the controller that asked for a rollout, from its id or a blob's name."""
+    """The life of the controller that requested a rollout, from its id or a blob's name."""
     found = _LIFE.search(name)
     return int(found[1]) if found else 0
 

@@ -43,7 +43,7 @@ def make_reward(task: TaskConfig) -> Reward:
 
 
 def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
-    """Do once for a prompt what a reward does before it reads a response: imports and its entry."""
+    """Do a reward's work that needs no response once for a prompt: imports and its entry."""
     if isinstance(reward, GymReward):
         reward.entry(prompt)
     elif task.reward == "math_verify":
@@ -136,7 +136,7 @@ def last_number(response: str) -> str:
 
 
 def tagged(response: str) -> str:
-    """What stands inside <answer>, or all of it."""
+    """The text inside <answer>, or all of it."""
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response)

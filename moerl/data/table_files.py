@@ -2,7 +2,7 @@
 
 pyarrow reads them in place: nothing is downloaded, copied into a cache or executed, which
 `datasets.load_dataset` could do.  The layout of a saved folder (state.json lists its files, each an
-Arrow stream) is that of `datasets` 5; a test compares with what it reads.
+Arrow stream) follows `datasets` 5; a test compares the rows with its own.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Copies:
         return set(self._find(uris))
 
     def read(self, uri: str, spans: Sequence[tuple[int, int]] | None) -> bytes | None:
-        """Spans of a copy, unchecked, or all of it, checked; None when there is no readable copy.
+        """Spans of a copy, unchecked, or all of it, checked; None when no copy is readable.
 
         Raises BlobError when the bytes differ from the sealed bytes.
         """

@@ -10,7 +10,7 @@ chunks per layer and interval of tokens, plus the digest table (0.2 % of the rec
 
 Rejected: slicing after decoding (all layers of all tokens on every rank), a second check of ids.
 
-Legend: L layers asked for, n tokens asked for, K experts per token.
+Legend: L requested layers, n requested tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_indexer(
     One array per interval; within it rows rise, -1 behind the last (`moerl.records.indexer`).
     One layer at a time: decoded, a token of DeepSeek-V3.2 takes 8 KB in each of 61 layers.
     Raises RecordError `indexer_layers` (the layer was not recorded), `indexer_rows` (tokens outside
-    the blobs, blobs that do not tile, bytes that are not those of the rows); BlobError.
+    the blobs, blobs that do not tile, bytes that are not rows); BlobError.
     """
     if not blobs:
         raise RecordError("indexer_rows", "no positions were recorded for this rollout")

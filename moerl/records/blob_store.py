@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 class RecordReads(Protocol):
-    """What a reader of records needs of a store."""
+    """The methods of a store that a reader of records calls."""
 
     def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
         """See `BlobStore.read_runs`."""
@@ -141,13 +141,13 @@ class BlobStore:
         """Which of these are missing, or too short, where they were sealed.
 
         sizes: least number of bytes, by URI (`sizes_of`).
-        patience_s: how long a node that does not answer is asked again; not used here.
+        patience_s: how long a request to a silent node is repeated; not used here.
         """
         gone = {uri for uri, size in sizes.items() if not holds(self._path(uri), size)}
         return Found(gone, set())
 
     def damaged(self, refs: Iterable[BlobRef]) -> set[str]:
-        """URIs of blobs whose bytes differ from the sealed ones; reads every array in full.
+        """URIs of blobs whose bytes differ from the sealed bytes; reads every array in full.
 
         A blob that is missing, cannot be read now, or whose node does not answer is not among them.
         """
@@ -173,7 +173,7 @@ class BlobStore:
             atomic_write(target, data, mode=0o600)
 
     def sweep(self, uris: Iterable[str]) -> int:
-        """Delete all other blobs, partial ones too; returns how many.
+        """Delete all other blobs, also partial blobs; returns how many.
 
         Call it only while nothing is being sealed.
         """
@@ -184,7 +184,7 @@ class BlobStore:
         return len(gone)
 
     def uris(self) -> list[str]:
-        """All blobs of this node, partial ones too."""
+        """All blobs of this node, also partial blobs."""
         return [f"blob://{self.node}/{path.name}" for path in self.root.iterdir()]
 
     def delete_all(self, uris: Iterable[str]) -> None:

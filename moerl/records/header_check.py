@@ -1,4 +1,4 @@
-"""Check of a rollout's header: what admission sees without reading the blobs behind it."""
+"""Check of a rollout's header, which admission sees without reading the blobs behind it."""
 
 from __future__ import annotations
 

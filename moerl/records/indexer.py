@@ -47,7 +47,7 @@ def num_bytes(first: int, end: int, top_k: int) -> int:
 
 
 def check_engine_rows(rows: Array, *, num_rows: int, num_layers: int, top_k: int) -> None:
-    """Shape of one request's rows, from position 0; `encode` checks what they say.
+    """Check the shape of one request's rows, from position 0; `encode` checks their content.
 
     Raises RecordError `indexer_rows`.
     """
@@ -79,7 +79,7 @@ def encode(chosen: Array, first_row: int) -> Array:
 def decode(packed: Array, first_row: int, end: int, top_k: int) -> Array:
     """[bytes] u8 of one layer -> [n, min(K, end)] i32, rising, -1 behind the last.
 
-    Raises RecordError `indexer_rows` when the bytes are not those of the rows, or a row does not
+    Raises RecordError `indexer_rows` when the bytes do not hold the rows, or a row does not
     name K positions up to its own.
     """
     want = num_bytes(first_row, end, top_k)
