@@ -74,7 +74,6 @@ class ClusterBlobs(BlobStore):
         """Read blobs of this node from `root` and other blobs from their servers.
 
         node: of this process's own range server; empty = it only reads blobs of other nodes.
-
         copies: folder of the copies that durability `shared` keeps in the run directory, if any.
         """
         self.root, self.node, self.bytes_read = root, node, 0

@@ -1,5 +1,7 @@
 """Tiny random models of sixteen families: their config.json, and their folders.
 
+    python -m tests.helpers.tiny_families FOLDER FAMILY
+
 Each family has the fields that its released checkpoints have and that transformers or SGLang read:
 SGLang reads some that transformers does not write (`topk_method`, `scoring_func`,
 `moe_layer_freq`).  Sizes come from a `TinyModel`; other fields have the defaults of transformers.
@@ -7,6 +9,7 @@ SGLang reads some that transformers does not write (`topk_method`, `scoring_func
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -309,3 +312,6 @@ FAMILY_FIELDS: dict[str, Callable[[TinyModel], Fields]] = {
     "llama4": _llama4,
     "qwen3_next": _qwen3_next,
 }
+
+if __name__ == "__main__":
+    make_family_model(Path(sys.argv[1]), sys.argv[2])
