@@ -24,7 +24,7 @@ from moerl.layout.attention_parts import GQA, QK_NORM, QKV_BIAS
 from moerl.layout.common_parts import NORM_GQA, NORM_MOE
 from moerl.layout.families import FAMILY_TABLES, Family
 from moerl.layout.ffn_parts import experts, router
-from moerl.layout.spec_readers import Config, Reader
+from moerl.layout.spec_readers import Config, SpecReader
 from moerl.planning.layout_check import check_layout, describe
 from moerl.weight_sync.held_shards import EngineLayout
 
@@ -43,7 +43,7 @@ def read(config: Config) -> dict[str, Any]:
 
 
 ACME = Family(
-    Reader(read),
+    SpecReader(read),
     every=(NORM_GQA, GQA, QKV_BIAS, QK_NORM),
     moe=(
         NORM_MOE,

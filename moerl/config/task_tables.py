@@ -18,7 +18,7 @@ PACKAGE = "moerl.data"
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class RewardEntry:
     """A reward function (prompt, response) -> number.
 
     scores_steps: the function has the form (prompt, responses) -> Score instead and gives each step
@@ -31,7 +31,7 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceEntry:
     """A class with `size` and `item(index)`, made with (task settings, seed).
 
     reward: the function (prompt, response) -> number of a task that names no reward.
@@ -43,12 +43,12 @@ class Source:
     files: str = ""
 
 
-REWARDS: Mapping[str, Reward] = MappingProxyType(
+REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
     {
-        "exact_match": Reward("rewards:exact_match"),
-        "math_verify": Reward("rewards:math_verify", requires="math_verify"),
-        "position_steps": Reward("rewards:position_steps", scores_steps=True),
-        "turn_gains": Reward("rewards:turn_gains", scores_steps=True),
+        "exact_match": RewardEntry("rewards:exact_match"),
+        "math_verify": RewardEntry("rewards:math_verify", requires="math_verify"),
+        "position_steps": RewardEntry("rewards:position_steps", scores_steps=True),
+        "turn_gains": RewardEntry("rewards:turn_gains", scores_steps=True),
     }
 )
 STEP_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.scores_steps)
@@ -56,13 +56,13 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {"calculator": "environments:calculator", "check_digits": "environments:check_digits"}
 )
 """Functions (prompt, responses so far) -> text between turns, by name."""
-SOURCES: Mapping[str, Source] = MappingProxyType(
+SOURCES: Mapping[str, SourceEntry] = MappingProxyType(
     {
-        "sort_digits": Source("tasks:SortDigits", reward="rewards:right_positions"),
-        "calculator": Source("tasks:Products", reward="rewards:exact_match"),
-        "reasoning_gym": Source("tasks:ReasoningGym"),
-        "jsonl": Source("tasks:Jsonl", files="a readable JSONL file of prompts"),
-        "hf_dataset": Source(
+        "sort_digits": SourceEntry("tasks:SortDigits", reward="rewards:right_positions"),
+        "calculator": SourceEntry("tasks:Products", reward="rewards:exact_match"),
+        "reasoning_gym": SourceEntry("tasks:ReasoningGym"),
+        "jsonl": SourceEntry("tasks:Jsonl", files="a readable JSONL file of prompts"),
+        "hf_dataset": SourceEntry(
             "table_files:TableRows",
             files="a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
         ),

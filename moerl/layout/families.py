@@ -56,7 +56,7 @@ from moerl.layout.ffn_parts import (
 )
 from moerl.layout.rules import Part, Rule
 from moerl.layout.spec import ModelSpec
-from moerl.layout.spec_readers import Config, Reader, read_spec
+from moerl.layout.spec_readers import Config, SpecReader, read_spec
 
 LLAMA4_TEXT = (
     "SGLang's class for it leaves the experts unfilled; use the multimodal form "
@@ -70,7 +70,7 @@ class Family:
     ones, then `moe` or `dense` follows.
     """
 
-    reader: Reader
+    reader: SpecReader
     every: tuple[Part, ...]
     moe: tuple[Part, ...] = ()
     dense: tuple[Part, ...] = ()

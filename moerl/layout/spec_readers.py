@@ -17,7 +17,7 @@ from moerl.layout.spec import ModelSpec, Yarn
 Config = Mapping[str, Any]
 
 
-def read_spec(config: Config, family: str, reader: Reader) -> ModelSpec:
+def read_spec(config: Config, family: str, reader: SpecReader) -> ModelSpec:
     """The ModelSpec of a config.json dict.
 
     Raises LayoutError for a missing or non-positive size, or an unsupported variant of the family.
@@ -290,7 +290,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
     }
 
 
-class Reader(NamedTuple):
+class SpecReader(NamedTuple):
     """Reads the config.json of a family: `read` returns its own fields of ModelSpec.
 
     allowed: the supported values of switches that no rule covers, by key.
@@ -310,20 +310,20 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "use_sliding_window": (None, False),
 }
 _YARN = ("default", "yarn")
-QWEN3_MOE = Reader(_qwen3_moe)
-QWEN2_MOE = Reader(_qwen2_moe)
-QWEN3_NEXT = Reader(  # SGLang builds experts in every layer
+QWEN3_MOE = SpecReader(_qwen3_moe)
+QWEN2_MOE = SpecReader(_qwen2_moe)
+QWEN3_NEXT = SpecReader(  # SGLang builds experts in every layer
     _qwen3_next, {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 )
-MIXTRAL = Reader(_mixtral, {"sliding_window": (None,)})
-OLMOE = Reader(_olmoe, {"clip_qkv": (None,)})
-DEEPSEEK_V2 = Reader(
+MIXTRAL = SpecReader(_mixtral, {"sliding_window": (None,)})
+OLMOE = SpecReader(_olmoe, {"clip_qkv": (None,)})
+DEEPSEEK_V2 = SpecReader(
     _deepseek_v2,
     {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (None, False)},
     _YARN,
 )
-DEEPSEEK_V3 = Reader(_deepseek_v3, {"rope_interleave": (None, True)}, _YARN)
-DEEPSEEK_V32 = Reader(
+DEEPSEEK_V3 = SpecReader(_deepseek_v3, {"rope_interleave": (None, True)}, _YARN)
+DEEPSEEK_V32 = SpecReader(
     _deepseek_v32,
     {
         "rope_interleave": (None, True),
@@ -336,13 +336,13 @@ DEEPSEEK_V32 = Reader(
     },
     _YARN,
 )
-GLM4_MOE = Reader(_glm4_moe, {"attention_bias": (None, False, True)})
-GPT_OSS = Reader(
+GLM4_MOE = SpecReader(_glm4_moe, {"attention_bias": (None, False, True)})
+GPT_OSS = SpecReader(
     _gpt_oss,
     {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     _YARN,
 )
-MINIMAX_M2 = Reader(
+MINIMAX_M2 = SpecReader(
     _minimax_m2,
     {
         "use_qk_norm": (True,),
@@ -351,10 +351,12 @@ MINIMAX_M2 = Reader(
         "scoring_func": ("sigmoid",),
     },
 )
-ERNIE4_5_MOE = Reader(_ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)})
-LLAMA4 = Reader(_llama4, {"num_experts_per_tok": (1,)}, nested=True)
-QWEN3 = Reader(_qwen3)
-LLAMA = Reader(_dense)
+ERNIE4_5_MOE = SpecReader(
+    _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
+)
+LLAMA4 = SpecReader(_llama4, {"num_experts_per_tok": (1,)}, nested=True)
+QWEN3 = SpecReader(_qwen3)
+LLAMA = SpecReader(_dense)
 
 
 # --- checks --------------------------------------------------------------------------------------

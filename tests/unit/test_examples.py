@@ -130,7 +130,7 @@ def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
     wrong = (
         "from dataclasses import replace\nfrom examples.new_model_family import *\n"
         "parts = (NORM_GQA, GQA, replace(QKV_BIAS, megatron=()), QK_NORM)\n"
-        "FAMILY_TABLES['acme_moe'] = Family(Reader(read), parts, ACME.moe)\n"
+        "FAMILY_TABLES['acme_moe'] = Family(SpecReader(read), parts, ACME.moe)\n"
         "check_layout(model_spec(CONFIG), ParallelConfig(), EngineLayout(tp=1), 'local')"
     )
     done = subprocess.run(
