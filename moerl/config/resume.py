@@ -48,7 +48,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; not how they begin, travel, are served and rounded, or where W0 is."""
+    """The settings of the factors without their start, transfer, delivery and rounding."""
     left_out = ("send", "start", "rounding", "delivery", "slots", "base")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}

@@ -28,7 +28,7 @@ from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
-from moerl.config.tiny_configs import tiny_config
+from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
