@@ -51,19 +51,6 @@ def check_lora(config: Config) -> None:
     for pattern, rank in lora.ranks.items():
         if rank < 1:
             raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
-    if lora.rounding == "dither" and config.trainer.dtype != "bf16":
-        raise ConfigError(
-            "lora.rounding",
-            lora.rounding,
-            f"weights in {config.trainer.dtype} keep small updates; use nearest, or trainer.dtype "
-            "= bf16",
-        )
-    if config.trainer.optimizer.rounding == "dither":
-        raise ConfigError(
-            "trainer.optimizer.rounding",
-            "dither",
-            "factors are rounded to the nearest; set lora.rounding for the weights, or use nearest",
-        )
     if config.algorithm.advantage == "gae":
         raise ConfigError(
             "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
@@ -101,7 +88,6 @@ def _check_slots(config: Config) -> None:
             lora.send != "factors",
             f"lora.send = {lora.send}: an adapter is its factors; use factors",
         ),
-        (lora.dithers, "lora.rounding = dither: no weight is rounded; use nearest"),
         (
             in_flight in ("in_place", "retract"),
             f"rollout.in_flight_mode = {in_flight}: a request ends under the adapter that it began "

@@ -161,7 +161,6 @@ def check_optimizer_settings(trainer: TrainerConfig) -> None:
     _check_overlap(trainer)
     _check_offload(trainer)
     _check_precision(trainer)
-    _check_rounding(trainer)
 
 
 def _check_fields(
@@ -273,19 +272,4 @@ def _check_precision(trainer: TrainerConfig) -> None:
             f"{section}.store_param_remainders",
             user["store_param_remainders"],
             "only the precision-aware optimizer reads it; set use_precision_aware_optimizer=true",
-        )
-
-
-def _check_rounding(trainer: TrainerConfig) -> None:
-    if trainer.optimizer.rounding == "nearest":
-        return
-    field, value = "trainer.optimizer.rounding", trainer.optimizer.rounding
-    if trainer.dtype != "bf16":
-        raise ConfigError(field, value, "there are no bf16 weights; use nearest, or dtype = bf16")
-    if optimizer_args(trainer).get("use_precision_aware_optimizer"):
-        raise ConfigError(
-            field,
-            value,
-            "Transformer Engine's Adam rounds its own masters; use nearest, or "
-            "use_precision_aware_optimizer = false without optimizer_cpu_offload",
         )

@@ -34,7 +34,6 @@ from moerl.trainer.hf_io.unmerge_adapter import (
     read_parts,
 )
 from moerl.weight_sync.adapters.low_rank import merge_into
-from moerl.weight_sync.dither import HfPart
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -97,8 +96,7 @@ def _merged(
         weights[name] = weight if name in fixed else weight.to(dtype)
         a, b = map(factors.get, factor_names(module_of(name), shared=lora.shares))
         if a is not None and b is not None:
-            dither = HfPart(module_of(name), *map(range, weight.shape)) if lora.dithers else None
-            merge_into(weights[name], weights[name].clone(), a, b, lora.scale, dither)
+            merge_into(weights[name], weights[name].clone(), a, b, lora.scale)
     return weights
 
 

@@ -45,7 +45,6 @@ from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
 from moerl.data.row_cost import pair_cost
 from moerl.records.blob_store import RecordReads
-from moerl.trainer.learner.dithered_cast import dither_casts
 from moerl.trainer.learner.optimizer import (
     connect,
     gather_parameters,
@@ -111,8 +110,6 @@ class Learner:
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
-        if optimizer.rounding == "dither":
-            dither_casts(model.tensors, model.tiles, self.optimizer)
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         self.ref_models: dict[
             str, RefModel

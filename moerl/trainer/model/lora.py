@@ -1,12 +1,12 @@
 """LoRA inside Megatron's linear layers: frozen weights that hold W0 + s B A, gradients for A and B.
 
-The forward pass runs on the merged weight itself, in its own dtype: what an engine gets by the
-same merge is bit for bit what was trained on, and a forward pass costs what it costs without
-LoRA.  `Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the
-previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
-layer, of megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its
-output straight through the rounding (to the nearest, or with a dither) to the factors; that of the
-head is taken by `moerl.algorithms.head_logprob`, which has its logits by blocks:
+The forward pass runs on the merged weight itself, in its own dtype: what an engine gets by the same
+merge is bit for bit what was trained on, and a forward pass costs what it costs without LoRA.
+`Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the previous
+product is never subtracted from rounded weights (that drifts).  A hook on each linear layer, of
+megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its output straight
+through the rounding to the factors; that of the head is taken by `moerl.algorithms.head_logprob`,
+which has its logits by blocks:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
@@ -70,7 +70,6 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.adapters.base_weights import BaseWeights
 from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.adapters.sglang_adapter import sglang_refusal
-from moerl.weight_sync.dither import HfPart
 
 PREFIX = "lora."  # of the factors' names in a GPTModel
 HEAD = "lm_head"
@@ -101,7 +100,7 @@ class Adapters(torch.nn.Module):
 
     def __init__(self, lora: LoraConfig) -> None:
         super().__init__()
-        self.scale, self._dithers, self._place = lora.scale, lora.dithers, lora.base
+        self.scale, self._place = lora.scale, lora.base
         self.tiles: Named = {}  # by parameter name
         self.head: HeadFactors | None = None
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
@@ -181,13 +180,11 @@ class Adapters(torch.nn.Module):
         for (weight, every), base in zip(self._merged, self._base, strict=True):
             before = weight.detach().clone()
             for part in every:
-                held = part.projection
-                dither = HfPart(held.module, held.rows, held.cols) if self._dithers else None
                 if part.index is None:
-                    merge_into(weight, base, part.a, part.b, self.scale, dither)
+                    merge_into(weight, base, part.a, part.b, self.scale)
                     continue
                 rows = base.new_empty(len(part.index), base.shape[1])
-                merge_into(rows, base[part.index], part.a, part.b, self.scale, dither)
+                merge_into(rows, base[part.index], part.a, part.b, self.scale)
                 weight[part.index] = rows
             changes.weights += weight.numel()
             changes.changed += (weight != before).sum()

@@ -35,7 +35,6 @@ from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.adapters.sglang_adapter import sglang_form
 from moerl.weight_sync.buckets import Piece, seeds
 from moerl.weight_sync.commit_copies import device_of
-from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import ReceiverPlan
 
@@ -73,7 +72,6 @@ class _Merge:
     place: tuple[slice | int, ...]  # in the live tensor; two dims are left
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
-    dither: HfPart | None
 
 
 class EngineAdapters:
@@ -130,7 +128,7 @@ class EngineAdapters:
 
     def _write(self, name: str, target: Tensor) -> None:
         for one, base in zip(self._merges[name], self._base[name], strict=True):
-            merge_into(target[one.place], base, one.a, one.b, self.lora.scale, one.dither)
+            merge_into(target[one.place], base, one.a, one.b, self.lora.scale)
 
     def _kept(self, live: Mapping[str, Tensor]) -> dict[str, BaseWeights]:
         """W0 of each box with factors, by tensor; all go through the same two buckets."""
@@ -148,7 +146,6 @@ class EngineAdapters:
         return factor_names(module_of(tile.hf), shared=self.lora.shares)
 
     def _merge(self, tile: Tile) -> _Merge:
-        module = module_of(tile.hf)
         rows, cols = tile.hf_box
         a, b = self._names(tile)
         lead = len(tile.box) - 2
@@ -158,7 +155,6 @@ class EngineAdapters:
             slot + at(tile.box[lead:]),
             self.factors[a][:, _moved(cols, first_col)],
             self.factors[b][_moved(rows, first_row)],
-            HfPart(module, rows, cols) if self.lora.dithers else None,
         )
 
 

@@ -60,7 +60,7 @@ class FactorPlan:
         """16 hex digits, equal in every process for equal inputs."""
         lora = self.lora  # a whole number may be an integer on one side
         inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
-        inputs += [lora.rounding, lora.experts, lora.delivery]
+        inputs += [lora.experts, lora.delivery]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
