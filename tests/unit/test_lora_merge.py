@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moerl.config.load import save_config
 from moerl.config.schema import Config, ModelConfig, TrainerConfig
-from moerl.core.errors import ModelError
 from moerl.runtime.run_dir import RunDir
-from moerl.trainer.hf_io.adapter_files import load_adapter, save_adapter
-from moerl.trainer.hf_io.merge_adapter import merge_adapter, unmerge
+from moerl.trainer.hf_io.adapter_files import save_adapter
 from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
 from tests.helpers.trainer_support import ROOT
 
@@ -57,27 +55,3 @@ def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "its scale is 2" in refused.stderr
-
-
-def test_a_merged_folder_gives_back_what_it_was_made_of(tmp_path: Path) -> None:
-    """Controls: one changed weight, another base, a folder that keeps no adapter."""
-    base, merged = write_model(tmp_path / "base", "deepseek_v3"), tmp_path / "merged"
-    spec, factors = read_spec(base), random_factors(base)
-    save_adapter(tmp_path / "adapter", factors, spec, LORA, str(base))
-    merge_adapter(base, tmp_path / "adapter", LORA, merged, torch.bfloat16)
-    assert unmerge(merged, tmp_path / "back", None) == base
-    back = load_adapter(tmp_path / "back", spec, LORA)
-    assert all(torch.equal(back[name], value) for name, value in factors.items())
-    other = write_model(tmp_path / "other", "deepseek_v3", seed=1)
-    with pytest.raises(ModelError, match="fingerprint"):
-        unmerge(merged, tmp_path / "again", other)
-    moved = base.rename(tmp_path / "moved")
-    assert unmerge(merged, tmp_path / "again", moved) == moved
-    weights = load_file(merged / "model.safetensors")
-    name = "model.layers.1.self_attn.o_proj.weight"
-    weights[name].view(torch.uint8)[0, 0] ^= 1
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=name):
-        unmerge(merged, tmp_path / "third", moved)
-    with pytest.raises(ModelError, match="keeps no adapter"):
-        unmerge(moved, tmp_path / "fourth", None)
