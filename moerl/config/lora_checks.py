@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moerl.config.lora_settings import SLOT_TARGETS
 from moerl.config.schema import Config
@@ -71,6 +73,23 @@ def check_lora(config: Config) -> None:
         _check_sending(config)
 
 
+def check_quantised_base(config: Config, model: Mapping[str, Any]) -> None:
+    """Refuse a quantised model folder under engines that would merge factors, or serve adapters.
+
+    model: config.json of the folder that engines load.  Raises ConfigError.
+    """
+    stored = (model.get("quantization_config") or {}).get("quant_method")
+    if stored and config.lora.sends_factors and config.engine.count:
+        other = "lora.delivery=merged lora.send=weights"
+        raise ConfigError(
+            "lora.send",
+            "factors",
+            f"engines keep the {stored} weights of {config.model.path} and cannot add factors to "
+            f"them; set {other if config.lora.serves_adapters else 'lora.send=weights'}, or "
+            "model.path to a folder with the weights in bf16",
+        )
+
+
 def _check_slots(config: Config) -> None:
     """What SGLang's adapter slots can serve, and how versions change under them."""
     lora = config.lora
@@ -128,5 +147,5 @@ def _check_sending(config: Config) -> None:
     )
     for holds, reason in refused:
         if holds:
-            other = "set lora.delivery = merged" if slots else "use weights"
+            other = f"set lora.{'delivery = merged' if slots else 'send = weights'}"
             raise ConfigError("lora.send", config.lora.send, f"{reason}, or {other}")

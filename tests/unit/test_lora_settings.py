@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moerl.config.algorithms import base_is_reference, ref_models_of
-from moerl.config.checks import check
-from moerl.config.load import load_config, resolve
+from moerl.config.checks import check, check_model
+from moerl.config.load import CONFIG_ROOT, load_config, resolve
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
@@ -136,6 +136,24 @@ def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_lora(load_config("quickstart-lora", settings))
     check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
+
+
+def test_a_quantised_folder_is_refused_by_the_dry_run_and_before_a_start() -> None:
+    """DeepSeek-V3's released folder is fp8 without a setting; SGLang keeps it so."""
+    settings = ["lora.send=factors"]
+    config = resolve(load_config("deepseek-v3-lora", settings))
+    with pytest.raises(ConfigError, match=r"cannot merge factors, or set lora\.send = weights"):
+        check(config, starts=False)
+    args = {"ep_size": 8, "attn_dp_size": 8}  # without quantization, as for a folder in bf16
+    config = replace(config, engine=replace(config.engine, args=args))
+    check(config, starts=False)
+    with pytest.raises(ConfigError, match=r"keep the fp8 weights.*set lora\.send=weights, or mod"):
+        describe(config, ["deepseek-v3-lora", *settings])
+    folder = replace(config, model=ModelConfig(path=str(CONFIG_ROOT / config.model.path)))
+    folder = replace(folder, checkpoint=replace(config.checkpoint, start="runs/x"))
+    with pytest.raises(ConfigError, match=r"lora\.send = 'factors'"):
+        check_model(folder)
+    assert "deepseek-v3" in describe(resolve(load_config("deepseek-v3-lora")), ["deepseek-v3-lora"])
 
 
 SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_proj']"]
