@@ -28,18 +28,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moerl.core.errors import TransportError
 from moerl.core.types import PolicyVersion
 from moerl.layout import at
-from moerl.weight_sync.buckets import Bucket, Digest, Piece, digest, seeds
-from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.buckets import BLOCK, Bucket, Digest, Piece, digest, seeds
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import SenderPlan
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _PER_SENDER = 2  # buffers
 _NO_DIGEST = Digest(b"", 0)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 class BucketKey(NamedTuple):
@@ -89,7 +90,7 @@ class BucketPacker:
 
     def __init__(
         self,
-        plan: SenderPlan,
+        sender_plan: SenderPlan,
         snapshot: WeightSnapshot,
         merged: Callable[[int, PolicyVersion], int] | None = None,
         *,
@@ -100,11 +101,11 @@ class BucketPacker:
         them.
         """
         self.counts_factors = counts_factors
-        self.plan, self.snapshot, self.merged = plan, snapshot, merged
+        self.plan, self.snapshot, self.merged = sender_plan, snapshot, merged
         self.num_packed = 0  # buckets, of all versions
-        self._regions = {region.dst: region for region in plan.regions}
-        self._seeds = {region.dst: seeds(region) for region in plan.regions}
-        every = [bucket.num_bytes for region in plan.regions for bucket in region.buckets]
+        self._regions = {region.dst: region for region in sender_plan.regions}
+        self._seeds = {region.dst: seeds(region) for region in sender_plan.regions}
+        every = [bucket.num_bytes for region in sender_plan.regions for bucket in region.buckets]
         self._largest = max(every, default=0)
         self._senders = 0
         self._buffers: list[PackedBucket] = []  # the one that was used least recently first
@@ -247,3 +248,24 @@ def _piece_views(
             views.sources.append(source)
             views.targets.append(into.view(source.shape))
     return views
+
+
+# --- fp8 blocks ----------------------------------------------------------------------------------
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix [R, C] to (float8_e4m3fn [R, C], fp32 scales [ceil(R/128), ceil(C/128)]).
+
+    scale = largest magnitude of the block / 448, value = round(weight / scale); the engine
+    multiplies back.  A block depends on its own values only, so quantising a box of whole blocks
+    equals quantising the whole tensor and cutting it: that is why plans never cut inside a block.
+    Leading dims of extent 1 are dropped.  A block of zeros has scale 1.
+    Source: the block format of DeepSeek-V3's released weights (weight_scale_inv is the factor,
+    despite its name); SGLang 0.5.23 reads it in fp8_utils.block_quant_dequant.
+    """
+    matrix = weight.float().reshape(weight.shape[-2:])
+    rows, cols = matrix.shape
+    padded = pad(matrix, (0, -cols % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [r, 128, c, 128]
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return values[:rows, :cols].to(torch.float8_e4m3fn), scale

@@ -58,10 +58,9 @@ from moerl.weight_sync.adapters.engine_adapters import (
 )
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
-from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
+from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, check_targets, device_of
 from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
 from moerl.weight_sync.transports.base import Staging, Transport
 
@@ -334,11 +333,11 @@ class Receiver:
         found = self._adapters.total(whole, self.model.tensors())
         return found + sent if self._adapters.lora.serves_adapters else found
 
-    def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
+    def _staging(self, message: PrepareUpdate, receiver_plan: ReceiverPlan) -> Staging:
         kept = self._taken
         if kept is not None:
             same = (
-                kept.plan is plan
+                kept.plan is receiver_plan
                 and kept.message.transport == message.transport
                 and kept.message.folder == message.folder
                 and kept.message.delta == message.delta
@@ -348,20 +347,20 @@ class Receiver:
                 return kept.staging
             kept.staging.close()
             self._taken = None
-        num_bytes = plan.staging_bytes
+        num_bytes = receiver_plan.staging_bytes
         return self.transports(message.transport, message.folder).open(
             2 * num_bytes + ALIGN if message.delta else num_bytes
         )
 
-    def _make_buckets(self, plan: ReceiverPlan, staging: Staging) -> None:
+    def _make_buckets(self, receiver_plan: ReceiverPlan, staging: Staging) -> None:
         """Those of a commit.  Raises TransportError, and closes the staging."""
         self._device = device = device_of(self.model.tensors())
         if device is None or staging.buffer.is_cuda:
             self._buckets = None
-        elif self._buckets is None or self._buckets.plan is not plan:
+        elif self._buckets is None or self._buckets.plan is not receiver_plan:
             self._buckets = None  # frees the old ones first
             try:
-                self._buckets = CommitBuckets(plan, device)
+                self._buckets = CommitBuckets(receiver_plan, device)
             except torch.OutOfMemoryError as error:
                 staging.close()
                 self._taken = None
@@ -428,9 +427,9 @@ class Receiver:
                 self._taken = None
 
 
-def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
+def _starts(receiver_plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
     """Offsets of the regions in the staging buffer."""
-    return tuple(start * (2 if message.delta else 1) for start in plan.starts)
+    return tuple(start * (2 if message.delta else 1) for start in receiver_plan.starts)
 
 
 def _finish(device: torch.device | None) -> None:

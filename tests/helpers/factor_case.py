@@ -21,11 +21,10 @@ from moerl.weight_sync.adapters.engine_adapters import EngineAdapters
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy
-from moerl.weight_sync.commit_copies import CommitCopies
+from moerl.weight_sync.commit_copies import CommitCopies, check_targets
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
 from moerl.weight_sync.snapshot import WeightSnapshot
-from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT

@@ -58,10 +58,10 @@ def sum_of(path: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def sums_of(folder: Path, known: Mapping[str, list[Any]]) -> Sums:
-    """Sums of all files of a folder; files that are not `known` are read."""
+def sums_of(folder: Path, written: Mapping[str, list[Any]]) -> Sums:
+    """Sums of all files of a folder; files that are not `written` are read."""
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    return {name: known[name] if name in known else sum_of(folder / name) for name in names}
+    return {name: written[name] if name in written else sum_of(folder / name) for name in names}
 
 
 def damage(folder: Path, names: Iterable[str]) -> str:

@@ -247,10 +247,10 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
     def __init__(
-        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], known: _Plan | None
+        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], previous: _Plan | None
     ) -> None:
         super().__init__(BACKEND, FORMAT, thread_count=1)
-        self._group, self._buffers, self._known = group, buffers, known
+        self._group, self._buffers, self._known = group, buffers, previous
         self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
         self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
         self.writer: _Writer

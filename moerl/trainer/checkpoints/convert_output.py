@@ -172,14 +172,14 @@ def _write_files(
 
 
 def _write_file(
-    output: Output, name: str, plan: Sequence[Planned], advance: Callable[[int], None]
+    output: Output, name: str, tensors: Sequence[Planned], advance: Callable[[int], None]
 ) -> Written:
     places, current, plain = [], "its header", name.endswith(".safetensors")
     try:
         with (output.folder / name).open("wb") as file:
             stream: Any = SummedStream(file)  # torch.save calls `write` and `flush` only
-            stream.write(safetensors_header(plan) if plain else b"")
-            for planned in plan:
+            stream.write(safetensors_header(tensors) if plain else b"")
+            for planned in tensors:
                 current = f"tensor {planned.name} ({planned.nbytes:,} bytes)"
                 begin, tensor = stream.size, planned.made()
                 stream.write(memory(tensor)) if plain else torch.save(tensor, stream)

@@ -318,7 +318,7 @@ def _check_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> N
             raise ModelError(f"{folder}: {feature} = {config[feature]} is not supported")
 
 
-def _taken(found: dict[str, Tensor], name: str, folder: Path) -> Tensor:
-    if name not in found:
+def _taken(tensors: dict[str, Tensor], name: str, folder: Path) -> Tensor:
+    if name not in tensors:
         raise ModelError(f"{folder}: tensor {name} is missing")
-    return found.pop(name)
+    return tensors.pop(name)

@@ -202,15 +202,15 @@ class HfFolder:
             return _Stored((*lead, cols, rows), config_dtype(self.config), partial(_swapped, read))
         return _Stored(shape, config_dtype(self.config), read)
 
-    def _check(self, found: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
         for name, shape in self._shapes.items():
             if name not in self._places:
                 raise ModelError(f"{self.path}: tensor {name} is missing")
-            if self._places[name].inside is None and found[name] != shape:
+            if self._places[name].inside is None and shapes[name] != shape:
                 raise ModelError(
-                    f"{self.path}: {name} has shape {found[name]}, the config says {shape}"
+                    f"{self.path}: {name} has shape {shapes[name]}, the config says {shape}"
                 )
-        for name in found.keys() - self._shapes.keys() - stacked:
+        for name in shapes.keys() - self._shapes.keys() - stacked:
             if not is_repeated(self.spec, name):
                 raise ModelError(f"{self.path}: {name} is not a tensor of {self.spec.family}")
 

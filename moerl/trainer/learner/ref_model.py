@@ -88,12 +88,12 @@ class BasePolicy:
         self.swap_s = 0.0  # of the last batch
         self._model, self._before_swap = model, before_swap
 
-    def logprobs(self, parts: Sequence[Batches]) -> list[dict[int, Tensor]]:
+    def logprobs(self, minibatches: Sequence[Batches]) -> list[dict[int, Tensor]]:
         """As `RefModel.logprobs`, of every minibatch of a batch: weights are exchanged once."""
         self._before_swap()
         to_base_s = _timed(self._model.unmerge)
         try:
-            return [score(self._model, batches, Mode.OFF) for batches in parts]
+            return [score(self._model, batches, Mode.OFF) for batches in minibatches]
         finally:
             back_s = _timed(self._model.merge)
             self.swap_s = to_base_s + back_s

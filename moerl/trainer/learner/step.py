@@ -182,14 +182,14 @@ class Learner:
         return self._accumulate(part, advantages, known, _Times())
 
     def _score_without_grad(
-        self, plan: BatchPlan, parts: Sequence[Minibatch]
+        self, plan: BatchPlan, minibatches: Sequence[Minibatch]
     ) -> list[ReferenceLogprobs]:
         """Forward passes over the whole batch, before it is trained; scores of separate reference
         ranks come with the plan.
         """
         config, known, read = self.config, [], []
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
-        for part in parts:
+        for part in minibatches:
             batches = Batches(part.plan, config, self.parallel, self.store)
             scores = ReferenceLogprobs()
             if proximal.is_needed(config):
@@ -205,16 +205,19 @@ class Learner:
                 scores.logprobs["reference"] = found
         if "m2" in config.algorithm.corrections:
             limit = config.algorithm.m2_limit
-            proximal.bound_second_moment(parts, known, limit, self.parallel, self.store)
+            proximal.bound_second_moment(minibatches, known, limit, self.parallel, self.store)
         return known
 
     def _advantages(
-        self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[ReferenceLogprobs]
+        self,
+        plan: BatchPlan,
+        minibatches: Sequence[Minibatch],
+        references: Sequence[ReferenceLogprobs],
     ) -> tuple[Advantages, dict[str, float]]:
         """Advantages by row of the whole plan, and their metrics."""
         algorithm, drift = self.config.algorithm, None
         if algorithm.advantage == "online_dpo" or algorithm.reward_kl_coef:
-            drift = proximal.over_reference(parts, known, self.parallel)
+            drift = proximal.over_reference(minibatches, references, self.parallel)
         if self.critic is not None:
             return self.critic.advantages(plan, drift), {}
         if algorithm.advantage == "online_dpo":
@@ -223,7 +226,7 @@ class Learner:
         return plan_advantages(algorithm, plan, drift), {}
 
     def _accumulate(
-        self, part: Minibatch, advantages: Advantages, known: ReferenceLogprobs, times: _Times
+        self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
     ) -> StepSums:
         """Forward and backward of all microbatches of this rank; returns the joined sums.
 
@@ -242,8 +245,8 @@ class Learner:
         )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0
-        step = partial(self._forward_step, sums, known, wide)
-        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, known))
+        step = partial(self._forward_step, sums, reference, wide)
+        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, reference))
         sums.count_scored()
         if self.router_losses is not None:
             sums.counts |= self.router_losses.values
@@ -262,12 +265,12 @@ class Learner:
             load=torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64),
         )
 
-    def _routes(self, plan: BatchPlan, known: ReferenceLogprobs) -> LoadRoutes | None:
+    def _routes(self, plan: BatchPlan, reference: ReferenceLogprobs) -> LoadRoutes | None:
         if self.model.replay is None:
             return None
         load = proximal.recorded_routes(self.model, self.parallel)
-        if known.routes is not None:
-            load = proximal.own_routes(self.model, self.parallel, known.routes)
+        if reference.routes is not None:
+            load = proximal.own_routes(self.model, self.parallel, reference.routes)
         if self.router_losses is None:
             return load
         self.router_losses.begin(plan)
@@ -293,7 +296,7 @@ class Learner:
     def _forward_step(
         self,
         sums: StepSums,
-        known: ReferenceLogprobs,
+        reference: ReferenceLogprobs,
         wide: bool,
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
@@ -305,12 +308,12 @@ class Learner:
             self.model, scheduled.chunk, ddp, scheduled.batch, scheduled.microbatch, mode
         )
         self._count_routes(sums, scheduled)
-        return output, partial(self._loss, scheduled, known, wide, sums)
+        return output, partial(self._loss, scheduled, reference, wide, sums)
 
     def _loss(
         self,
         scheduled: ScheduledPass,
-        known: ReferenceLogprobs,
+        reference: ReferenceLogprobs,
         wide: bool,
         sums: StepSums,
         hidden: Tensor,
@@ -327,8 +330,8 @@ class Learner:
             Sequences(upload(batch.seq, device), max(len(batch.rollouts), 1)),
             upload(batch.lag, device),
             entropy=scores.entropy,
-            m2_bound=known.m2_bound,
-            **known.tokens(scheduled.microbatch),
+            m2_bound=reference.m2_bound,
+            **reference.tokens(scheduled.microbatch),
         )
         result = policy_loss(self.config.algorithm, tokens, upload(batch.weight, device))
         if self.parallel.tp_rank == 0:

@@ -117,9 +117,9 @@ class StepSums:
         self.load = self.load + other.load if self.load.numel() else other.load
         return self
 
-    def count_experts(self, layers: Sequence[int], found: Mapping[int, Array]) -> None:
+    def count_experts(self, layers: Sequence[int], counts_by_layer: Mapping[int, Array]) -> None:
         """Add what a microbatch has read for the routers of this rank; layers: rows of `load`."""
-        for layer, counts in found.items():
+        for layer, counts in counts_by_layer.items():
             self.load[layers.index(layer), : len(counts)] += torch.from_numpy(counts)
 
     def count_held(self, batch: Microbatch) -> None:

@@ -237,10 +237,10 @@ def _check_slot_shape(module: str, model: LiveModel, tiles: tuple[Tile, ...], ra
         )
 
 
-def check_same(known: LoraConfig, asked: LoraConfig) -> None:
+def check_same(held: LoraConfig, asked: LoraConfig) -> None:
     """Raises EngineError: W0 of other targets is gone."""
-    if known != asked:
-        raise EngineError(f"this engine has adapters of {known}; {asked} need a new start")
+    if held != asked:
+        raise EngineError(f"this engine has adapters of {held}; {asked} need a new start")
 
 
 def _start(held: Named, name: str, dim: int) -> int:

@@ -24,8 +24,8 @@ _LATE_S = 600.0  # for a bucket that another thread packs; none does
 class MergedTotals:
     """Of one rank and one plan of whole weights; used by the threads of all engines with it."""
 
-    def __init__(self, plan: SenderPlan, snapshot: WeightSnapshot) -> None:
-        self._packer = BucketPacker(plan, snapshot)
+    def __init__(self, sender_plan: SenderPlan, snapshot: WeightSnapshot) -> None:
+        self._packer = BucketPacker(sender_plan, snapshot)
         self._packer.join()
         self._known: tuple[PolicyVersion | None, dict[int, int]] = (None, {})
         self._lock = threading.Lock()
