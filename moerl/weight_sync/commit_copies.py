@@ -71,8 +71,10 @@ class CommitCopies:
         tensors: Mapping[str, Tensor],
         buckets: CommitBuckets | None = None,
     ) -> None:
-        """starts: of the regions in `staging`.  buckets: staging is in host memory, the weights are
-        on a GPU.
+        """Make the views of both sides.
+
+        starts: of the regions in `staging`.  buckets: for staging in host memory under weights on a
+        GPU.
         """
         self._pointers = _pointers(tensors)
         self._buckets = buckets

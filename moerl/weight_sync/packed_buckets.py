@@ -5,14 +5,14 @@ One thread per engine sends.  The first that needs a bucket packs it (copies its
 casts or quantises them, computes the digest); the others take it from here.
 
 Memory is bounded: two buffers per engine, because a sender holds two at most, one in transit and
-the next one.  So there is always a free buffer, and no sender waits for another engine: a sender
+the next one.  So a buffer is always free, and no sender waits for another engine: a sender
 that falls behind finds its buckets overwritten and packs them again.  A thread waits for another
-only while that one packs the very bucket that it needs.
+only while the other packs the very bucket that it needs.
 
 A transport that maps an engine's host memory gets the bucket packed straight into it: one copy per
 engine, where a shared buffer would cost one more.  With the figures of bench/weight_sync.py (pack
-0.22 s per GB, plain copy 0.17) sharing would pay from five engines on one machine.  Digests are
-shared there too.
+0.22 s per GB, plain copy 0.17) sharing would pay from five engines on one machine.  Such copies
+share their digests too.
 
 Rejected: all buckets of a version kept (as much memory as the snapshot), engines in step (the
 slowest one sets the pace), a thread that packs for all (it must wait for somebody's buffer).
@@ -69,7 +69,7 @@ class MappedBucket:
 
 @dataclass(slots=True, eq=False)
 class PackedBucket:
-    """A buffer and what it holds; unchanged until all who took it have given it back."""
+    """A buffer with a bucket; unchanged until all senders that took it have given it back."""
 
     buffer: Tensor
     key: BucketKey | None = None
@@ -96,8 +96,10 @@ class BucketPacker:
         *,
         counts_factors: bool = False,
     ) -> None:
-        """merged: of a plan of factors, digests of the weights that engines then have
-        (`MergedTotals.total`); counts_factors: those of the factors are added, as no weight has
+        """Keep the plan; buffers are allocated when buckets are packed.
+
+        merged: for a plan of factors, digests of the weights that engines then have
+        (`MergedTotals.total`).  counts_factors: add the digests of the factors, as no weight has
         them.
         """
         self.counts_factors = counts_factors
@@ -119,7 +121,7 @@ class BucketPacker:
             self._senders += 1
 
     def leave(self) -> None:
-        """One sender less; it has given back what it took."""
+        """Count one sender less, which has given back its buffers."""
         with self._changed:
             self._senders -= 1
             free = [one for one in self._buffers if not one.users]

@@ -74,7 +74,9 @@ class WeightPublisher:
         quorum: int,
         patience: int,
     ) -> None:
-        """patience: publishes in a row that may reach fewer than quorum engines, and attempts in a
+        """Start without engines; `set_engines` adds them.
+
+        patience: publishes in a row that may reach fewer than quorum engines, and attempts in a
         row that an engine may refuse.
 
         The first publish has no patience: its causes (layouts that differ, a missing library) are
@@ -133,7 +135,7 @@ class WeightPublisher:
             session.resume()
 
     def set_engines(self, engines: Sequence[SyncTarget]) -> None:
-        """Publish to exactly these engines from here on; new ones get the weight snapshot."""
+        """Publish to exactly these engines from here on; new engines get the weight snapshot."""
         for engine in self._destinations.engines - {one.engine for one in engines}:
             self._destinations.close(engine)
         new = [one for one in engines if one.engine not in self._destinations.engines]

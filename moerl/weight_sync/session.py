@@ -5,10 +5,10 @@
 A session has one deadline over all its phases, `sync.timeout_s`.  Engines fail independently: each
 has its own thread, connections and links.  A failed engine is tried again every few seconds as long
 as the snapshot has its version, so an engine that recovers or joins late gets the current version
-without waiting for the next publish.  Each engine is also asked which version it holds:
+without waiting for the next publish.  Each engine also reports which version it holds:
 a restarted engine has lost its weights.
 
-`held` is only what COMMIT confirmed or the engine reported, never an assumption.
+`held` is a version that COMMIT confirmed or the engine reported, never an assumption.
 
 A rehearsal is PREPARE and ABORT: the engine derives its plan, compares it with its live tensors and
 opens a staging buffer, and nothing is sent.
@@ -107,7 +107,9 @@ class EngineSession(threading.Thread):
         source: EngineSession | None = None,
         on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        """source: session of the engine that relays to this one; None = the trainer sends.
+        """Make a session that `start` runs on a thread.
+
+        source: session of the engine that relays to this engine; None = the trainer sends.
 
         on_attempt: called on this thread after each attempt, before `settle` returns.
         """
@@ -202,7 +204,7 @@ class EngineSession(threading.Thread):
         self._senders.remove()
 
     def _next(self) -> PolicyVersion | None:
-        """Sleep until there is a version to publish or to check; None when the engine left."""
+        """Sleep until a version waits to be published or checked; None when the engine left."""
         with self._changed:
             if self._tried:  # only a check: wait before it, unless a new version arrives
                 self._changed.wait_for(lambda: self._left or not self._tried, _AGAIN_S)
@@ -324,7 +326,7 @@ class _Session:
         layout: str,
         prepare_s: float,
     ) -> None:
-        """prepare_s: longest PREPARE."""
+        """Send nothing yet.  prepare_s: longest PREPARE."""
         self.spec, self.version, self._senders, self._control = spec, version, senders, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER

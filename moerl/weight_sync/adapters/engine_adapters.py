@@ -1,12 +1,12 @@
 """Adapters of an engine rank: the factors of a version, and how its engine serves them.
 
-`EngineAdapters` merges them (lora.delivery = merged): it has W0, and what both give.
+`EngineAdapters` merges them (lora.delivery = merged): it has W0 and computes W0 + s B A.
 
 W0 is copied once, before the first version is committed (`base_weights`: into host memory, or with
 lora.base = device next to the weights).  A version's weights are always computed from it:
 subtracting the factors before from rounded weights would drift.  VERIFY digests the merged weights
-one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank needs no
-second copy of the served weights next to W0.  On a GPU both are computed there.
+one tensor at a time, and COMMIT computes them once more into the live weights, so that a rank
+needs no second copy of the served weights next to W0.  A GPU computes both on itself.
 
 `SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
 whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back
@@ -85,7 +85,7 @@ class EngineAdapters:
         lora: LoraConfig,
         live: Mapping[str, Tensor],
     ) -> None:
-        """live: the weights as the engine loaded them.  Raises LayoutError."""
+        """Copy W0.  live: the weights as the engine loaded them.  Raises LayoutError."""
         self.lora = lora
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         shapes = hf_shapes(spec)
@@ -254,7 +254,7 @@ def _moved(part: range, first: int) -> slice:
 
 
 def _total(whole: ReceiverPlan, value_of: Callable[[str], Tensor]) -> int:
-    """Sum of the digests of all pieces of a rank.  value_of: the tensor of a name, asked once."""
+    """Sum of the digests of all pieces of a rank.  value_of: the tensor of a name, called once."""
     found: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
     for region in whole.regions:
         for piece, seed in zip(region.pieces, seeds(region), strict=True):

@@ -1,9 +1,9 @@
-"""What engine ranks hold once they have merged a version: digests from the trainer's own weights.
+"""Digests of merged weights of engine ranks, computed from the trainer's own weights.
 
 An engine computes W0 + s B A from factors that it received and a W0 that it loaded.  The trainer
 trains on the same sum, so each rank digests the pieces of its live weights that it would have sent
-without adapters, and says the sum per engine rank.  Engine ranks digest the same pieces of what
-they are about to write (`engine_adapters`), before anything is written.  All weights count, also
+without adapters, and says the sum per engine rank.  Engine ranks digest the same pieces of the
+merged weights (`engine_adapters`) before they write them.  All weights count, also
 those without factors: an engine that loaded another model is found, too.  With adapter slots
 weights stay W0 on both sides, so these digests say that W0 is the same.
 """
