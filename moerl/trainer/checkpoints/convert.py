@@ -3,7 +3,7 @@
     convert_to_megatron   HF folder -> a `torch_dist` checkpoint without optimizer state
     convert_to_hf         any `torch_dist` checkpoint -> HF folder
 
-A checkpoint is in global coordinates: any layout loads it, and no layout is asked for.  A tensor is
+A checkpoint is in global coordinates: any layout loads it, and no layout is an input.  A tensor is
 made in pieces of CHUNK_BYTES, written and dropped; on the way back it is made whole, because
 safetensors files hold it so.  Peak memory is the largest tensor of the result plus a constant.
 Idea of one stream per file: the loaders of Megatron-Bridge stream too, but need live modules
@@ -188,7 +188,7 @@ def _all_pieces(
 
 
 def _files(pieces: Sequence[_Piece], max_bytes: int) -> dict[str, list[_Piece]]:
-    """File -> its pieces; at most max_bytes of them unless one is larger."""
+    """File -> its pieces; at most max_bytes of them, or a single larger piece."""
     files: list[list[_Piece]] = [[]]
     used = 0
     for piece in pieces:
@@ -234,7 +234,7 @@ def _stored_dtype(tensor: ModelTensor, source: Source, dtype: torch.dtype | None
 def _finish_checkpoint(
     folder: Path, files: Mapping[str, Sequence[_Piece]], written: Mapping[str, Written]
 ) -> None:
-    """The files that say what the others hold; the manifest with all digests comes last."""
+    """Write the files that describe the others; the manifest with all digests comes last."""
     chunks: dict[str, list[_Piece]] = defaultdict(list)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for file, pieces in files.items():

@@ -50,7 +50,7 @@ class Output:
     files: the tensors by file name.  A *.safetensors file begins with its header; in any other file
     each tensor is as torch.save writes it.
     finish: writes the files that belong to the whole folder, in one process; its arguments are the
-    folder and what was written, by file.
+    folder and the written files, by name.
     """
 
     target: Path
@@ -217,7 +217,7 @@ def _read_back(
 
 
 def _note(folder: Path, rank: int) -> Path:
-    """Where a rank tells the first one what it wrote."""
+    """A file in which a rank hands its digests to the first rank."""
     return folder / f".written-{rank}.json"
 
 

@@ -102,7 +102,10 @@ class _Sums:
         self.values += torch.stack([part.double() for part in parts])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """num_steps: optimizer steps in the sums, each with its own denominator."""
+        """Metrics of the joined sums.
+
+        num_steps: optimizer steps in the sums, each with its own denominator.
+        """
         n, loss, value, r, rr, e, ee = self.values.tolist()
         if not n:
             return {}

@@ -49,7 +49,9 @@ class RefModel:
     def __init__(
         self, field: str, path: str, vocab_size: int, config: Config, parallel: Parallel
     ) -> None:
-        """field: the setting that names `path`, a Hugging Face folder.
+        """Load the model.
+
+        field: the setting that names `path`, a Hugging Face folder.
 
         Raises ConfigError when its vocabulary is not the student's or the model cannot be built.
         """
@@ -84,7 +86,7 @@ class BasePolicy:
     """
 
     def __init__(self, model: Model, before_swap: Callable[[], None]) -> None:
-        """before_swap: waits for whoever still copies the weights."""
+        """Use the trained model.  before_swap: waits for threads that still copy the weights."""
         self.swap_s = 0.0  # of the last batch
         self._model, self._before_swap = model, before_swap
 

@@ -98,7 +98,10 @@ class Learner:
         store: RecordReads,
         critic: Critic | None = None,
     ) -> None:
-        """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
+        """Wrap the model, make its optimizer and reference models.
+
+        critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`).
+        """
         self.critic = critic
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
@@ -159,7 +162,7 @@ class Learner:
         return metrics if self.critic is None else metrics | self.critic.update(parts)
 
     def read_ahead(self, plan: BatchPlan, records: RecordReads) -> None:
-        """Read what the first microbatch of each optimizer step of a plan will ask for.
+        """Read the records of the first microbatch of each optimizer step of a plan.
 
         Thread-safe: it computes nothing and changes nothing of the model.
         Raises RecordError and BlobError, as the step would.
@@ -301,7 +304,10 @@ class Learner:
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
-        """wide: compute also the entropy over the whole vocabulary."""
+        """One call of Megatron's schedule: the output and its loss.
+
+        wide: compute also the entropy over the whole vocabulary.
+        """
         scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
         output = forward.run_to_head(

@@ -9,7 +9,7 @@ without gradients: once with its recorded routes, once with the live router.
 
 2. routes: on inputs that no earlier difference has changed, the live router must agree with the
 record on most tokens;
-3. worth: recorded routes must not explain the engine much worse than live ones do.
+3. worth: recorded routes must not explain the engine much worse than live routes do.
 
 Checks 2 and 3 hold at any lag and precision, so they also cover a pipeline that never trains at
 lag 0.  A failed check is an alert, a number `alert/NAME` of 1 in the metrics of the step; `moerl

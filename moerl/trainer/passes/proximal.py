@@ -139,7 +139,7 @@ def bound_second_moment(
     parallel: Parallel,
     store: RecordReads,
 ) -> None:
-    """M2PO: set the one bound of the whole batch, over all minibatches and data-parallel ranks."""
+    """M2PO: set one bound for the whole batch, over all minibatches and data-parallel ranks."""
     if not parallel.is_last_stage:
         return
     gaps = [
