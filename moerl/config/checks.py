@@ -16,7 +16,7 @@ from moerl.config.agent_checks import check_agent
 from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.functions import check_importable, functions
-from moerl.config.lora_checks import check_lora
+from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import (
@@ -130,6 +130,7 @@ def check_model(config: Config) -> dict[str, Any]:
         check_model_sizes(config.trainer.parallel, tp, hf)
     if hf.get("index_topk"):
         _check_sparse(config)
+    check_quantised_base(config, hf)
     if config.ref_models.placement == "separate":
         for path in ref_models_of(config).values():
             other = read_model_config(Path(path))

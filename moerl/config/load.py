@@ -76,7 +76,7 @@ def printed(config: Config) -> str:
 
 
 def resolve(config: Config) -> Config:
-    """Fill in derived settings: top_k of the mask, decay steps, lag, head, rounding, transport."""
+    """Fill in derived settings: top_k of the mask, decay steps, lag, head, transport."""
     optimizer = config.trainer.optimizer
     sampling = with_finite_top_k(config.sampling, kept=config.replay.sampling_mask)
     config = replace(config, sampling=sampling)
@@ -90,7 +90,6 @@ def resolve(config: Config) -> Config:
     if config.model.fp32_lm_head:
         args = {"enable_fp32_lm_head": True} | config.engine.args
         config = replace(config, engine=replace(config.engine, args=args))
-    config = replace(config, lora=config.lora.with_rounding(config.trainer.dtype))
     if config.sync.transport == "auto":
         config = with_transport(config, default_transport(config))
     return config

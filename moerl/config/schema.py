@@ -236,7 +236,6 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     clip_grad: NonNegative = 1.0
     distributed: bool = False  # Megatron's distributed optimizer (ZeRO-1)
-    rounding: Literal["nearest", "dither"] = "nearest"  # of fp32 masters to bf16 weights
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    moved: dict[int, SendResult]  # by engine rank
+    results: dict[int, SendResult]  # by engine rank
 
 
 # --- trainer -> controller ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.trainer.checkpoints.convert import convert_to_hf
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import OVERLAPPED, ROOT, make_model

@@ -159,7 +159,7 @@ class MegatronFolder:
         )
 
     def _pieces(self, tensor: ModelTensor, stored: Stored, keys: Sequence[str]) -> list[_Source]:
-        """The tiles of a tensor on the stored ones, which follow each other along its rows."""
+        """The tiles of a tensor on the stored tensors, which follow each other along its rows."""
         lead, shape = len(stored.lead), tensor.tensor.shape
         entry = tuple(range(i, i + 1) for i in stored.lead)
         pieces, first = [], 0

@@ -1,6 +1,6 @@
 """One-sided writes by Mooncake's Transfer Engine: RDMA on clusters, TCP anywhere.
 
-The engine rank registers its staging buffer, which is host memory, page-locked where CUDA is there;
+The engine rank registers its staging buffer, which is host memory, page-locked where CUDA works;
 senders write into it without any of its threads.  So an engine's GPU holds no second copy of its
 weights.
 Both ends check the range of every write here: over TCP the library accepts a write from memory
@@ -70,7 +70,10 @@ class Mooncake:
     )
 
     def __init__(self, address: str, *, protocol: str = "tcp", devices: str = "") -> None:
-        """address: of the private interface; devices: RDMA cards, with commas; empty = all."""
+        """Start the engine of the library.  Raises TransportError (missing).
+
+        address: of the private interface; devices: RDMA cards, with commas; empty = all.
+        """
         engine_type = _library()
         self._protocol = protocol
         self._engine = engine_type()
