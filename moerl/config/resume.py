@@ -48,7 +48,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """The settings of the factors without their start, transfer and delivery, or the place of W0."""
+    """Settings of the factors, without start, transfer, delivery or the place of W0."""
     left_out = ("send", "start", "delivery", "slots", "base")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}
