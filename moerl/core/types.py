@@ -16,6 +16,7 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import numpy as np
 from moerl.core.errors import RecordError
 from moerl.core.ids import packed_state, set_packed_state
 
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8, "float32": 4}
 Array = np.ndarray
 
 
@@ -108,7 +110,7 @@ class BlobRef:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
