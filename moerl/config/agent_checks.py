@@ -120,7 +120,8 @@ def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
         yield (
             "task.isolation",
             "bwrap",
-            "the program of task.agent.command is not isolated, and it needs a network; use process",
+            "the program of task.agent.command is not isolated by it, and needs a network; "
+            "use process",
         )
     for field in ("options", "environment_workers", "environment_s", "tools", "tool_s"):
         if (value := getattr(agent, field)) != getattr(default, field):

@@ -24,6 +24,7 @@ from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.core.types import ModelShape
+from moerl.distributed.torchrun import TRAINER_JOB
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
@@ -48,8 +49,6 @@ _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
 # ... but never one that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
-# Environment variable of every process of one trainer: its incarnation, or REF_MODELS.
-TRAINER_JOB = "MOERL_TRAINER_JOB"
 REF_MODELS = "ref_models"
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.core.errors import MoerlError, TrainerError, printable
-from moerl.launch.nodes.torchrun_job import TorchrunJob
-from moerl.launch.prepare import prepare
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
+from moerl.launch.train import prepare
 from moerl.observe.metrics import MetricsWriter
-from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
@@ -56,7 +57,6 @@ def _report(plan: RunContext, writer: MetricsWriter, metrics: dict[str, float]) 
 
 def main() -> int:
     request = json.loads(sys.argv[1])
-    die_with_parent()
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     try:

@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError
 from moerl.config import Config, load_config
 from moerl.core.errors import EngineError, TrainerError
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.signal_watch import INTERRUPT, Interrupted, SignalWatch
 from moerl.launch.supervision.supervisor import Supervisor
+from moerl.runtime.process_tree import INTERRUPT, Interrupted, SignalWatch
 from moerl.runtime.run_dir import RunDir
 
 UNSET = object()

@@ -16,8 +16,8 @@ import psutil
 from moerl.config.load import load_saved
 from moerl.core.serialization import decode_value
 from moerl.core.types import EpisodeGroup
-from moerl.launch.prepare import outside_folder
 from moerl.launch.run_context import RunContext
+from moerl.launch.train import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
 

@@ -107,10 +107,10 @@ def look(request: Request) -> NodeFacts:
 
 def _tried_box() -> str:
     from moerl.sandbox.limits import NoSandbox  # takes half a second
-    from moerl.sandbox.sandbox import ToolSandbox
+    from moerl.sandbox.sandbox import SandboxFactory
 
     try:
-        ToolSandbox()
+        SandboxFactory()
     except NoSandbox as error:
         return str(error)
     return "holds"

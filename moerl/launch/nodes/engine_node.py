@@ -35,7 +35,8 @@ from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, slots
-from moerl.runtime.process_tree import Orphans, become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import Orphans, die_with_parent, end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 
 _LOOK_S = 1.0

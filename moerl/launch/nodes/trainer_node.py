@@ -30,12 +30,13 @@ from moerl.config.clusters import TrainerSlot, placement
 from moerl.config.load import load_saved
 from moerl.config.network import own_address
 from moerl.core.errors import MoerlError, TrainerError, printable
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
-from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
-from moerl.runtime.process_tree import Orphans, become_subreaper, end_descendants
+from moerl.runtime.process_tree import Orphans, end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir, newest_incarnation
 
 _GRACE_S, _LOOK_S = 5.0, 0.5

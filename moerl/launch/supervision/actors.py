@@ -22,22 +22,22 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from moerl.config import Config
 from moerl.config.clusters import is_local, placement
 from moerl.config.transport_rules import first_group, mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.core.errors import EngineError, MoerlError, ScoreError
+from moerl.core.errors import ConfigError, EngineError, MoerlError, ScoreError
 from moerl.core.messages import Engine, Message
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
-from moerl.launch.supervision.remote_calls import CallTimeout
+from moerl.launch.supervision.supervisor_context import CallTimeout
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
@@ -392,7 +392,7 @@ class ControllerActor:
 
 
 class RayActors:
-    """`Actors` of a run (`moerl.launch.supervision.remote_calls`)."""
+    """`Actors` of a run (`moerl.launch.supervision.supervisor_context`)."""
 
     _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
 
@@ -444,3 +444,47 @@ class RayActors:
             raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
         except GetTimeoutError as error:
             raise CallTimeout(f"{name} did not answer within {self._FETCH_S:g} s") from error
+
+
+class EngineGpus:
+    """GPUs of this machine by engine: as in the printed table, and free GPUs for later engines.
+
+    On a cluster Ray deals the GPUs that each node offers.
+    """
+
+    def __init__(self, config: Config) -> None:
+        placed = placement(config)
+        self._planned = {slot.engine: slot.devices for slot in placed.engines}
+        node = placed.engines[0].node
+        others = {
+            device
+            for slot in (*placed.trainers, *placed.ref_models)
+            if slot.node is node
+            for device in slot.devices
+        }
+        self._ours = [device for device in range(node.group.devices) if device not in others]
+        self._taken: dict[int, tuple[int, ...]] = {}
+
+    def take(self, engine: int, tp: int) -> tuple[int, ...]:
+        """GPUs of an engine, the same ones at each call; none on a machine without GPUs.
+
+        Raises ConfigError when an engine outside the table finds too few.
+        """
+        if engine not in self._taken:
+            self._taken[engine] = self._planned.pop(engine, ()) or self._free(tp)
+        return self._taken[engine]
+
+    def give_back(self, engine: int) -> None:
+        """The engine has left."""
+        self._taken.pop(engine, None)
+
+    def _free(self, tp: int) -> tuple[int, ...]:
+        if not self._ours:
+            return ()
+        used = {gpu for gpus in (*self._taken.values(), *self._planned.values()) for gpu in gpus}
+        free = [gpu for gpu in self._ours if gpu not in used]
+        if len(free) < tp:
+            raise ConfigError(
+                "tp", tp, f"{len(free)} GPUs of this machine are free: remove an engine first"
+            )
+        return tuple(free[:tp])

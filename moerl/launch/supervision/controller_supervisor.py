@@ -8,8 +8,12 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from moerl.core.errors import EngineError, MoerlError
-from moerl.launch.supervision.remote_calls import CallTimeout
-from moerl.launch.supervision.supervisor_context import POLL_S, START_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import (
+    POLL_S,
+    START_S,
+    CallTimeout,
+    SupervisorContext,
+)
 
 Polled = tuple[dict[str, float], list[dict[str, Any]], str]  # (status, new rows, trainer failure)
 

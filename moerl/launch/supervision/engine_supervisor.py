@@ -16,8 +16,7 @@ from moerl.core.types import PolicyVersion
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.membership import Membership
-from moerl.launch.supervision.remote_calls import CallTimeout
-from moerl.launch.supervision.supervisor_context import START_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import START_S, CallTimeout, SupervisorContext
 
 
 class EngineSupervisor:

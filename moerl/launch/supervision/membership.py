@@ -17,8 +17,7 @@ from moerl.core.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
-from moerl.launch.supervision.remote_calls import PlacedActor
-from moerl.launch.supervision.supervisor_context import SupervisorContext
+from moerl.launch.supervision.supervisor_context import PlacedActor, SupervisorContext
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 The root process starts Ray (engines, scorer, controller), then the trainer through torchrun, and
 checks all of them twice a second.  Its loop never waits for one of them: calls to actors are sent,
-and their answers handled when they arrive (`remote_calls`).
+and their answers handled when they arrive (`RemoteCalls`).
 
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
-  it to the current version. One that keeps dying is excluded (`restart_policy`). Engines join and
+  it to the current version. One that keeps dying is excluded (`RestartPolicy`). Engines join and
   leave on request (`membership`).
 - Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
   stay, the steps after the checkpoint are trained again.
@@ -38,15 +38,18 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.engine_supervisor import EngineSupervisor
-from moerl.launch.supervision.hang_reports import HangReports
-from moerl.launch.supervision.remote_calls import Actors, RemoteCalls
 from moerl.launch.supervision.restarts import Restarts
-from moerl.launch.supervision.signal_watch import SignalWatch
-from moerl.launch.supervision.supervisor_context import POLL_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import (
+    POLL_S,
+    Actors,
+    HangReports,
+    RemoteCalls,
+    SupervisorContext,
+)
 from moerl.launch.supervision.trainer_supervisor import TrainerSupervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
-from moerl.runtime.process_tree import Orphans
+from moerl.runtime.process_tree import Orphans, SignalWatch
 from moerl.runtime.run_dir import write_pids
 from moerl.runtime.trace import Tracer
 
