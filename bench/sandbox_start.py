@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from moerl.sandbox.sandbox import Sandbox, SandboxPool, ToolSandbox
+from moerl.sandbox.sandbox import Sandbox, SandboxFactory, SandboxPool
 
 WAIT_S = 60.0
 BYTES = 4096
 
 
-def starts(sandbox: ToolSandbox, boxes: int) -> float:
+def starts(sandbox: SandboxFactory, boxes: int) -> float:
     """Boxes per second, two at a time, each with a first answer."""
     start = time.perf_counter()
     with ThreadPoolExecutor(2) as threads:
@@ -32,17 +32,17 @@ def starts(sandbox: ToolSandbox, boxes: int) -> float:
     return boxes / (time.perf_counter() - start)
 
 
-def first_answer(sandbox: ToolSandbox) -> float:
+def first_answer(sandbox: SandboxFactory) -> float:
     """Milliseconds from nothing to the answer of a shell."""
     start = time.perf_counter()
-    box = sandbox.open_box()
+    box = sandbox.open()
     check(box)
     elapsed = time.perf_counter() - start
     box.close()
     return 1000 * elapsed
 
 
-def warm_answer(sandbox: ToolSandbox) -> float:
+def warm_answer(sandbox: SandboxFactory) -> float:
     """Milliseconds to the answer of a shell in a box that had started."""
     pool = SandboxPool(sandbox, warm=1)
     while not pool.waiting:
@@ -69,15 +69,15 @@ def calls(count: int, call: Callable[[], object]) -> float:
 
 
 def memory_mib(box: Sandbox) -> float:
-    """Proportional set size of a box: keeper, two of bubblewrap, server."""
-    keeper = psutil.Process(box.pid)
-    family = [keeper, *keeper.children(recursive=True)]
+    """Proportional set size of a box: reaper, two of bubblewrap, server."""
+    reaper = psutil.Process(box.pid)
+    family = [reaper, *reaper.children(recursive=True)]
     return sum(process.memory_full_info().pss for process in family) / 2**20
 
 
-def measure(sandbox: ToolSandbox, boxes: int, count: int) -> dict[str, float]:
+def measure(sandbox: SandboxFactory, boxes: int, count: int) -> dict[str, float]:
     """One round of everything."""
-    box = sandbox.open_box()
+    box = sandbox.open()
     try:
         plain = [sys.executable, "-I", "-S", "-c", "print(1)"]
         limits = {"timeout_s": WAIT_S, "max_output": BYTES}
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--boxes", type=int, default=16)
     parser.add_argument("--calls", type=int, default=200)
     options = parser.parse_args()
-    sandbox = ToolSandbox()
+    sandbox = SandboxFactory()
     rounds = [measure(sandbox, options.boxes, options.calls) for _ in range(options.repeats)]
     for name in rounds[0]:
         found = [one[name] for one in rounds]

@@ -20,7 +20,7 @@ class PidsCgroup:
     folder: Path
 
     def end(self) -> None:
-        """Kill what is in it, also what its keeper has lost, and remove it."""
+        """Kill what is in it, also what its reaper has lost, and remove it."""
         deadline = time.monotonic() + 5.0
         while self.folder.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from moerl.core.errors import ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import make_reward
-from moerl.sandbox.isolation import Box, BoxError, BoxTimeout, Isolation
+from moerl.sandbox.isolation import IsolatedProgram, Isolation, SandboxError, SandboxTimeout
 from moerl.sandbox.limits import import_paths, isolation_of
 from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
 
@@ -60,8 +60,8 @@ class ProcessScorer:
         self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="scorer")
-        self._workers: queue.LifoQueue[WorkerBox] = queue.LifoQueue()
-        self._all = [WorkerBox(isolation, task, timeout_s) for _ in range(workers)]
+        self._workers: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
+        self._all = [WorkerProcess(isolation, task, timeout_s) for _ in range(workers)]
         for worker in self._all:
             self._workers.put(worker)
 
@@ -129,7 +129,7 @@ class ProcessScorer:
             self._workers.put(worker)
 
 
-class WorkerBox:
+class WorkerProcess:
     """One worker process, started when it is needed and replaced when it did not answer."""
 
     def __init__(self, isolation: Isolation, task: TaskConfig, timeout_s: float) -> None:
@@ -143,8 +143,8 @@ class WorkerBox:
             reply_bytes=limits.reply_kb * 1024,
         )
         self._serials = count(1)
-        self._box: Box | None = None
-        self._lock = threading.Lock()  # of `_box` and `_closed`
+        self._program: IsolatedProgram | None = None
+        self._lock = threading.Lock()  # of `_program` and `_closed`
         self._closed = False
 
     def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
@@ -164,9 +164,9 @@ class WorkerBox:
                     self._end()  # its limit counts on what the user had when it started
                 return answer
             failure = "answered another request"
-        except BoxTimeout:
+        except SandboxTimeout:
             failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
-        except (BoxError, OSError) as error:
+        except (SandboxError, OSError) as error:
             failure = str(error)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = "answered with bytes that are no answer"
@@ -181,22 +181,22 @@ class WorkerBox:
 
     def _end(self) -> None:
         with self._lock:
-            box, self._box = self._box, None
-        if box is not None:
-            box.close()
+            sandbox, self._program = self._program, None
+        if sandbox is not None:
+            sandbox.close()
 
-    def _opened(self) -> Box:
+    def _opened(self) -> IsolatedProgram:
         with self._lock:
             if self._closed:
-                raise BoxError("was closed")
-            if self._box is not None:
-                return self._box
+                raise SandboxError("was closed")
+            if self._program is not None:
+                return self._program
             python = [sys.executable, "-P", "-c", _WORKER, json.dumps(import_paths())]
-            self._box = box = self._isolation.open(python)
-        started = decode_answer(box.call(encode(self._setup), _START_S))
+            self._program = program = self._isolation.open(python)
+        started = decode_answer(program.call(encode(self._setup), _START_S))
         if started.failure:
-            raise BoxError(f"could not be started: {started.failure}")
-        return box
+            raise SandboxError(f"could not be started: {started.failure}")
+        return program
 
 
 def _refusal(score: Score, responses: Sequence[str]) -> str:

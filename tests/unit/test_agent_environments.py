@@ -184,7 +184,7 @@ def test_sandbox_tools_executes_calls_and_a_killed_box_is_an_answer() -> None:
         assert [tool["function"]["name"] for tool in seen.tools] == ["python", "shell"]  # type: ignore[index]
         said = [await told(environment, "python", "{\"code\": \"open('a', 'w').write('6')\"}")]
         said.append(await told(environment, "shell", '{"command": "cat a"}'))
-        box = environment.tools._box  # type: ignore[attr-defined]
+        box = environment.tools._sandbox  # type: ignore[attr-defined]
         running = asyncio.ensure_future(told(environment, "shell", '{"command": "sleep 60"}'))
         await asyncio.sleep(0.5)
         os.kill(box.pid, signal.SIGKILL)
