@@ -27,15 +27,15 @@ def sft(config: Config) -> RunDir:
     """Train all steps; returns the run directory, with the model in hf/.  Raises MoerlError."""
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
-    plan = prepare(supervised(config), run, resume=False)
-    save_config(plan.config, run.config)
+    context = prepare(supervised(config), run, resume=False)
+    save_config(context.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
-    job = TorchrunJob(supervised_command(plan), trainer_environment(plan), log, pipe=True)
+    job = TorchrunJob(supervised_command(context), trainer_environment(context), log, pipe=True)
     with log.open("a", encoding="utf-8") as file:
         for line in io.TextIOWrapper(job.output, encoding="utf-8", errors="replace"):
             if line.startswith(STEP):
-                _report(plan, writer, json.loads(line.removeprefix(STEP)))
+                _report(context, writer, json.loads(line.removeprefix(STEP)))
             else:
                 file.write(line)
     writer.close()
@@ -44,12 +44,12 @@ def sft(config: Config) -> RunDir:
     return run
 
 
-def _report(plan: RunContext, writer: MetricsWriter, metrics: dict[str, float]) -> None:
+def _report(context: RunContext, writer: MetricsWriter, metrics: dict[str, float]) -> None:
     last = writer.last_step
     step = 0 if last is None else last + 1
     writer.write(step, f"0.{step + 1}", metrics)
     print(
-        f"step {step + 1}/{plan.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
+        f"step {step + 1}/{context.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
         f"tok/s {metrics['perf/train_tokens_per_s']:.0f}",
         flush=True,
     )

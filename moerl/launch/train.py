@@ -122,12 +122,12 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        plan = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
-        save_config(plan.config, run.config)
+        context = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
+        save_config(context.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
-        supervisor = Supervisor(plan, console, scratch, signals)
+        supervisor = Supervisor(context, console, scratch, signals)
         try:
             summary = supervisor.run()
         except Exception as error:
@@ -138,8 +138,10 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         finally:
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
-        kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
-        return _close(plan, console, summary, cause, kept, err)
+        kept = _tidy(
+            supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
+        )
+        return _close(context, console, summary, cause, kept, err)
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
@@ -162,21 +164,21 @@ def _close_endpoints(run: RunDir) -> None:
             log.warning("the endpoints folder is not closed: %s", error)
 
 
-def _tidy(plan: RunContext, *, is_done: bool, has_steps: bool) -> str:
+def _tidy(context: RunContext, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs unless a resume can use them; then return a sentence about them."""
-    if plan.records is not None:
+    if context.records is not None:
         return ""
     if is_done or not has_steps:  # with `shared`, segments are in the run directory
-        for folder in (plan.journal_dir, plan.run.journal, plan.blob_dir):
+        for folder in (context.journal_dir, context.run.journal, context.blob_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
         return ""
-    num_bytes = sum(path.stat().st_size for path in plan.blob_dir.glob("*"))
-    return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {plan.blob_dir}"
+    num_bytes = sum(path.stat().st_size for path in context.blob_dir.glob("*"))
+    return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {context.blob_dir}"
 
 
 def _close(
-    plan: RunContext,
+    context: RunContext,
     console: Console,
     numbers: dict[str, float],
     cause: str,
@@ -184,9 +186,9 @@ def _close(
     err: IO[str],
 ) -> int:
     """Write the report and print the summary.  kept: a sentence about what a resume would use."""
-    run = plan.run
+    run = context.run
     try:
-        write_report(run, plan.config, numbers)
+        write_report(run, context.config, numbers)
         write_trace(run)
     except (OSError, MoerlError) as error:  # what was trained is not lost by it
         log.exception("report and timeline")
@@ -273,7 +275,7 @@ def prepare(
     run.endpoints.close_ray()
     run.endpoints.make_folder()
     Keys.make().write(run.endpoints.keys)
-    plan = RunContext(
+    context = RunContext(
         config=config,
         run=run,
         model_path=Path(config.model.path),
@@ -287,8 +289,8 @@ def prepare(
         records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
-    _check_parts(plan)
-    return plan
+    _check_parts(context)
+    return context
 
 
 def _checked(
@@ -317,18 +319,18 @@ def _checked(
     return config, hf_config
 
 
-def _check_parts(plan: RunContext) -> None:
+def _check_parts(context: RunContext) -> None:
     """Raise for a part that cannot be made, before anything starts."""
-    spec = plan.spec()  # raises for an unknown family
-    for role, path in ref_models_of(plan.config).items():
+    spec = context.spec()  # raises for an unknown family
+    for role, path in ref_models_of(context.config).items():
         check_ref_models(f"algorithm.{role}", path, spec)
-    for task in entries_of(plan.config):
+    for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
-    plan.prompts().draw_first()  # raises for a task that has no prompt
-    task_agents(plan)  # raises for a chat template or a program that cannot be used
-    if plan.config.evaluation.every:
-        plan.held_out().draw_first()
+    context.prompts().draw_first()  # raises for a task that has no prompt
+    task_agents(context)  # raises for a chat template or a program that cannot be used
+    if context.config.evaluation.every:
+        context.held_out().draw_first()
 
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -127,6 +127,28 @@ class ProcessScorer:
             return [worker.ask(kind, prompt, texts) for texts in turns]
         finally:
             self._workers.put(worker)
+
+
+class TaskScorers:
+    """The `Scorer` protocol over a pool of workers for each task of a mixture, by its label."""
+
+    def __init__(self, scorers: Mapping[str, ProcessScorer]) -> None:
+        self._scorers = dict(scorers)
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
+    ) -> list[Score]:
+        """Scores of all episodes, in order.  Raises ScoreError."""
+        return await self._scorers[prompt.task].score(prompt, episodes, responses)
+
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
+        """Reply of the task's environment.  Raises ScoreError."""
+        return await self._scorers[prompt.task].reply(prompt, responses)
+
+    def close(self) -> None:
+        """End all workers of all tasks."""
+        for scorer in self._scorers.values():
+            scorer.close()
 
 
 class WorkerProcess:

@@ -521,5 +521,5 @@ def test_a_trainer_waits_for_room_for_its_number(
     scene.trainer.code = 1
     scene.go_on(30.0, lambda: scene.trainer.starts == 2)
     assert any("state.json cannot be written" in event for event in scene.panel.events)
-    assert scene.supervisor.plan.incarnation == 7
+    assert scene.supervisor.run_context.incarnation == 7
     assert not answers

@@ -23,9 +23,9 @@ class EngineSupervisor:
     """The engines of one start of a run, by number."""
 
     def __init__(
-        self, context: SupervisorContext, plan: RunContext, controller: ControllerSupervisor
+        self, context: SupervisorContext, run_context: RunContext, controller: ControllerSupervisor
     ) -> None:
-        self.members = Membership(plan, context, controller, self)
+        self.members = Membership(run_context, context, controller, self)
         self.are_up = False  # all of the first start
         self._context, self._controller = context, controller
         self._starting: set[int] = set()

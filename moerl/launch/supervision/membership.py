@@ -43,15 +43,15 @@ class Membership:
 
     def __init__(
         self,
-        plan: RunContext,
+        run_context: RunContext,
         context: SupervisorContext,
         controller: ControllerSupervisor,
         watcher: EngineWatcher,
     ) -> None:
-        self.sizes = plan.config.engine.sizes
+        self.sizes = run_context.config.engine.sizes
         self.changed = False  # engines joined or left since this start of the run
-        self._plan, self._context, self._controller = plan, context, controller
-        self._watcher, self._control_api = watcher, ControlApi(plan.run)
+        self._run_context, self._context, self._controller = run_context, context, controller
+        self._watcher, self._control_api = watcher, ControlApi(run_context.run)
         self._placed: dict[int, PlacedActor] = {}
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
@@ -65,7 +65,9 @@ class Membership:
             self._place(index)
 
     def _place(self, index: int) -> None:
-        self._placed[index] = self._context.actors.engine(self._plan, index, self.sizes[index])
+        self._placed[index] = self._context.actors.engine(
+            self._run_context, index, self.sizes[index]
+        )
 
     @property
     def actors(self) -> dict[int, Any]:
@@ -138,7 +140,7 @@ class Membership:
         work: Callable[[], int | str]
         match question:
             case {"do": "add", "tp": int(tp)} if tp >= 0:
-                work = partial(self._add, tp or self._plan.config.engine.tp)
+                work = partial(self._add, tp or self._run_context.config.engine.tp)
             case {"do": "remove", "engine": int(index)}:
                 work = partial(self._remove, index)
             case {"do": "list"}:
@@ -158,7 +160,9 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
-        placed = self._context.actors.engine(self._plan, self._next, tp)  # refuses one without room
+        placed = self._context.actors.engine(
+            self._run_context, self._next, tp
+        )  # refuses one without room
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp

@@ -59,7 +59,7 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: RunContext,
+        run_context: RunContext,
         console: Console,
         scratch: Path,
         signals: SignalWatch,
@@ -68,14 +68,14 @@ class Supervisor:
     ) -> None:
         """actors: None = Ray's; clock: monotonic seconds."""
         self._scratch, self._signals, self._clock = scratch, signals, clock
-        self._context = _context(plan, console, actors or RayActors(), clock)
-        lease_s = plan.config.supervision.lease_s
-        self._lease = LeaseKeeper(plan.run.endpoints.lease, lease_s, clock)
+        self._context = _context(run_context, console, actors or RayActors(), clock)
+        lease_s = run_context.config.supervision.lease_s
+        self._lease = LeaseKeeper(run_context.run.endpoints.lease, lease_s, clock)
         self.controller = ControllerSupervisor(
             self._context, self._place_controller, lambda: self.engines.members.lost()
         )
-        self.engines = EngineSupervisor(self._context, plan, self.controller)
-        self.trainer = TrainerSupervisor(self._context, plan, self.controller)
+        self.engines = EngineSupervisor(self._context, run_context, self.controller)
+        self.trainer = TrainerSupervisor(self._context, run_context, self.controller)
         self._daemons = RayDaemons()
         self._orphans = Orphans()
         self._scorer: Any = None
@@ -83,9 +83,9 @@ class Supervisor:
         self._written_pids: dict[str, int] = {}
 
     @property
-    def plan(self) -> RunContext:
+    def run_context(self) -> RunContext:
         """Of the newest trainer."""
-        return self.trainer.plan
+        return self.trainer.run_context
 
     def run(self) -> dict[str, float]:
         """Train to the end.  Returns numbers measured outside the steps.
@@ -112,7 +112,7 @@ class Supervisor:
     def _place(self) -> None:
         """Engine hosts and scorer, which the controller is given handles of."""
         self.engines.members.place_all()
-        self._scorer = self._context.actors.scorer(self.plan)
+        self._scorer = self._context.actors.scorer(self.run_context)
 
     def _start(self) -> None:
         """Controller, trainer and engines, until all engines are up."""
@@ -129,7 +129,7 @@ class Supervisor:
         engines = members.present
         sizes = {index: members.sizes[index] for index in engines}
         return self._context.actors.controller(
-            self.plan, engines, sizes, self._scorer, members.changed
+            self.run_context, engines, sizes, self._scorer, members.changed
         )
 
     # --- the loop -------------------------------------------------------------------------------
@@ -202,27 +202,31 @@ class Supervisor:
 
 
 def _context(
-    plan: RunContext, console: Console, actors: Actors, clock: Callable[[], float]
+    run_context: RunContext, console: Console, actors: Actors, clock: Callable[[], float]
 ) -> SupervisorContext:
-    tracer = Tracer(plan.run.trace, "supervisor")
+    tracer = Tracer(run_context.run.trace, "supervisor")
     return SupervisorContext(
-        config=plan.config,
-        run=plan.run,
+        config=run_context.config,
+        run=run_context.run,
         console=console,
         actors=actors,
         clock=clock,
         calls=RemoteCalls(actors, clock),
         restarts=Restarts(
-            plan.config.supervision, console, tracer, clock, partial(_steps_made, plan)
+            run_context.config.supervision,
+            console,
+            tracer,
+            clock,
+            partial(_steps_made, run_context),
         ),
-        hangs=HangReports(console, plan.run.logs),
+        hangs=HangReports(console, run_context.run.logs),
         pids={"root": os.getpid()},
     )
 
 
-def _steps_made(plan: RunContext) -> int:
+def _steps_made(run_context: RunContext) -> int:
     """Steps of the run whose rows this start has written; an older trainer's do not count."""
-    row = newest_row(plan.run.metrics)
-    if row is None or PolicyVersion.parse(row["version"]).incarnation < plan.incarnation:
+    row = newest_row(run_context.run.metrics)
+    if row is None or PolicyVersion.parse(row["version"]).incarnation < run_context.incarnation:
         return 0
     return int(row["step"]) + 1

@@ -53,9 +53,9 @@ class PlacedActor(Protocol):
 class Actors(Protocol):
     """Starts, asks and ends actors; none of the methods but `wait` may wait."""
 
-    def scorer(self, plan: RunContext) -> Any: ...
+    def scorer(self, context: RunContext) -> Any: ...
 
-    def engine(self, plan: RunContext, index: int, tp: int) -> PlacedActor: ...
+    def engine(self, context: RunContext, index: int, tp: int) -> PlacedActor: ...
 
     def engine_has_left(self, index: int) -> None:
         """Its place is free for another engine."""
@@ -63,7 +63,7 @@ class Actors(Protocol):
 
     def controller(
         self,
-        plan: RunContext,
+        context: RunContext,
         engines: Mapping[int, Any],
         sizes: Mapping[int, int],
         scorer: Any,

@@ -32,24 +32,24 @@ class TrainerSupervisor:
     """One trainer at a time, each a new incarnation."""
 
     def __init__(
-        self, context: SupervisorContext, plan: RunContext, controller: ControllerSupervisor
+        self, context: SupervisorContext, run_context: RunContext, controller: ControllerSupervisor
     ) -> None:
-        self.plan = plan  # of the newest incarnation
+        self.run_context = run_context  # of the newest incarnation
         self._context, self._controller = context, controller
-        self._ranks = TrainerRanks(plan.run.logs, plan.config.trainer.step_timeout_s)
+        self._ranks = TrainerRanks(run_context.run.logs, run_context.config.trainer.step_timeout_s)
         self._ref_models: RefModelRanks | None = None
-        self._shown = max((row["step"] for row in read_rows(plan.run.metrics)), default=-1)
+        self._shown = max((row["step"] for row in read_rows(run_context.run.metrics)), default=-1)
         self._ended_at: float | None = None  # clock seconds; its death is not counted yet
 
     def start(self) -> None:
         self._start_ranks()
-        if self.plan.config.ref_models.placement == "separate" and self._context.is_local:
-            self._ref_models = RefModelRanks(self.plan, self._controller.endpoint)
+        if self.run_context.config.ref_models.placement == "separate" and self._context.is_local:
+            self._ref_models = RefModelRanks(self.run_context, self._controller.endpoint)
             self._start_ref_models()
 
     def _start_ranks(self) -> None:
         self._context.console.wait("trainer")
-        self._ranks.start(self.plan, self._controller.endpoint)
+        self._ranks.start(self.run_context, self._controller.endpoint)
 
     def _start_ref_models(self) -> None:
         assert self._ref_models is not None, "there are no reference ranks"
@@ -102,23 +102,24 @@ class TrainerSupervisor:
         )
 
     def _start_again(self) -> None:
-        end_descendants(_GRACE_S, mark=(TRAINER_JOB, str(self.plan.incarnation)))
+        end_descendants(_GRACE_S, mark=(TRAINER_JOB, str(self.run_context.incarnation)))
         try:
-            newest = newest_checkpoint(self.plan.run)
-            incarnation = next_incarnation(self.plan.run, resume=True)
+            newest = newest_checkpoint(self.run_context.run)
+            incarnation = next_incarnation(self.run_context.run, resume=True)
         except OSError as error:  # a full disk: the trainer waits for room
-            pause_s = max(1.0, self.plan.config.supervision.backoff_s)
+            pause_s = max(1.0, self.run_context.config.supervision.backoff_s)
             self._context.restarts.postpone("trainer", pause_s, self._start_again)
             self._context.say(
                 f"the trainer is not started yet, state.json cannot be written: {error}"
             )
             return
-        self.plan = replace(
-            self.plan,
+        self.run_context = replace(
+            self.run_context,
             incarnation=incarnation,
             checkpoint=newest,
             # a checkpoint of this start already has this layout's optimizer state
-            reset_optimizer=self.plan.reset_optimizer and newest == self.plan.checkpoint,
+            reset_optimizer=self.run_context.reset_optimizer
+            and newest == self.run_context.checkpoint,
         )
         self._start_ranks()
         if self._ref_models is not None and self._ref_models.is_through():
@@ -144,7 +145,7 @@ class TrainerSupervisor:
         self._context.console.step(row)
         self._shown = row["step"]
         self._ranks.restart_clock()  # a step trained again is progress too
-        if row["step"] >= self.plan.config.run.steps - 1:
+        if row["step"] >= self.run_context.config.run.steps - 1:
             self._ranks.stop_clock()  # saving the model has no step limit
         self._context.restarts.made(row["step"] + 1)
 
@@ -187,11 +188,13 @@ class TrainerRanks:
         self._fell = False  # a rank failure was reported after the last hello
         self._most_ranks = 0  # most ranks of this trainer alive at once
 
-    def start(self, plan: RunContext, endpoint: str) -> None:
+    def start(self, run_context: RunContext, endpoint: str) -> None:
         self.restart_clock()
         self._given_up, self._fell, self.rank_died, self._most_ranks = "", False, 0.0, 0
         self._job = TorchrunJob(
-            trainer_command(plan, endpoint), trainer_environment(plan), self._logs / "trainer.log"
+            trainer_command(run_context, endpoint),
+            trainer_environment(run_context),
+            self._logs / "trainer.log",
         )
 
     @property
@@ -272,9 +275,9 @@ class RefModelRanks:
     caller polls `death` and calls `start` again.
     """
 
-    def __init__(self, plan: RunContext, endpoint: str) -> None:
+    def __init__(self, run_context: RunContext, endpoint: str) -> None:
         self.starts = 0
-        self._plan, self._endpoint = plan, endpoint
+        self._run_context, self._endpoint = run_context, endpoint
         self._job: TorchrunJob | None = None
         self._is_dead = False  # `death` has returned why
 
@@ -282,10 +285,10 @@ class RefModelRanks:
         """Start torchrun, after ending remaining processes of an earlier one."""
         if self._job is not None:
             self._job.end(_GRACE_S)
-        plan, self._is_dead = self._plan, False
-        command = ref_model_command(plan, self._endpoint, self.starts)
-        log = plan.run.logs / "ref_models.log"
-        self._job = TorchrunJob(command, ref_model_environment(plan), log)
+        run_context, self._is_dead = self._run_context, False
+        command = ref_model_command(run_context, self._endpoint, self.starts)
+        log = run_context.run.logs / "ref_models.log"
+        self._job = TorchrunJob(command, ref_model_environment(run_context), log)
         self.starts += 1
 
     @property
