@@ -52,7 +52,9 @@ class TorchrunJob:
         pipe: bool = False,
         ends_with_parent: bool = False,
     ) -> None:
-        """environment: all of it.  pipe: standard output goes to `output` and not to the log.
+        """Start torchrun.
+
+        environment: all of it.  pipe: standard output goes to `output` and not to the log.
 
         ends_with_parent: torchrun gets SIGTERM when the thread that started it ends.
         """
@@ -103,7 +105,7 @@ class TorchrunJob:
         return children_with(self._process.pid, "RANK")
 
     def cause(self) -> str:
-        """What its log says of its end, in one sentence."""
+        """The cause of its end in its log, in one sentence."""
         return error_in(self.log, self._begin)
 
     def ending(self, code: int) -> str:

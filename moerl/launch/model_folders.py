@@ -77,9 +77,9 @@ def with_start(config: Config, run: RunDir) -> Config:
 def _convert(
     start: str, found: Path, folder: Path, options: list[str], tool: str = "convert_cli"
 ) -> None:
-    """In a process of its own, as this one keeps the memory of what it imports.
+    """Run a converter in its own process: this process would keep the memory of its imports.
 
-    Raises ConfigError with its sentence.
+    Raises ConfigError with the last line of the converter.
     """
     command = [sys.executable, "-m", f"moerl.trainer.checkpoints.{tool}", str(found)]
     process = subprocess.Popen(

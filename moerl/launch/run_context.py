@@ -132,7 +132,7 @@ class RunContext:
         followers: Sequence[Follower] = (),
         devices: Mapping[str, str] | None = None,
     ) -> EngineHost:
-        """followers: on the engine's other nodes; devices: see `EngineContext`."""
+        """The host of an engine.  followers: on its other nodes.  devices: see `EngineContext`."""
         from moerl.engine.host.host import EngineHost
 
         engine, blobs = (

@@ -1,4 +1,4 @@
-"""Makes what plays the episodes of each task with an agent, from the run's settings."""
+"""Makes the agents that play the episodes of each task with an agent, from the run's settings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Root process of a run: `python -m moerl.launch.train REQUEST`, started by `moerl train`.
 
-REQUEST is a JSON object.  `moerl.runtime.process_tree` says why there are two processes.  This one
-checks the settings, runs the supervisor, and reports how the run ended.  One process at a time
-writes a run directory.  The report is written after failures too, and no process outlives the run.
+REQUEST is a JSON object.  `moerl.runtime.process_tree` says why a run has two such processes.
+The root checks the settings, runs the supervisor, and reports how the run ended.  One process at a
+time writes a run directory.  The report is written after failures too, and no process outlives the
+run.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _run(request: dict[str, Any]) -> int:
 
 
 def set_ray_environment(config: Config) -> None:
-    """What Ray reads on import: this run's own cluster, with authentication."""
+    """Set the variables that Ray reads on import: a cluster of this run, with authentication."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -185,7 +186,7 @@ def _close(
     kept: str,
     err: IO[str],
 ) -> int:
-    """Write the report and print the summary.  kept: a sentence about what a resume would use."""
+    """Write the report and print the summary.  kept: a sentence about files for a resume."""
     run = context.run
     try:
         write_report(run, context.config, numbers)

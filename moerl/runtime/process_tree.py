@@ -135,7 +135,7 @@ class SignalWatch:
     """
 
     def __init__(self, end_at_once: Callable[[], None], patience_s: float = 10.0) -> None:
-        """end_at_once: called in a thread when nobody calls `check` for patience_s."""
+        """end_at_once: a thread calls it when no `check` follows a signal within patience_s."""
         self._end_at_once, self._patience_s = end_at_once, patience_s
         self._came, self._noticed = threading.Event(), threading.Event()
 
@@ -200,9 +200,9 @@ def ending_of(code: int) -> str:
 
 
 def error_in(log: Path, begin: int = 0) -> str:
-    """What a job's log says of its end, from byte `begin` on.
+    """The cause of a job's end in its log, from byte `begin` on.
 
-    The first error that a rank reported in one sentence: the others fail because that one did.
+    The first error that a rank reported in a sentence: other ranks fail because of it.
     Else the last error, else the last line.
     """
     text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""

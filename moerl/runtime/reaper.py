@@ -1,4 +1,4 @@
-"""Parent process of one isolated program, and the functions of a subreaper.
+"""Parent process of an isolated program, and the functions of a subreaper.
 
 Run by path with `python -I -S`, because a short start matters: the standard library only.
 
@@ -37,7 +37,7 @@ SIGNALLED = 128  # exit code of the reaper, plus the number of the signal that e
 
 
 class Spec(TypedDict):
-    """What `moerl.sandbox.isolation` asks for."""
+    """Limits of a program, from `moerl.sandbox.isolation`."""
 
     control: int  # descriptor of the control socket
     output_bytes: int  # of printed text that is passed on
@@ -97,7 +97,7 @@ def become_subreaper() -> None:
 
 
 def hide_memory(hidden: bool) -> None:
-    """Whether other processes of the same user are refused this one's memory and descriptors."""
+    """Refuse, or allow again, other processes of the user this process's memory and descriptors."""
     prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
@@ -206,7 +206,7 @@ def _remove_cgroup(folder: str) -> None:
 
 
 class _Forward:
-    """Passes on the first bytes of what a program prints and drops the others."""
+    """Passes on the first bytes of a program's output and drops later bytes."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit

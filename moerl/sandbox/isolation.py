@@ -6,7 +6,7 @@ kinds of `task.isolation`:
 
 - process: a session of its own below a reaper process, which ends every descendant; environment by
   an allow list; limits of memory, processes, files and output; no new privileges.  This contains
-  mistakes.  It is no wall: without a change of user the program may read what the user can read.
+  mistakes.  It is no wall: without a change of user the program may read all files of the user.
 - bwrap: in addition namespaces (bubblewrap): no network, no processes but its own, and a file
   system that holds the interpreter, this package and `task.read_paths`, all read-only.
 
@@ -55,7 +55,7 @@ class SandboxTimeout(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What `Isolation.run` returns."""
+    """The result of `Isolation.run`."""
 
     code: int
     out: bytes
@@ -67,12 +67,12 @@ class IsolatedProgram:
     """A running program that answers one request at a time; both are a length and bytes."""
 
     def __init__(self, kept: SandboxedProcess, data: socket.socket, most: int) -> None:
-        """most: bytes of a reply."""
+        """Talk to a program over `data`.  most: bytes of a reply."""
         self._kept, self._data, self._most = kept, data, most
 
     @property
     def pid(self) -> int:
-        """Of the reaper."""
+        """Pid of the reaper."""
         return self._kept.process.pid
 
     def call(self, request: bytes, timeout_s: float) -> bytes:
@@ -246,7 +246,7 @@ def _is_mapped(number: int, kind: str) -> bool:
 def _read_both(
     out: IO[bytes], err: IO[bytes], deadline: float, most: int
 ) -> tuple[tuple[bytes, bytes], Literal["exit", "timeout", "output"]]:
-    """What a program prints, at most `most` bytes of each, and why reading ended."""
+    """Both outputs of a program, at most `most` bytes of each, and why reading ended."""
     texts = {out.fileno(): b"", err.fileno(): b""}
     reading = set(texts)
     watched = select.poll()  # descriptors may be above what select takes

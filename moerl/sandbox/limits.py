@@ -120,7 +120,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
 
 
 def _needed(task: TaskConfig) -> Iterator[str]:
-    """What a worker must be able to read: interpreter, this package, the task's own modules."""
+    """Paths that a worker must read: interpreter, this package, the task's own modules."""
     yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
     for setting in (task.reward, task.environment, task.agent.environment):
         if ":" in setting and (source := source_of(setting)):
@@ -145,7 +145,7 @@ def make_sandboxed(
 ) -> Isolation:
     """Sandboxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
 
-    Raises NoSandbox where this machine cannot make one that holds.
+    Raises NoSandbox where this machine cannot make a sandbox that holds.
     """
     files = list(_binds(paths, limits.file_mb))
     environment = {**environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
@@ -162,7 +162,7 @@ def make_sandboxed(
 
 
 def _switched_off() -> Iterator[str]:
-    """What the kernel's settings take away of what a sandbox needs."""
+    """Settings of the kernel that refuse the needs of a sandbox."""
     for file, off in (
         ("user/max_user_namespaces", "0"),
         ("kernel/unprivileged_userns_clone", "0"),
@@ -186,7 +186,7 @@ def _kinds(plain: Isolation) -> Iterator[Isolation]:
 
 
 def _problem(sandboxed: Isolation) -> str:
-    """What a test program can do in the sandbox that it must not; "" if nothing."""
+    """Forbidden things that a test program can do in the sandbox; "" if it can do none."""
     python = [sys.executable, "-I", "-S", "-c", _TRIAL, str(sandboxed.limits.processes)]
     done = sandboxed.run(python, timeout_s=_TRY_S, max_output=1 << 16)
     if done.code or done.why != "exit":

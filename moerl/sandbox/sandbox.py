@@ -1,4 +1,4 @@
-"""Sandboxes for tools of agents: one per episode, never shared, with a pool of started ones.
+"""Sandboxes for tools of agents: one per episode, never shared, with a pool of started sandboxes.
 
 A sandbox of tools is made as the sandbox of a reward (`moerl.sandbox.limits`): bubblewrap, a user
 of its own, limits, no network.  In it `moerl.sandbox.server` starts programs; nothing that they do
@@ -75,7 +75,9 @@ class SandboxFactory:
     """Makes sandboxes; tries one on this machine first."""
 
     def __init__(self, limits: TaskLimits = TOOL_LIMITS, read_paths: Sequence[str] = ()) -> None:
-        """read_paths: files and folders that programs see besides Python and /usr, read-only.
+        """Try whether this machine can make a sandbox that holds.
+
+        read_paths: files and folders that programs see besides Python and /usr, read-only.
 
         `limits.memory_mb` holds for each process, and for all processes and files together.
         Raises NoSandbox where this machine cannot make a sandbox that holds.
@@ -114,7 +116,7 @@ class Sandbox:
     """One sandbox; its methods block, and return also when whatever runs in it misbehaves."""
 
     def __init__(self, program: IsolatedProgram, most: int) -> None:
-        """most: bytes of each output that a request can ask for."""
+        """Use the server of a sandbox.  most: bytes of each output that a request can ask for."""
         self._program, self._most = program, most
         self._lock = threading.Lock()  # one request at a time
         self.lost = ""  # why the sandbox has ended
@@ -138,7 +140,7 @@ class Sandbox:
     def python(
         self, code: str, *, timeout_s: float, max_output: int, keeps: bool = False
     ) -> ToolOutput:
-        """Run code in an interpreter; keeps: in that of the last call, with its variables."""
+        """Run code in an interpreter.  keeps: continue the last interpreter, with its variables."""
         data = code.encode(errors="surrogatepass")
         if keeps:
             return self._ask("session", data, timeout_s, max_output, argv=_PYTHON)
@@ -205,7 +207,7 @@ class SandboxPool:
     """Opens sandboxes ahead of their use, in threads; each is given to one episode only."""
 
     def __init__(self, factory: SandboxFactory, warm: int = 2) -> None:
-        """warm: started sandboxes that wait for an episode."""
+        """Start the first sandboxes.  warm: number of sandboxes that wait for an episode."""
         self._factory, self._warm = factory, warm
         self._ready: deque[Sandbox] = deque()
         self._open: set[Sandbox] = set()
@@ -236,7 +238,7 @@ class SandboxPool:
             self._open.discard(sandbox)
 
     def close(self) -> None:
-        """Close all sandboxes, those of episodes too."""
+        """Close all sandboxes, also the sandboxes of running episodes."""
         with self._lock:
             self._closed = True
         self._threads.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
-"""First process of a sandbox for tools: starts programs in it and answers with what they printed.
+"""First process of a sandbox for tools: starts programs in it and answers with their output.
 
 Run by path with `python -S`, with the standard library only, as moerl.runtime.reaper is.  Requests
-and replies are a length and bytes on standard input: a line of JSON and what follows it.  What a
-request starts has no descriptor of this process and cannot signal or trace it, and ends with the
+and replies are a length and bytes on standard input: a line of JSON, then data.  A program that a
+request starts has no descriptor of this process, cannot signal or trace it, and ends with the
 answer.  Only the interpreter of `Session` stays, stopped, until the next request for it.
 """
 
@@ -53,7 +53,7 @@ class ServerSettings(TypedDict):
 
 
 class Ended(NamedTuple):  # dataclasses would double the time of a start
-    """How a program ended, and what it printed."""
+    """How a program ended, and its output."""
 
     code: int
     why: str  # exit, timeout, output, memory
@@ -152,7 +152,7 @@ class SandboxServer:
         return self._session
 
     def _read(self, child: Started, request: SandboxRequest) -> tuple[_Reading, str]:
-        """What a child prints until it is ready, and why reading ended."""
+        """Output of a child until it is ready, and why reading ended."""
         reading = _Reading(child, request["max_output"])
         return reading, reading.until(time.monotonic() + request["timeout_s"], self._has_memory)
 
@@ -233,7 +233,7 @@ class _Reading:
                 return "exit"
 
     def rest(self) -> None:
-        """What is in the pipes already."""
+        """Read the bytes that are in the pipes already."""
         for descriptor in list(self._open):
             os.set_blocking(descriptor, False)
             with contextlib.suppress(BlockingIOError):
@@ -264,7 +264,7 @@ def _become(argv: list[str]) -> None:
 
 
 def _print_file(home: str, path: str, most: int) -> None:
-    """At most one byte more than `most`, so that the reader sees that there is more."""
+    """Print at most one byte more than `most`, so that the reader sees a longer file."""
     place = _inside(home, path)
     if stat.S_ISDIR(os.stat(place).st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", path)
@@ -304,7 +304,7 @@ def _complain(text: str) -> None:
 def _descriptors(
     theirs: contextlib.ExitStack, ours: contextlib.ExitStack
 ) -> tuple[int, int, int, int, int]:
-    """Input, and both ends of two pipes, each closed by one of the two; there may be none left."""
+    """Input, and both ends of two pipes; either stack closes its own.  Raises OSError."""
     found = []
     theirs.callback(os.close, stdin := os.memfd_create("stdin"))
     for _ in range(2):
@@ -350,7 +350,7 @@ def _close(child: Started) -> None:
 
 
 def _memory_of_sandbox(home: str) -> int:
-    """Resident bytes of all processes but this one, and bytes and inodes of files in memory."""
+    """Resident bytes of all other processes, and bytes and inodes of files in memory."""
     disk = os.statvfs(home)
     total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     total += (disk.f_files - disk.f_ffree) * _INODE_BYTES

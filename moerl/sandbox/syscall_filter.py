@@ -108,7 +108,7 @@ def syscall_filter() -> bytes:
 
 
 def _decided(call: int, tests: list[tuple[int, int]], then: int, otherwise: int) -> list[Row]:
-    """A call whose first argument, its low 32 bits, decides what is returned."""
+    """Rows for a call that its first argument, the low 32 bits, allows or refuses."""
     rows: list[Row] = [(_LOAD, 0, 0, _ARGUMENT)]
     rows += [(test, len(tests) - place, 0, value) for place, (test, value) in enumerate(tests)]
     rows += [(_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, then)]

@@ -3,7 +3,7 @@
 A reward is user code that reads a policy's text: it may raise, hang, exit, print without end, start
 processes or return nonsense.  Each of these becomes a `ScoreError` of that response alone; a worker
 that does not answer is ended with everything that it started, and replaced.  The caller decides
-what a failed score means for the run.
+whether a failed score ends the run.
 
 Processes, because a hung thread cannot be ended and math-verify uses SIGALRM, which only the main
 thread of a process may use.  Workers answer with msgpack of fixed types: nothing that they send

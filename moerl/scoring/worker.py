@@ -121,7 +121,7 @@ class ScoringLoop:
             os._exit(0)
 
     def _child_answer(self, answers: int, child: int) -> tuple[bytes, str]:
-        """A child's answer, or why there is none.  It may hold any bytes."""
+        """A child's answer, of any bytes, and why it is missing."""
         deadline = time.monotonic() + self._setup.timeout_s
         data = b""
         watched = select.poll()
@@ -165,7 +165,7 @@ _TOO_LONG = "more than task.limits.reply_kb allows"
 
 
 def _empty(folder: Path) -> None:
-    """Remove what a child left in its scratch folder."""
+    """Remove the files that a child left in its scratch folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -197,7 +197,7 @@ def _how_it_ended(child: int) -> str:
 
 
 def main() -> None:
-    """Take the Setup, say that the task's functions are there, and serve."""
+    """Take the Setup, report that the task's functions are loaded, and serve."""
     connection = own_connection()
     setup = msgspec.msgpack.decode(receive(connection), type=Setup)
     try:

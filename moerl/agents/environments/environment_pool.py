@@ -34,7 +34,6 @@ from moerl.agents.environments.environment_messages import (
     WorkerReply,
     decode_from_worker,
     encode,
-    framed,
     read_frame,
 )
 from moerl.agents.environments.episode_environment import (
@@ -47,6 +46,7 @@ from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import LOST
 from moerl.core.errors import ConfigError
+from moerl.runtime.frames import framed
 from moerl.sandbox.isolation import Isolation, SandboxedProcess
 from moerl.sandbox.limits import NoSandbox, import_paths, isolation_of
 from moerl.sandbox.sandbox import SandboxFactory, SandboxPool

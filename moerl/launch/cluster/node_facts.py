@@ -36,7 +36,7 @@ _ENDS = 2**20  # bytes at each end of a shard that its checksum covers
 
 @dataclass(frozen=True)
 class Request:
-    """What to inspect; paths and ports of the node's roles."""
+    """Paths and ports of the node's roles, which the node is to inspect."""
 
     interface: str
     folders: dict[str, str]  # purpose: path

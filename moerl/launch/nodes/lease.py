@@ -1,8 +1,8 @@
 """Sign of life of a run for the processes on its other nodes: a counter in its endpoints folder.
 
 The root process counts on as long as it lives and removes the file when the run is over.  A reader
-compares what it reads with what it read before, by its own monotonic clock, so clocks of nodes are
-never compared.  A counter that stands still for `lease_s` means that the root process is lost, with
+compares the counter with its last reading, by its own monotonic clock, so clocks of nodes are never
+compared.  A counter that stands still for `lease_s` means that the root process is lost, with
 its node or alone: SIGKILL leaves the rest of the folder as it is.
 
 A reader trusts a file only after it has seen it change: one of an earlier start stands still.

@@ -96,7 +96,7 @@ class PlacedEngine:
 def place_engine(
     context: RunContext, index: int, tp: int, devices: Sequence[int] = ()
 ) -> PlacedEngine:
-    """Start an engine host on a node with room for the ranks of its server there.
+    """Start an engine host on a node that has room for the ranks of its server.
 
     devices: GPUs of this machine.  The nodes of a cluster offer `engine` slots and, if they have
     them, GPUs; a placement group takes one slot and the GPUs of an engine from each node that the
@@ -136,7 +136,9 @@ class EngineActor(ActorServer):
         followers: Sequence[ActorHandle[FollowerActor]] = (),
         devices: Mapping[str, str] | None = None,
     ) -> None:
-        """followers: on the engine's other nodes, by node; devices: variables that name its GPUs,
+        """Make the engine host in this process.
+
+        followers: on the engine's other nodes, by node.  devices: variables that name its GPUs,
         where Ray has not set them.
         """
         _begin_engine_process(context, f"engine-{index}.host.log")
@@ -218,7 +220,10 @@ class RemoteScorer:
     """
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
-        """is_restarted: a dead scorer fails its calls only, and does not end the run."""
+        """Ask the scorer of an actor.
+
+        is_restarted: a dead scorer fails its calls only, and does not end the run.
+        """
         self._actor, self._is_restarted = actor, is_restarted
         self._pid = 0
         self.restarts = 0
@@ -261,7 +266,9 @@ class ControllerActor:
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool = False,
     ) -> None:
-        """engines, sizes: by number; pool_changed: engines joined or left since the start."""
+        """Take the arguments of the controller; `open` makes it.
+
+        engines, sizes: by number.  pool_changed: engines joined or left since the start."""
         log_to(context.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
         self._run_context, self._sizes, self._pool_changed = context, sizes, pool_changed
@@ -466,7 +473,7 @@ class EngineGpus:
         self._taken: dict[int, tuple[int, ...]] = {}
 
     def take(self, engine: int, tp: int) -> tuple[int, ...]:
-        """GPUs of an engine, the same ones at each call; none on a machine without GPUs.
+        """GPUs of an engine, equal at each call; empty on a machine without GPUs.
 
         Raises ConfigError when an engine outside the table finds too few.
         """

@@ -154,6 +154,6 @@ class EngineSupervisor:
         )
 
     def _forget_host(self, index: int) -> None:
-        """It died: the next one is asked as soon as it is there."""
+        """Forget a host that died; the next host is pinged as soon as it runs."""
         self._context.pids.pop(f"engine-{index}-host", None)
         self._next_pings.pop(index, None)

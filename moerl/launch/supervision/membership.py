@@ -1,9 +1,9 @@
 """Adds and removes engines of a running run; requests come over its control API.
 
 An engine number is never reused.  A new engine is handed to the controller when its server is up,
-and gets requests after its first publish.  A leaving engine gets no new requests; its running ones
-are interrupted and continue on other engines, and its process ends when the trainer has stopped
-publishing to it.
+and gets requests after its first publish.  A leaving engine gets no new requests; its running
+requests are interrupted and continue on other engines, and its process ends when the trainer has
+stopped publishing to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STOP_S = 60.0  # seconds a host may take to end its server
 
 
 class EngineWatcher(Protocol):
-    """What membership needs from the supervisor of engines.  Nothing here waits."""
+    """The supervisor of engines, as membership uses it.  No method waits."""
 
     def start(self, index: int) -> None: ...
 
@@ -110,7 +110,7 @@ class Membership:
             self._drain(index)  # the first call, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
-        """An engine is up.  Returns True if it is new and the controller was told."""
+        """An engine is up.  Returns True, and informs the controller, if the engine is new."""
         if index not in self._joining:
             return False
         self._joining.remove(index)

@@ -36,7 +36,7 @@ class Restarts:
         clock: Callable[[], float],
         steps_made: Callable[[], int],
     ) -> None:
-        """steps_made: of the run, by this start of it, read where they are stored."""
+        """steps_made: reads the number of steps that this start of the run has stored."""
         self._steps_made, self._steps = steps_made, 0
         self.policy = RestartPolicy(config, clock)
         self._max_restarts = config.max_restarts
@@ -65,7 +65,7 @@ class Restarts:
     def died(self, name: str, error: MoerlError, died_at: float = 0.0) -> str:
         """Count a death.  Returns why no restart is allowed, or "".
 
-        The controller may have died with a step that it had stored and told to no one.
+        The controller may have died after it stored a step and before a poll.
         """
         self.made(self._steps_made())
         why_not = self.policy.died(name)

@@ -1,8 +1,8 @@
-"""Starts the processes of one run, watches them, and restarts what dies.
+"""Starts the processes of one run, watches them, and restarts a process that dies.
 
 The root process starts Ray (engines, scorer, controller), then the trainer through torchrun, and
-checks all of them twice a second.  Its loop never waits for one of them: calls to actors are sent,
-and their answers handled when they arrive (`RemoteCalls`).
+checks all of them twice a second.  Its loop never waits for a single process: it sends
+calls to actors and handles their answers when they arrive (`RemoteCalls`).
 
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
   it to the current version. One that keeps dying is excluded (`RestartPolicy`). Engines join and
@@ -16,7 +16,7 @@ and their answers handled when they arrive (`RemoteCalls`).
 - Timeouts: the log names the process, the pending call and its thread stacks, then the process is
   ended and so restarted: controller and engine hosts after `supervision.answer_timeout_s`, the
   trainer after two `trainer.step_timeout_s` without a step (its stacks are logged after one).
-- Ray's own daemons hold the state of all actors: the run ends when one of them dies.
+- Ray's own daemons hold the state of all actors: the run ends when a daemon dies.
 - A failure before the first step ends the run, because it is likely a configuration error; so do
   `supervision.max_restarts` restarts of one process without a new step in between.
 """
@@ -66,7 +66,7 @@ class Supervisor:
         actors: Actors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """actors: None = Ray's; clock: monotonic seconds."""
+        """Start nothing yet.  actors: None = Ray's.  clock: monotonic seconds."""
         self._scratch, self._signals, self._clock = scratch, signals, clock
         self._context = _context(run_context, console, actors or RayActors(), clock)
         lease_s = run_context.config.supervision.lease_s
@@ -143,7 +143,7 @@ class Supervisor:
             watch()
 
     def _watch_processes(self) -> None:
-        """What is watched from the start on: a failure then ends the run."""
+        """Watch the processes; during the start a failure ends the run."""
         if cause := self._daemons.death():
             raise EngineError(cause)
         self.trainer.poll_ranks()

@@ -75,7 +75,7 @@ class Actors(Protocol):
         ...
 
     def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Pending calls that have ended, as soon as one has; without calls, sleep."""
+        """Wait until a pending call ends; returns the ended calls.  Without calls, sleep."""
         ...
 
     def result(self, ref: Any, name: str) -> Any:
@@ -110,11 +110,11 @@ class RemoteCalls:
         failed: Callable[[MoerlError], None],
         limit_s: float = math.inf,
     ) -> None:
-        """Handle the answer of a pending call: `then`, or `failed` with the error or with Late."""
+        """Handle the answer of a call: `then`, or `failed` with the error or a CallTimeout."""
         self._calls[ref] = _Call(name, then, failed, limit_s, self._now + limit_s)
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for at most timeout_s, then run what answers and deadlines ask for."""
+        """Wait for at most timeout_s, then handle answers and missed deadlines."""
         ended = self._actors.wait(list(self._calls), timeout_s)
         now = self._clock()
         self._now += min(now - self._polled, _LONGEST_TICK_S)

@@ -1,4 +1,4 @@
-"""The trainer under supervision: its ranks, the reference ranks, its steps and their timeout."""
+"""Supervises the trainer: its ranks, the reference ranks, its steps and their timeout."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class TrainerSupervisor:
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
-        """What the controller knows about the trainer."""
+        """Take status, new rows and failure of the trainer from an answer of the controller."""
         status, rows, failure = polled
         self._context.console.status(status)
         if failure and not self._context.is_local and self._ranks.fell():
@@ -172,12 +172,12 @@ class TrainerRanks:
     """One trainer at a time: a process, its ranks, and a step timeout.
 
     The process is torchrun; on a cluster it is `trainer_watch`, which stands for the trainer nodes.
-    There torchrun restarts the ranks when one ends; the controller reports it (`Failed`), and the
-    step timeout starts again.  The caller polls `exit_status` and calls `start` again.
+    On a cluster torchrun restarts all ranks when a rank ends; the controller reports it (`Failed`),
+    and the step timeout starts again.  The caller polls `exit_status` and calls `start` again.
     """
 
     def __init__(self, logs: Path, limit_s: float) -> None:
-        """limit_s: longest time between two steps, `trainer.step_timeout_s`."""
+        """Start no trainer yet.  limit_s: `trainer.step_timeout_s`, between two steps."""
         self.rank_died = 0.0  # unix time when a rank was first seen dead; 0 = none
         self._logs, self._limit_s = logs, limit_s
         self._job: TorchrunJob | None = None
