@@ -28,7 +28,7 @@ from moerl.sandbox.isolation import IsolatedProgram, Isolation, SandboxError
 from moerl.sandbox.limits import NoSandbox, make_sandboxed
 
 TOOL_LIMITS = TaskLimits(memory_mb=1024, cpu_s=30, processes=32, file_mb=64, open_files=256)
-_SERVER, _FRAMES = (str(Path(found.__file__).resolve()) for found in (server, frames))
+_SERVER, _FRAMES = str(Path(server.__file__).resolve()), str(Path(frames.__file__).resolve())
 _GRACE_S = 3.0  # for the server of a sandbox, which ends what takes too long
 _START_S = 60.0
 _REQUEST_BYTES = 4 << 20  # of code, input or contents; the server holds it outside the limits

@@ -67,9 +67,7 @@ class SandboxTools:
     def __init__(self, pool: SandboxPool, settings: ToolSettings | None = None) -> None:
         self._pool, self._settings = pool, settings or ToolSettings()
         self._sandbox: Sandbox | None = None
-        self._lock = (
-            threading.Lock()
-        )  # one call of an episode at a time
+        self._lock = threading.Lock()  # one call of an episode at a time
         self._closed = False
         self.counts: Counter[str] = Counter()  # calls, and by how they ended
 

@@ -28,13 +28,14 @@ MOST_LINE = 2**20  # bytes of a line that is read as one
 class ProgramEnd:
     """out, err: the last bytes that it printed.
 
-    why: timeout, ended: it was killed; error, lost: an episode of a worker, and err says why.
+    why: timeout, ended: it was killed; error, lost: an episode of a worker; failed: moerl could not
+    start or serve it.  err says why.
     """
 
     code: int
     out: bytes
     err: bytes
-    why: Literal["exit", "timeout", "ended", "error", "lost"]
+    why: Literal["exit", "timeout", "ended", "error", "lost", "failed"]
 
 
 def program_of(command: Sequence[str]) -> list[str]:
