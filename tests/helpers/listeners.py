@@ -53,7 +53,7 @@ LISTENERS = (
         _ENGINE,
         "free, printed in the log",
         "the run's token as bearer; `/health` and `/ready` answer without it",
-        r"moerl\.engine\.server_process",
+        r"moerl\.engine\.plugin\.server_process",
         1,
     ),
     Listener(
