@@ -101,17 +101,12 @@ def _slot_taken(run: RunDir, name: str, wait_s: float, lease: LeaseReader) -> It
 
 
 def _next_opening(run: RunDir, lease: LeaseReader, wait_s: float) -> str:
-    """The opening of the endpoints folder, once there is one.
+    """Wait for an opening of the endpoints folder.
 
     Raises RunEnded when the run is over, TrainerError when it is lost or after wait_s.
     """
-    deadline = time.monotonic() + wait_s
-    while not (start := _opening(run, "")):
-        lease.check()
-        if time.monotonic() > deadline:
-            raise TrainerError(f"{run.endpoints.folder} names no controller after {wait_s:g} s")
-        time.sleep(_LOOK_S)
-    return start
+    missing = f"{run.endpoints.folder} names no controller after {wait_s:g} s"
+    return lease.until(lambda: _opening(run, ""), wait_s, missing)
 
 
 def _until_done(
@@ -151,12 +146,8 @@ def _await_answer(run: RunDir, name: str, start: str, wait_s: float, lease: Leas
 
     Raises TrainerError after wait_s, or as the lease does.
     """
-    deadline = time.monotonic() + wait_s
-    while _opening(run, start) == start:
-        lease.check()
-        if time.monotonic() > deadline:
-            raise TrainerError(f"{name} failed, and no supervisor answered within {wait_s:g} s")
-        time.sleep(_LOOK_S)
+    missing = f"{name} failed, and no supervisor answered within {wait_s:g} s"
+    lease.until(lambda: _opening(run, start) != start, wait_s, missing)
 
 
 def _falls_back(run: RunDir, start: str, lease: LeaseReader) -> bool:
