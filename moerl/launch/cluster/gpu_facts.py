@@ -1,4 +1,4 @@
-"""What of the GPU profile a node has: driver, CUDA, compiler, cuDNN, NCCL, Transformer Engine.
+"""Parts of the GPU profile on a node: driver, CUDA, compiler, cuDNN, NCCL, Transformer Engine.
 
 Nothing is imported: versions come from the programs nvidia-smi and nvcc, from installed
 distributions, and from torch's version file.

@@ -36,7 +36,7 @@ _ENDS = 2**20  # bytes at each end of a shard that its checksum covers
 
 @dataclass(frozen=True)
 class Request:
-    """What to inspect; paths and ports of the node's roles."""
+    """Paths and ports of the node's roles, which the node is to inspect."""
 
     interface: str
     folders: dict[str, str]  # purpose: path
@@ -107,10 +107,10 @@ def look(request: Request) -> NodeFacts:
 
 def _tried_box() -> str:
     from moerl.sandbox.limits import NoSandbox  # takes half a second
-    from moerl.sandbox.sandbox import ToolSandbox
+    from moerl.sandbox.sandbox import SandboxFactory
 
     try:
-        ToolSandbox()
+        SandboxFactory()
     except NoSandbox as error:
         return str(error)
     return "holds"
