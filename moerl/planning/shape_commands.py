@@ -37,30 +37,19 @@ def plan(
     direct: Annotated[
         int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
     ] = 0,
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar="train_s=..,token_s=..",
-            help="Measured or guessed seconds of the run's parts; their names are in "
-            "docs/tuning.md.",
-        ),
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
 
-    With --costs it also simulates the run and advises how many engines, what buffer depth and
-    which in-flight mode.  Reads the model's config.json and nothing else, for up to thousands of
-    ranks.
+    Reads the model's config.json and nothing else, for up to thousands of ranks.
 
     Examples:
 
       moerl plan kimi-k2
       moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
-      moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import pace_forecast, sync_forecast, transport_choice
+    from moerl.planning import sync_forecast, transport_choice
     from moerl.planning.sync_cost import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -74,7 +63,6 @@ def plan(
         _forecast(config, layouts, links, direct, efficiency)
         for layouts in sync_forecast.planned_layouts(config)
     ]
-    slowest_s = max(one.seconds for one in forecasts)
     received = max(one.received for one in forecasts)
     text = "\n\n".join(one.text for one in forecasts)
     report = forecasts[0].report
@@ -83,11 +71,6 @@ def plan(
     rows = transport_choice.compare(config, shapes, received, links)
     report["transports"] = [asdict(row) for row in rows]
     text += "\n\n" + transport_choice.describe_transports(config, rows, choice)
-    if costs:
-        named = _named("--costs", costs, list(pace_forecast.NAMES))
-        advice = pace_forecast.pace(config, named, slowest_s / (efficiency or 1.0))
-        report["pace"] = pace_forecast.as_json(advice)
-        text += "\n" + pace_forecast.describe(advice, config)
     typer.echo(json.dumps(report) if as_json else text)
 
 
@@ -96,7 +79,6 @@ class _EngineForecast(NamedTuple):
 
     report: dict[str, object]
     text: str
-    seconds: float  # at line rate
     received: float  # bytes that the busiest engine rank receives
 
 
@@ -110,12 +92,12 @@ def _forecast(
     report = sync_forecast.as_json(found, links, efficiency)
     text = sync_forecast.describe(found, links, layouts, efficiency)
     if not config.lora.sends_factors:
-        return _EngineForecast(report, text, found.planned_s, found.received.high)
+        return _EngineForecast(report, text, found.received.high)
     spec, _, engines, policy = layouts
     sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
     report["factors"] = factor_forecast.as_json(sent, found)
     text += factor_forecast.describe_factors(sent, found, links)
-    return _EngineForecast(report, text, found.planned_s, sent.received.high)
+    return _EngineForecast(report, text, sent.received.high)
 
 
 def check_layout(
