@@ -207,20 +207,6 @@ def report(
 
 
 @app.command()
-def manifest(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
-    """Print Kubernetes objects of a run (KubeRay and an indexed Job); applies nothing.
-
-    Example:
-
-      moerl manifest qwen3-30b-a3b cluster=kuberay run.root=/runs --run mine | kubectl apply -f -
-    """
-    from moerl.launch.cluster.manifest import manifest as objects
-
-    config = _checked(recipe, [*(overrides or []), *_named_run(run)], starts=False)
-    typer.echo(objects(config, [recipe, *(overrides or []), "--run", config.run.name]))
-
-
-@app.command()
 def doctor(
     cluster: Annotated[
         str, typer.Argument(metavar="CLUSTER", help="A name under configs/clusters, or a recipe.")

@@ -194,7 +194,7 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
         lines.append(f"  {shlex.join(['tools/launch/slurm.sbatch', *recipe])}")
     elif config.cluster.launcher == "kuberay":
-        lines.append(f"  {shlex.join(['moerl', 'manifest', *recipe])} | kubectl apply -f -")
+        lines.append("  examples/kubernetes.yaml starts them in pods:")
     if not is_local(config.cluster):
         for name, commands in node_commands(config, placed, recipe).items():
             lines += [f"  {name}: {command}" for command in commands]
