@@ -26,10 +26,10 @@ from moerl.core.json_files import read_model_config
 from moerl.core.rpc import Keys
 from moerl.engine.host.planned_layout import check_planned_layout
 from moerl.engine.host.server_args import check_args
-from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
 from moerl.layout import ModelSpec, model_spec
+from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
 from moerl.sandbox.limits import isolation_of

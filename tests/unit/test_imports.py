@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "observe", "launch", "weight_sync",
     },
     "planning": {"records", "layout", "weight_sync", "engine", "launch", "audit"},
-    "doctor": {"distributed", "launch"},
+    "doctor": {"distributed"},
     "cli": {"observe", "launch", "planning", "doctor"},
     "__main__": {"cli"},
 }  # fmt: skip
