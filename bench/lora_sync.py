@@ -22,8 +22,7 @@ import torch
 from moerl.config import load_config
 from moerl.config.lora_settings import LoraConfig
 from moerl.layout import ModelSpec
-from moerl.planning.factor_forecast import factor_forecast
-from moerl.planning.sync_forecast import planned_layouts
+from moerl.planning.publish_forecast import factor_forecast, planned_layouts
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan

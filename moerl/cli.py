@@ -263,7 +263,7 @@ def _checked(
 
 def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
-    from moerl.config.transport_rules import why_not
+    from moerl.config.transport_rules import why_not, with_transport
 
     group = next(iter(config.cluster.nodes.values()), None)
     if config.sync.transport != "auto" or group is None or not group.devices:
@@ -271,10 +271,10 @@ def _with_transport(config: Config) -> Config:
     if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
         return config
     from moerl.planning.dry_run import model_shapes
-    from moerl.planning.transport_choice import auto_transport, with_auto_transport
+    from moerl.planning.publish_forecast import auto_transport
 
     try:
-        return with_auto_transport(config, auto_transport(config, model_shapes(config)))
+        return with_transport(config, auto_transport(config, model_shapes(config)))
     except MoerlError:  # no readable model: the checks say it
         return config
 
@@ -296,10 +296,7 @@ def _named_run(name: str) -> list[str]:
 
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
-    try:
-        config = _checked(recipe, settings, starts=not dry_run)
-    except ConfigError as error:
-        raise _with_what_fits(error, recipe, settings) from error
+    config = _checked(recipe, settings, starts=not dry_run)
     if config.sync.transport == "cuda_ipc":  # by the plan: the run's own process reads no shapes
         settings += ["sync.transport=cuda_ipc"]
     name = config.run.name
@@ -318,19 +315,6 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         )
     request = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(request))
-
-
-def _with_what_fits(error: ConfigError, recipe: str, settings: list[str]) -> ConfigError:
-    """The error, and for one of placement also what would fit the cluster."""
-    if error.field not in ("engine.count", "engine.nodes", "trainer.parallel"):
-        return error
-    from moerl.config import load_config, resolve
-    from moerl.planning.dry_run import model_shapes
-    from moerl.planning.fit import what_fits
-
-    config = resolve(load_config(recipe, settings))
-    fits = what_fits(config, model_shapes(config))
-    return ConfigError(error.field, error.value, f"{error.allowed}; {fits}") if fits else error
 
 
 def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:

@@ -41,12 +41,22 @@ from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.device_table import device_lines
-from moerl.planning.factor_forecast import FactorForecast, factor_forecast, merging_memory
-from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
-from moerl.planning.memory import TrainerMemory, engine_memory, ref_model_memory, trainer_memory
-from moerl.planning.sync_forecast import planned_layouts
-from moerl.planning.transport_choice import auto_transport, transport_line
+from moerl.planning.memory import (
+    TrainerMemory,
+    engine_memory,
+    ref_model_memory,
+    trainer_memory,
+    training_of,
+)
+from moerl.planning.publish_forecast import (
+    FactorForecast,
+    auto_transport,
+    factor_forecast,
+    merging_memory,
+    planned_layouts,
+    transport_line,
+)
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
@@ -81,10 +91,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         _ports(config, placed),
         *_estimates(config, placed),
     ]
-    text = "\n".join(sections)
-    if "DOES NOT FIT" in text and (fits := what_fits(config, shapes)):
-        text += f"\n{fits}"
-    return text
+    return "\n".join(sections)
 
 
 # --- processes -----------------------------------------------------------------------------------

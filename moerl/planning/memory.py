@@ -47,6 +47,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from moerl.config import Config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
@@ -113,6 +114,22 @@ class Training:
     gpu: bool = True
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # model.fp32_lm_head
+
+
+def training_of(config: Config, *, gpu: bool) -> Training:
+    """The trainer's settings as the memory model reads them."""
+    recompute: Recompute = config.trainer.megatron.get("recompute_granularity") or "none"
+    return Training(
+        dtype=config.trainer.dtype,
+        tokens=config.trainer.max_tokens_per_microbatch,
+        recompute=recompute,
+        distributed_optimizer=config.trainer.optimizer.distributed,
+        optimizer=optimizer_bytes(config.trainer),
+        bucket=config.sync.bucket_bytes,
+        gpu=gpu,
+        lora=config.lora,
+        fp32_head=config.model.fp32_lm_head,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,9 +20,7 @@ from moerl.core.json_files import read_model_config
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
-    from moerl.config.schema import Config, ParallelConfig
-    from moerl.planning.sync_cost import Links
-    from moerl.planning.sync_forecast import Layouts
+    from moerl.config.schema import ParallelConfig
 
 
 def plan(
@@ -32,14 +30,14 @@ def plan(
     ranks_per_node: Annotated[int, typer.Option(help="Engine ranks that share a node.")] = 8,
     efficiency: Annotated[
         float | None,
-        typer.Option(help="Share of line rate, 0 to 1; default: what others published."),
+        typer.Option(help="Share of line rate, 0 to 1; default: the share that others published."),
     ] = None,
     direct: Annotated[
         int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
+    """Forecast one publish of a recipe: bytes, seconds, buffers, and whether the layout fits.
 
     Reads the model's config.json and nothing else, for up to thousands of ranks.
 
@@ -49,55 +47,38 @@ def plan(
       moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import sync_forecast, transport_choice
-    from moerl.planning.sync_cost import Links
+    from moerl.config.transport_rules import with_transport
+    from moerl.planning import publish_forecast
+    from moerl.planning.publish_forecast import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
+    share = efficiency or publish_forecast.EFFICIENCY
     config = load_config(recipe, list(overrides or []))
-    shapes = sync_forecast.recipe_shapes(config)
-    choice = transport_choice.auto_transport(config, shapes)
-    config = resolve(transport_choice.with_auto_transport(config, choice))
-    links = Links(nic_gb_s, ranks_per_node)
-    forecasts = [
-        _forecast(config, layouts, links, direct, efficiency)
-        for layouts in sync_forecast.planned_layouts(config)
-    ]
-    received = max(one.received for one in forecasts)
-    text = "\n\n".join(one.text for one in forecasts)
-    report = forecasts[0].report
-    if len(forecasts) > 1:
-        report = {"sizes": [one.report for one in forecasts]}
-    rows = transport_choice.compare(config, shapes, received, links)
-    report["transports"] = [asdict(row) for row in rows]
-    text += "\n\n" + transport_choice.describe_transports(config, rows, choice)
-    typer.echo(json.dumps(report) if as_json else text)
-
-
-class _EngineForecast(NamedTuple):
-    """One publish to the engines of one size."""
-
-    report: dict[str, object]
-    text: str
-    received: float  # bytes that the busiest engine rank receives
-
-
-def _forecast(
-    config: Config, layouts: Layouts, links: Links, direct: int, efficiency: float | None
-) -> _EngineForecast:
-    from moerl.planning import factor_forecast, sync_forecast
-    from moerl.planning.sync_cost import forecast
-
-    found = forecast(*layouts, links, direct=direct)
-    report = sync_forecast.as_json(found, links, efficiency)
-    text = sync_forecast.describe(found, links, layouts, efficiency)
-    if not config.lora.sends_factors:
-        return _EngineForecast(report, text, found.received.high)
-    spec, _, engines, policy = layouts
-    sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
-    report["factors"] = factor_forecast.as_json(sent, found)
-    text += factor_forecast.describe_factors(sent, found, links)
-    return _EngineForecast(report, text, sent.received.high)
+    shapes = publish_forecast.recipe_shapes(config)
+    choice = publish_forecast.auto_transport(config, shapes)
+    if config.sync.transport == "auto":
+        config = with_transport(config, choice)
+    config, links = resolve(config), Links(nic_gb_s, ranks_per_node)
+    reports, texts, received = [], [], 0.0
+    for layouts in publish_forecast.planned_layouts(config, shapes):
+        found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
+        report = asdict(found) | {"efficiency": share, "predicted_s": found.seconds / share}
+        if config.lora.sends_factors:
+            spec, _, engines, policy = layouts
+            factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
+            report["factors"] = asdict(factors)
+        received = max(received, (factors or found).received.high)
+        reports.append(report)
+        texts.append(publish_forecast.describe(config, layouts, found, factors, links, share))
+    rows = publish_forecast.compare_transports(config, shapes, received, links)
+    transports = {"transports": [asdict(row) for row in rows]}
+    if as_json:
+        whole = reports[0] if len(reports) == 1 else {"sizes": reports}
+        typer.echo(json.dumps(whole | transports))
+    else:
+        texts.append(publish_forecast.describe_transports(config, rows, choice))
+        typer.echo("\n\n".join(texts))
 
 
 def check_layout(

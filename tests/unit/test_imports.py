@@ -70,7 +70,7 @@ TORCH_FREE |= {
     f"weight_sync/{name}"
     for name in ("held_shards", "deliveries", "transfer_plan", "buckets", "receiver_names")
 }
-TORCH_FREE |= {f"planning/{name}" for name in ("layout_check", "sync_cost", "memory")}
+TORCH_FREE |= {f"planning/{name}" for name in ("layout_check", "publish_forecast", "memory")}
 
 
 def imported_names(file: Path, package: str) -> set[str]:
