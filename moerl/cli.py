@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from moerl.audit.dump_command import check_dump
 from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
@@ -163,7 +164,7 @@ def mismatch(
 
 
 app.command("check-layout")(shape_commands.check_layout)
-app.command("check-dump")(shape_commands.check_dump)
+app.command("check-dump")(check_dump)
 app.command()(shape_commands.plan)
 
 

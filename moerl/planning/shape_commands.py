@@ -1,4 +1,4 @@
-"""`moerl check-layout`, `check-dump` and `plan`: read shapes, no weights, and start nothing.
+"""`moerl check-layout` and `moerl plan`: read shapes, no weights, and start nothing.
 
 They need neither torch, engine nor trainer, so they work with the plain wheel.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -138,32 +137,6 @@ def check_layout(
     )
     typer.echo(describe(report))
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
-
-
-def check_dump(
-    dump: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/formats.md).")
-    ],
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Its model's folder, or a config.json.")
-    ],
-) -> None:
-    """Check recorded rollouts of another system against a model's shapes, and count them.
-
-    A missing, unknown or misfitting field is reported with its line or rollout.  `moerl mismatch
-    RECIPE --records FILE` then scores the file; that needs the trainer.
-
-    Example:
-
-      moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
-    """
-    from moerl.audit.dumps import describe, model_shape, read_dump
-    from moerl.layout import model_spec
-    from moerl.records.blob_store import BlobStore
-
-    shape = model_shape(model_spec(read_model_config(model)))
-    with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:
-        typer.echo(describe(read_dump(dump, BlobStore(Path(folder), "dump"), shape), shape))
 
 
 def _parallel_layout(text: str) -> ParallelConfig:
