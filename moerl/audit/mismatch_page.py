@@ -39,49 +39,33 @@ _WORST = (
     "live router differs from the record at this token or before it."
 )
 _BARS = "Bars add up to the gap without replay; a negative one: this replay widens it."
+# fmt: off
 _AGREEMENT = Chart(
-    "Live router against the record, by layer",
-    "share of tokens",
+    "Live router against the record, by layer", "share of tokens",
     {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
-    scale="below_one",
-    x="layer",
-    x_label="layer",
-    marks=True,
+    scale="below_one", x="layer", x_label="layer", marks=True,
     text="A difference changes what later layers and tokens read; on equal inputs only the first "
     "of a chain counts.",
 )
 _MARGIN = Chart(
-    "Margin of the k-th expert, by layer",
-    "router score",
-    {name: name for name in QUANTILES},
-    scale="log",
-    x="layer",
-    x_label="layer",
-    marks=True,
+    "Margin of the k-th expert, by layer", "router score", {name: name for name in QUANTILES},
+    scale="log", x="layer", x_label="layer", marks=True,
     text="Quantiles of score k less score k + 1: near ties are where routes flip.",
 )
 _POSITION = tuple(
     Chart(
-        f"{title} along the response",
-        "nats",
-        {name + suffix: name for name in VARIANTS},
-        scale="log",
-        x_label="position in the response",
-        marks=True,
+        f"{title} along the response", "nats", {name + suffix: name for name in VARIANTS},
+        scale="log", x_label="position in the response", marks=True,
         text="A seam, a cut prompt or a shifted row shows as a step.",
     )
     for title, suffix in (("Mean |d|", ""), ("Largest |d|", "_max"))
 )
 _LAG = Chart(
-    "Mean |d| by age of the weights",
-    "nats",
-    {name: name for name in VARIANTS},
-    scale="log",
-    x="lag",
-    x_label="versions",
-    marks=True,
+    "Mean |d| by age of the weights", "nats", {name: name for name in VARIANTS},
+    scale="log", x="lag", x_label="versions", marks=True,
     text="Version lag against the newest weights in the records.",
 )
+# fmt: on
 
 
 def write_page(path: Path, found: Mapping[str, Any]) -> Path:
