@@ -96,19 +96,28 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
 
 # --- processes -----------------------------------------------------------------------------------
 def process_table(config: Config, placed: Placement) -> str:
-    """One row per kind of process and node; equal nodes share rows."""
-    rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
+    """The table of `process_rows`."""
     table = Table(title=f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)")
-    for column in ("node", "process", "numbers", "count", "GPUs", "what it does"):
+    for column in ("node", "process", "numbers", "count", "GPUs", "purpose"):
         table.add_column(column)
+    for _, of_node in groupby(process_rows(config, placed), key=lambda row: row[0]):
+        for index, (node, *cells) in enumerate(of_node):
+            table.add_row("" if index else node, *cells)
+        table.add_section()
+    return _rendered(table)
+
+
+def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
+    """(node, process, numbers, count, GPUs, purpose) of each kind of process; equal nodes share."""
+    rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
+    shared: list[tuple[str, ...]] = []
     for _, alike in groupby(rows, key=lambda name: [(row[0], *row[2:]) for row in rows[name]]):
         names = list(alike)
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        for index, (process, numbers, *rest) in enumerate(rows[names[0]]):
+        for process, numbers, *rest in rows[names[0]]:
             more = " .." if len(names) > 1 and numbers else ""
-            table.add_row("" if index else label, process, numbers + more, *rest)
-        table.add_section()
-    return _rendered(table)
+            shared.append((label, process, numbers + more, *rest))
+    return shared
 
 
 def _agent_line(agent: AgentConfig) -> str:

@@ -62,7 +62,11 @@ def plan(
     reports, texts, received = [], [], 0.0
     for layouts in publish_forecast.planned_layouts(config, shapes):
         found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
-        report = asdict(found) | {"efficiency": share, "predicted_s": found.seconds / share}
+        report = asdict(found) | {
+            "engines": layouts[2].num,
+            "efficiency": share,
+            "predicted_s": found.seconds / share,
+        }
         if config.lora.sends_factors:
             spec, _, engines, policy = layouts
             factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
