@@ -138,8 +138,8 @@ def mismatch(
 ) -> None:
     """Measure the log-probability difference of trainer and engine, with and without replay.
 
-    Generates fresh rollouts with the real engine, or reads those of another system, and scores them
-    with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
+    Generates fresh rollouts with the real engine, or reads rollouts of another system, and scores
+    them with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
     Differences are of log-probabilities, in nats.  Writes a page that breaks them down by cause,
     layer, position, weight version lag, and worst tokens.
 

@@ -69,7 +69,7 @@ _LAG = Chart(
 
 
 def write_page(path: Path, found: Mapping[str, Any]) -> Path:
-    """Write the page of what `moerl.audit.mismatch_command.measure` returned."""
+    """Write the page of the result of `moerl.audit.mismatch_command.measure`."""
     subtitle = (
         f"{found['tokens']:,} sampled tokens of {found['source']}, "
         f"recorded by an engine in {found['engine_dtype']}"

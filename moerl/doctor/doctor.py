@@ -107,8 +107,8 @@ def describe(found: Sequence[Finding]) -> str:
 def on_node(config: Config, node: Node, arguments: Sequence[str]) -> list[str]:
     """Command that runs this Python with arguments on a node.
 
-    `srun` and `kubectl exec` pass words on as they are.  ssh joins them with spaces and a shell on
-    the other machine reads the line, so there the words are quoted; a question, such as for a
+    `srun` and `kubectl exec` pass words on as they are.  For ssh, the words are quoted: it joins
+    them with spaces, and a shell on the other machine reads the line; a question, such as for a
     password, is an error.
     """
     command = [sys.executable, *arguments]

@@ -58,7 +58,7 @@ _NVCC = ("nvcc", "/usr/local/cuda/bin/nvcc")
 
 @dataclass(frozen=True)
 class Request:
-    """Folders and ports of the roles of a node, to be inspected there."""
+    """Folders and ports of the roles of a node, that are inspected on it."""
 
     interface: str
     folders: dict[str, str]  # purpose: path
@@ -76,7 +76,7 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Versions; an empty one was not found."""
+    """Versions; an empty version was not found."""
 
     driver: str = ""
     driver_cuda: str = ""  # newest CUDA that the driver runs

@@ -18,7 +18,7 @@ STEP, WAIT, GENERATE = "step", "wait", "generate"  # span names that carry the o
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in ascending order, without empty ones."""
+    """The union as disjoint intervals in ascending order, without empty intervals."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:

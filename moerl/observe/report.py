@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows what a run did.
+"""report.html: one self-contained page on the course of a run.
 
 It reads only the files of the run (metrics.jsonl, samples.jsonl, trace/), so it can be written
 again later, and for a run that died: a note replaces each chart without data.
@@ -119,7 +119,7 @@ def write_report(
 
 
 def _charts(part: Section, rows: Sequence[Row], run: RunDir, labels: Sequence[str]) -> PageSection:
-    """labels: of the tasks of a mixture."""
+    """Charts of one section.  labels: of the tasks of a mixture."""
     figures = [figure(chart, rows) for chart in part.charts]
     if part.title == LEARNING:
         figures += [figure(chart, rows) for chart in task_charts(labels)]
@@ -427,7 +427,7 @@ def _sample(
 
 
 def _response(sample: Mapping[str, Any]) -> str:
-    """The response; of an episode of several turns each turn behind what it answers."""
+    """The response; of an episode of several turns, each turn behind its context."""
     turns = sample.get("turns")
     if not isinstance(turns, list) or len(turns) < 2:
         return str(sample.get("response", ""))

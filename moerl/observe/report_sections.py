@@ -137,7 +137,7 @@ _TASK_CHARTS = (  # title, unit, metric
 
 
 def task_charts(labels: Sequence[str]) -> list[Chart]:
-    """Charts of the tasks of a mixture, each with at most as many lines as there are colours."""
+    """Charts of the tasks of a mixture, each with at most one line per colour."""
     return [
         Chart(title, unit, {f"{name}/{label}": label for label in labels[at : at + len(COLORS)]})
         for at in range(0, len(labels), len(COLORS))

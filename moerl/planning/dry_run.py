@@ -1,4 +1,4 @@
-"""`moerl train RECIPE --dry-run`: prints what would start where.
+"""`moerl train RECIPE --dry-run`: print the processes of a run and their nodes.
 
 Runs on a login node: needs neither torch, ray nor sglang, and reads only the model's config.json.
 Estimates (`moerl.planning.memory`), placement (`moerl.config.clusters`) and commands
@@ -68,7 +68,7 @@ _WIDTH = 110
 def describe(config: Config, recipe: Sequence[str]) -> str:
     """The whole printout.  recipe: arguments of `moerl train`.
 
-    Raises ConfigError for what a start would refuse before starting a process.
+    Raises ConfigError for a setting that a start would refuse before starting a process.
     """
     for name, value in config.engine.args.items():
         feature_table.check(name, value, replay=config.replay.routing == "R3")
@@ -127,7 +127,7 @@ def _agent_line(agent: AgentConfig) -> str:
 
 
 def _agents(config: Config, agent: AgentConfig) -> str:
-    """How many processes there are at once."""
+    """Largest number of processes at a time."""
     rollout = config.rollout
     if not agent.command:
         return str(agent.environment_workers)
@@ -200,11 +200,11 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if is_local(config.cluster):
         run = RunDir(Path(config.run.root) / config.run.name)
         address = config.cluster.address
-        plan, controller_endpoint = _local_plan(config, run), f"tcp://{address}:PORT"
-        command = shlex.join(trainer_command(plan, controller_endpoint))
+        context, controller_endpoint = _local_context(config, run), f"tcp://{address}:PORT"
+        command = shlex.join(trainer_command(context, controller_endpoint))
         lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {command}"]
         if placed.ref_models:
-            lines.append(f"  {shlex.join(ref_model_command(plan, controller_endpoint, 0))}")
+            lines.append(f"  {shlex.join(ref_model_command(context, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
         nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
@@ -251,7 +251,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     return lines
 
 
-def _local_plan(config: Config, run: RunDir) -> RunContext:
+def _local_context(config: Config, run: RunDir) -> RunContext:
     return RunContext(
         config=config,
         run=run,
@@ -351,7 +351,7 @@ class _Size:
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
-    """The model's config.json, or that of the tiny model that would be made."""
+    """The config.json of the model, or of the tiny model that a start would make."""
     model = config.model
     is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
     if not model.path or (model.tiny.enabled and is_to_be_made):
@@ -430,7 +430,7 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
 
 
 def _verdict(who: str, need: float, room_gb: float) -> str:
-    """A line that marks what does not fit; estimates never refuse a start."""
+    """A line that marks a need above the room; estimates never refuse a start."""
     if not room_gb or need <= room_gb * _GB:
         return ""
     return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"
