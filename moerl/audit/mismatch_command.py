@@ -24,7 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.audit.attribution import CAUSES, NEEDED, attribute, by_lag, by_position, cause_of_tokens
+from moerl.audit.attribution import (
+    CAUSES,
+    VARIANTS,
+    attribute,
+    by_lag,
+    by_position,
+    cause_of_tokens,
+)
 from moerl.audit.dumps import NEWEST, read_dump
 from moerl.audit.mismatch_page import write_page
 from moerl.audit.score_job import ScoreJob
@@ -45,7 +52,6 @@ from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_de
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.plan_check import check_plan
 
-VARIANTS = NEEDED
 _WORST = 24  # rows of the table of worst tokens
 DTYPES: tuple[Precision, ...] = get_args(Precision)
 
@@ -76,7 +82,7 @@ def measure(
     found = {"source": source} | _compare(context, scores, rollouts, variants, dtypes)
     if dump is not None:
         found["engine_dtype"] = "unknown precision"
-    if set(NEEDED) <= set(variants):
+    if set(VARIANTS) <= set(variants):
         newest = NEWEST if dump else max(span.version for r in rollouts for span in r.versions)
         tokens = _tokens(rollouts, newest.step)
         found["where"] = {dtype: _where(scores, dtype, tokens) for dtype in dtypes}
@@ -224,7 +230,7 @@ def _tokens(rollouts: Sequence[Rollout], newest_step: int) -> dict[str, np.ndarr
 def _where(scores: Any, dtype: str, tokens: dict[str, np.ndarray]) -> dict[str, Any]:
     """The gap of one precision by cause, layer, position and lag; and the worst tokens."""
     engine = scores["engine"].astype(np.float64)
-    gaps = {name: scores[f"{dtype}/{name}"] - engine for name in NEEDED}
+    gaps = {name: scores[f"{dtype}/{name}"] - engine for name in VARIANTS}
     cause = cause_of_tokens(gaps)
     largest = np.maximum(np.abs(gaps["none"]), np.abs(gaps["both"]))
     by_both = np.argsort(-np.abs(gaps["both"]), kind="stable")[: _WORST // 2]

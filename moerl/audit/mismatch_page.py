@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moerl.audit.attribution import CAUSES, VARIANTS
 from moerl.observe.charts import Chart, draw_bars
 from moerl.observe.page import Column, Figure, Page, PageSection, Table, figure, write_html
 
-VARIANTS = ("none", "routing", "mask", "both")
 MEASURES = {"k3": "k3, nats", "abs_dlogp_mean": "mean |d|, nats"}
-CAUSES = ("routing", "mask", "numerics", "interaction")
 QUANTILES = ("5 %", "50 %", "95 %")  # of the margin of the k-th expert
 _METRICS = (  # title, name, format
     ("k3", "k3", ".2e"),
@@ -116,7 +115,7 @@ def _figures(where: Mapping[str, Any]) -> list[Figure]:
 def _shares(measure: str, shares: Mapping[str, float]) -> Figure:
     """Each cause's share of one measure as a bar."""
     unit = MEASURES[measure]
-    svg = draw_bars(measure, unit, {name: shares[name] for name in CAUSES})
+    svg = draw_bars(measure, unit, {name: shares[name] for name in (*CAUSES, "interaction")})
     return Figure(f"Where {unit.split(',')[0]} comes from", svg, _BARS)
 
 

@@ -23,14 +23,13 @@ from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
-from moerl.config.load import CONFIG_ROOT, printed
+from moerl.config.load import printed
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
 from moerl.config.tiny_configs import tiny_config
 from moerl.config.validate import read_section
-from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
 from moerl.engine.family_settings import model_type_of
 from moerl.engine.host.adapter_slots import slot_arguments
@@ -55,6 +54,7 @@ from moerl.planning.publish_forecast import (
     factor_forecast,
     merging_memory,
     planned_layouts,
+    shapes_of,
     transport_line,
 )
 from moerl.runtime.run_dir import RunDir
@@ -356,18 +356,13 @@ def model_shapes(config: Config) -> dict[str, Any]:
     is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
     if not model.path or (model.tiny.enabled and is_to_be_made):
         return _tiny_shapes(model.tiny)
-    return _shapes_of(model.path)
-
-
-def _shapes_of(name: str) -> dict[str, Any]:
-    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
-    return read_model_config(path)
+    return shapes_of(model.path)
 
 
 def _ref_model_shapes(config: Config) -> list[ModelSpec]:
     """Shapes of reference and teacher; a folder that does not exist counts as the student."""
     return [
-        model_spec(_shapes_of(path) if path and Path(path).exists() else model_shapes(config))
+        model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
         for path in ref_models_of(config).values()
     ]
 

@@ -25,9 +25,8 @@ from moerl.config.clusters import is_local, placement
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.mesh import check_mesh
-from moerl.config.schema import ParallelConfig, TransportName
+from moerl.config.schema import ParallelConfig
 from moerl.config.transport_rules import (
-    NAMES,
     TransportChoice,
     default_transport,
     mooncake_protocol,
@@ -58,9 +57,6 @@ EFFICIENCY = 0.094
 """Share of line rate of a point-to-point publish: geometric mean of the seconds of miles 31f1ca96
 (docs/advanced/p2p-weight-transfer.md) for Kimi K2, Qwen3-235B-A22B and Qwen3-30B-A3B."""
 
-_RATES = {"shm": 5.3e9, "gloo": 1.8e9, "disk": 1.2e9}
-"""Bytes/s into an engine rank, medians of bench/weight_sync.py without a GPU."""
-_MOONCAKE_TCP = 1.6e9
 _SHOWN_HOPS = 8  # per relay round; --json has all
 
 
@@ -75,6 +71,11 @@ def recipe_shapes(config: Config) -> dict[str, Any]:
             "moerl plan needs a folder with a config.json; a run of a tiny model keeps one in "
             "runs/NAME/model",
         )
+    return shapes_of(name)
+
+
+def shapes_of(name: str) -> dict[str, Any]:
+    """config.json of a model folder, also of a folder under configs/."""
     path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
     return read_model_config(path)
 
@@ -266,7 +267,7 @@ def _fit_line(config: Config, layouts: Layouts, received: float) -> str:
     return f"memory: {'; '.join(verdicts)}"
 
 
-# --- transports ----------------------------------------------------------------------------------
+# --- transport -----------------------------------------------------------------------------------
 def auto_transport(config: Config, shapes: Mapping[str, Any]) -> TransportChoice:
     """Meaning of `sync.transport: auto` for a model of these shapes.
 
@@ -302,34 +303,6 @@ def _fits_gpu(config: Config, shapes: Mapping[str, Any]) -> tuple[bool, str]:
     if not tokens:
         return False, "with engine.max_total_tokens=0 the KV cache takes what the weights leave"
     return need <= room, f"{need / GB:.3g} of {room / GB:.3g} GB (engine.mem_fraction_static)"
-
-
-@dataclass(frozen=True, slots=True)
-class TransportRow:
-    """One transport on this cluster."""
-
-    name: TransportName
-    refused: str  # the reason that it cannot work, or does not fit; empty when it can
-    seconds: float | None  # to fill one engine rank; None: never measured
-
-
-def compare_transports(
-    config: Config, shapes: Mapping[str, Any], received: float, links: Links
-) -> list[TransportRow]:
-    """Every transport.  received: bytes of the largest engine rank."""
-    rates: dict[str, float] = dict(_RATES)
-    by_card = links.bytes_per_s * EFFICIENCY
-    rates["mooncake"] = by_card if mooncake_protocol(config) == "rdma" else _MOONCAKE_TCP
-    if not is_local(config.cluster):
-        rates["nccl"] = by_card
-    rows = []
-    for name in NAMES:
-        refused = why_not(config, name)
-        if name == "cuda_ipc" and not refused:
-            fits, why = _fits_gpu(config, shapes)
-            refused = "" if fits else f"does not fit an engine's GPU: {why}"
-        rows.append(TransportRow(name, refused, received / rates[name] if name in rates else None))
-    return rows
 
 
 def transport_line(config: Config, choice: TransportChoice) -> str:
@@ -390,15 +363,6 @@ def describe(
             f"{factors.engine_bytes / found.engine_bytes:.2%} of its weights; {then}"
         )
     return "\n".join(lines)
-
-
-def describe_transports(config: Config, rows: list[TransportRow], choice: TransportChoice) -> str:
-    """A table of transports, and the meaning of `auto`."""
-    lines = ["transport     seconds into an engine rank"]
-    for row in rows:
-        seconds = "not measured" if row.seconds is None else f"{row.seconds:.3g}"
-        lines.append(f"{row.name:<14}{row.refused or seconds}")
-    return "\n".join([*lines, transport_line(config, choice)])
 
 
 def _relay_line(hops: tuple[Hop, ...], engines: int) -> str:

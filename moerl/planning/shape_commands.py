@@ -59,7 +59,7 @@ def plan(
     if config.sync.transport == "auto":
         config = with_transport(config, choice)
     config, links = resolve(config), Links(nic_gb_s, ranks_per_node)
-    reports, texts, received = [], [], 0.0
+    reports, texts = [], []
     for layouts in publish_forecast.planned_layouts(config, shapes):
         found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
         report = asdict(found) | {
@@ -71,17 +71,13 @@ def plan(
             spec, _, engines, policy = layouts
             factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
             report["factors"] = asdict(factors)
-        received = max(received, (factors or found).received.high)
         reports.append(report)
         texts.append(publish_forecast.describe(config, layouts, found, factors, links, share))
-    rows = publish_forecast.compare_transports(config, shapes, received, links)
-    transports = {"transports": [asdict(row) for row in rows]}
     if as_json:
-        whole = reports[0] if len(reports) == 1 else {"sizes": reports}
-        typer.echo(json.dumps(whole | transports))
+        typer.echo(json.dumps(reports[0] if len(reports) == 1 else {"sizes": reports}))
     else:
-        texts.append(publish_forecast.describe_transports(config, rows, choice))
-        typer.echo("\n\n".join(texts))
+        transport = publish_forecast.transport_line(config, choice)
+        typer.echo("\n\n".join(texts) + f"\n{transport}")
 
 
 def check_layout(
