@@ -85,8 +85,10 @@ def examine(config: Config) -> list[Finding]:
     present = [answer for answer in answers if answer.facts is not None]
     if present:
         found += _versions(present)
-        pairs = [(rule, one, one.facts) for rule in RULES for one in present if one.facts]
-        found += [finding for rule, *answer in pairs for finding in rule(config, *answer)]
+        for rule in RULES:
+            for answer in present:
+                if answer.facts is not None:
+                    found += rule(config, answer, answer.facts)
     if len(present) == len(answers) > 1:
         found += [*_locks(config, present), *_firewall(config, present), *_links(config, present)]
     return found
