@@ -433,7 +433,6 @@ class ClusterConfig:
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
-    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim, user
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.rpc import Keys
 from moerl.engine.host.planned_layout import check_planned_layout
 from moerl.engine.host.server_args import check_args
-from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
@@ -44,6 +43,7 @@ from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.report import held_out_words, reward_gain, write_report
+from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
     INTERRUPT,

@@ -197,7 +197,7 @@ def wrong_moerl(words: list[str]) -> str:
             return f"{key} is no setting"
     recipes = {path.stem for folder in ("recipes", "clusters") for path in
                (CONFIG_ROOT / folder).glob("*.yaml")}  # fmt: skip
-    takes_recipe = names[0] in ("train", "sft", "mismatch", "plan", "manifest", "doctor")
+    takes_recipe = names[0] in ("train", "sft", "mismatch", "plan", "doctor")
     first = plain[0] if plain and takes_recipe and "=" not in plain[0] else ""
     if first and not first.isupper() and not first.startswith("configs/") and first not in recipes:
         return f"there is no recipe {first}"
