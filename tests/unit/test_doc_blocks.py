@@ -21,7 +21,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ from tests.helpers.doc_commands import (
     SHELLS,
     Block,
     blocks,
-    command,
     is_value,
     wrong_command,
 )
@@ -55,9 +53,9 @@ def unmarked(text: str) -> list[str]:
     wrong = []
     for block in blocks(text):
         is_shell = block.language in SHELLS and any(COMMAND.match(line) for line in block.lines)
-        if block.language == "bash" or is_shell or block.mark:
-            if block.mark not in MARKS.get(block.language, ()):
-                wrong.append(block.text.partition("\n")[0])
+        needs_mark = block.language == "bash" or is_shell or bool(block.mark)
+        if needs_mark and block.mark not in MARKS.get(block.language, ()):
+            wrong.append(block.text.partition("\n")[0])
     return wrong
 
 
@@ -125,12 +123,12 @@ def make_folder(folder: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(make_folder(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     for key in KEYS:
         monkeypatch.setenv(key, "secret")
-    yield tmp_path
+    return tmp_path
 
 
 def marked(page: Path, *marks: str) -> list[Block]:

@@ -143,7 +143,7 @@ def test_missing_files_are_found() -> None:
 def test_versions_are_the_same_in_readme_locks_and_extras() -> None:
     table = {
         row[0].split(" (")[0]: row[1:]
-        for line in (ROOT / "README.md").read_text().split("Versions that it goes with")[1]
+        for line in (ROOT / "README.md").read_text().split("Pinned versions:")[1]
         .split("\n\n")[1].splitlines()
         if (row := [cell.strip() for cell in line.strip("|").split("|")])
     }  # fmt: skip
