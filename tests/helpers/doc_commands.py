@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -170,10 +171,15 @@ def moerl_options(*names: str) -> set[str]:
 
 def command(names: tuple[str, ...]) -> Any:
     """Typer's object for `moerl NAMES`: a group has `commands`, a command `params`."""
-    found: Any = typer.main.get_command(app)
+    found = _root()
     for name in names:
         found = found.commands[name]
     return found
+
+
+@cache
+def _root() -> Any:
+    return typer.main.get_command(app)
 
 
 def wrong_moerl(words: list[str]) -> str:
