@@ -1,7 +1,8 @@
 """README's table of measured figures, made of the files in docs/results; called by tools/results.
 
-The table has the figures with an aim, and the last figure of a file without aims.  A file is what `bench/*.py --json` wrote, with command, machine and commit.  A figure that misses
-its aim needs a reason there, in its field `why`; nothing else of a file is written by hand.
+The table has the figures with an aim, and the last figure of a file without aims.  A file is the
+output of `bench/*.py --json`, with command, machine and commit.  A figure that misses its aim needs
+a reason there, in its field `why`; nothing else of a file is written by hand.
 """
 
 from __future__ import annotations
