@@ -63,7 +63,7 @@ def test_hops_are_classes_in_the_order_of_time() -> None:
     seen = [
         Passed("control", "rpc.py", "RpcClient.expect", 1),
         Passed("token", "types.py", "check", 2),
-        Passed("control", "serialization.py", "encode", 3),
+        Passed("control", "core/serialization.py", "encode", 3),
         Passed("control", "weight_sync/receiver.py", "Receiver.handle", 4),
         Passed("control", "weight_sync/receiver.py", "_starts", 5),
         Passed("control", "rpc.py", "RpcClient.request", 6),
