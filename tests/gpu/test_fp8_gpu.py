@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from moerl.weight_sync.quantize import BLOCK, quantize_blocks
+from moerl.weight_sync.packed_buckets import BLOCK, quantize_blocks
 from tests.helpers.device_figures import Figure, on_double
 
 STEP = 2.0**-4  # half a step of e4m3's three bits, of a number that is not subnormal

@@ -14,7 +14,6 @@ from moerl.algorithms import head_logprob
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
-from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.memory import (
     COPIED_BY_A_BLOCK,
     ENTRIES_OF_A_BLOCK,
@@ -25,6 +24,7 @@ from moerl.planning.memory import (
     optimizer_bytes,
     trainer_memory,
 )
+from moerl.planning.publish_forecast import factor_forecast
 from moerl.weight_sync.held_shards import EngineLayout
 
 ROOT = Path(__file__).resolve().parents[2]
