@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from moerl.core.errors import ConfigError
-from moerl.core.grammar import Grammar
+from moerl.core.types import Grammar
 from moerl.engine import torchvision_fix
 
 if TYPE_CHECKING:
