@@ -1,4 +1,4 @@
-"""Checks of `lora`: its own settings, and what cannot run beside adapters."""
+"""Checks of `lora`: its own settings, and settings that cannot run beside adapters."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_quantised_base(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _check_slots(config: Config) -> None:
-    """What SGLang's adapter slots can serve, and how versions change under them."""
+    """Check that SGLang's adapter slots can serve the adapters and their changes of version."""
     lora = config.lora
     others = [name for name in lora.targets if re.split(r"[.*]", name)[-1] not in SLOT_TARGETS]
     if others:

@@ -48,7 +48,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; not how they begin, travel and are served, or where W0 is."""
+    """Settings of the factors, without start, transfer, delivery or the place of W0."""
     left_out = ("send", "start", "delivery", "slots", "base")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}

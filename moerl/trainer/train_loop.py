@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from moerl.config.schema import Config
 from moerl.core.errors import BlobError, MoerlError, TrainerError, cause_of
-from moerl.core.id_sets import IdSet
+from moerl.core.ids import IdSet
 from moerl.core.messages import (
     Failed,
     Hello,

@@ -278,6 +278,7 @@ class Receiver:
             try:
                 trainer = ParallelConfig(**message.trainer)
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
+                lora = LoraConfig(**message.lora) if message.lora else None  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
             weights = TransferPlan(
@@ -289,17 +290,17 @@ class Receiver:
                 "te" if message.layer_spec == "te" else "local",
             )
             whole = plan = weights.receiver(context.rank)
-            if message.lora is not None:
-                plan = FactorPlan(weights, message.lora).receiver(context.rank)
+            if lora is not None:
+                plan = FactorPlan(weights, lora).receiver(context.rank)
             if plan.plan_id != message.plan:
                 raise LayoutError(
                     f"the sender's transfer plan is {message.plan}, this engine derives "
                     f"{plan.plan_id}: model, layouts, wire or code differ"
                 )
             check_targets(whole, self.model.tensors())
-            if message.lora is not None:
-                check_targets(plan, self._with_adapters(message.lora).factors)
-            merged = whole if message.lora is not None else None
+            if lora is not None:
+                check_targets(plan, self._with_adapters(lora).factors)
+            merged = whole if lora is not None else None
             seeds_ = [seeds(region) for region in plan.regions]
             self._plans = {message.plan: _Planned(plan, seeds_, merged)}
         return self._plans[message.plan]

@@ -401,7 +401,7 @@ class _Session:
             timeout_s=wait_s,
             folder=spec.folder,
             delta=spec.delta,
-            lora=spec.lora,
+            lora=asdict(spec.lora) if spec.lora else None,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 

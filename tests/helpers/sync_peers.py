@@ -173,7 +173,7 @@ class FaultyReceiver:
         match message:
             case PrepareUpdate():
                 prepared = self.receiver.handle(message)
-                self._lora = message.lora
+                self._lora = LoraConfig(**message.lora) if message.lora else None
                 return prepared
             case VerifyUpdate() if self._flips:
                 session = self.receiver._session

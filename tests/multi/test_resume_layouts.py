@@ -176,7 +176,6 @@ def test_fresh_optimizer_state_crosses_the_boundary_and_moves_elsewhere(short: P
 
 
 def test_the_form_of_megatron_core_is_read_and_its_own_is_wrong_behind_padding(short: Path) -> None:
-    """Checkpoints of earlier versions are in that form, with the padding counted."""
     whole, gathered, cut = (
         torch.load(short / f"{name}.pt") for name in ("dp2-distributed.whole", "gathered", "cut")
     )

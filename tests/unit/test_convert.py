@@ -309,10 +309,9 @@ def last_tensor(file: Path) -> str:
 def test_a_folder_without_a_checkpoint_is_refused_with_what_is_read(
     tmp_path: Path, model: Path
 ) -> None:
-    """A folder of the earlier format of the tools is one of them."""
-    (tmp_path / "old" / "rank-00000").mkdir(parents=True)
-    (tmp_path / "old" / "manifest.json").write_text(json.dumps({"format": "moerl-megatron-2"}))
-    for folder in (tmp_path / "old", model):
+    (tmp_path / "other" / "rank-00000").mkdir(parents=True)
+    (tmp_path / "other" / "manifest.json").write_text(json.dumps({"format": "another"}))
+    for folder in (tmp_path / "other", model):
         with pytest.raises(ModelError, match="no torch_dist checkpoint; name a run, one of its"):
             MegatronFolder(folder)
 

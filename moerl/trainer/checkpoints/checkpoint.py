@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import TrainerError
-from moerl.core.id_sets import IdSet, Ranges, ranges
+from moerl.core.ids import IdSet, Ranges
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.runtime.run_dir import RunDir, read_manifest
@@ -115,9 +115,7 @@ def load_newest(
 
 def _damage(path: Path, parallel: Parallel) -> str:
     """The damage, equal text on every rank, or ""; each reads its share of the files."""
-    names = sorted(read_manifest(path).get("files", {}))
-    if not names:
-        log.warning("%s was written without digests: its files are not checked", path)
+    names = sorted(read_manifest(path)["files"])
     own = damage(path, names[parallel.rank :: parallel.world_size])
     return next(filter(None, all_gather_values(own, str, parallel.control)), "")
 
@@ -161,17 +159,9 @@ def load(
     progress = state["moerl"]
     return Progress(
         version=PolicyVersion(**progress["version"]),
-        consumed=_ranges_of(progress["consumed"]),
-        # a checkpoint of an earlier format does not tell
-        begins=tuple(PolicyVersion(**one) for one in progress.get("begins", ())),
+        consumed=tuple((int(begin), int(end)) for begin, end in progress["consumed"]),
+        begins=tuple(PolicyVersion(**one) for one in progress["begins"]),
     )
-
-
-def _ranges_of(consumed: Sequence[Any]) -> Ranges:
-    """Earlier checkpoints list every id instead of ranges."""
-    if all(isinstance(one, int) for one in consumed):
-        return ranges(consumed)
-    return tuple((int(begin), int(end)) for begin, end in consumed)
 
 
 def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) -> None:

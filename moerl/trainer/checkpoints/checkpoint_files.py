@@ -66,7 +66,7 @@ def sums_of(folder: Path, written: Mapping[str, list[Any]]) -> Sums:
 
 def damage(folder: Path, names: Iterable[str]) -> str:
     """Which of these files differs from its digest in the manifest; empty for none."""
-    sums: Sums = read_manifest(folder).get("files", {})
+    sums: Sums = read_manifest(folder)["files"]
     for name in names:
         try:
             if sum_of(folder / name) != sums[name]:

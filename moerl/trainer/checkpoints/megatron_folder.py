@@ -74,7 +74,7 @@ class MegatronFolder:
     def summed_files(self) -> list[str]:
         """Files whose digests the manifest has; folders of Megatron-LM have no manifest."""
         has_manifest = (self.path / MANIFEST).exists()
-        return sorted(read_manifest(self.path).get("files", {})) if has_manifest else []
+        return sorted(read_manifest(self.path)["files"]) if has_manifest else []
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.device_copies import to_host, upload
-from moerl.algorithms.value_loss import value_loss
+from moerl.algorithms.loss import value_loss
 from moerl.config.schema import Config
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch

@@ -19,7 +19,8 @@ alive; the staging it writes to is closed by then.
 A source is registered by its whole storage at the first put from it and stays registered until the
 link closes: put from few long-lived buffers (`_MAX_SOURCES` bounds the pinned memory).
 
-Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and the system's libibverbs.
+Needs `pip install '.[mooncake]'` in a checkout (`'.[mooncake-cpu]'` without CUDA) and the system's
+libibverbs.
 """
 
 from __future__ import annotations
@@ -259,8 +260,8 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise TransportError(
             "missing",
-            "mooncake is not installed: install the extra moerl[mooncake], "
-            "or moerl[mooncake-cpu] without CUDA",
+            "mooncake is not installed: in a checkout, pip install '.[mooncake]', "
+            "or '.[mooncake-cpu]' without CUDA",
         ) from error
     except ImportError as error:
         raise TransportError(
