@@ -107,7 +107,7 @@ def make_learner(
 def reference(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
     """Scores of the reference, by minibatch and microbatch, as a step has them."""
     parts = split_plan(plan, learner.config.trainer, seed=learner.config.run.seed)
-    return [known.logprobs["reference"] for known in learner._know(plan, parts)]
+    return [known.logprobs["reference"] for known in learner._score_without_grad(plan, parts)]
 
 
 def unscored(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
