@@ -339,7 +339,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     raise typer.Exit(_guarded(request))
 
 
-def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process") -> int:
+def _guarded(request: dict[str, Any], module: str = "moerl.launch.train") -> int:
     """Run the request in a guarded root process, then remove its scratch folder."""
     from moerl.runtime.process_tree import run_guarded
 

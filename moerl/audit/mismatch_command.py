@@ -44,10 +44,11 @@ from moerl.controller.rollout_builder import PartialRollout, generate, sampling_
 from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
-from moerl.launch.nodes.torchrun_job import TorchrunJob
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.records.header_check import check as check_rollout
-from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.plan_check import check_plan
 
@@ -369,7 +370,6 @@ def _say(text: str) -> None:
 
 def main() -> int:
     request = json.loads(sys.argv[1])
-    die_with_parent()
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     config = resolve(load_config(request["recipe"], request["overrides"]))

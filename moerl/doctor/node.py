@@ -181,10 +181,10 @@ def _taken(address: str, ports: dict[str, int]) -> dict[str, str]:
 
 def _try_sandbox() -> str:
     from moerl.sandbox.limits import NoSandbox  # takes half a second
-    from moerl.sandbox.sandbox import ToolSandbox
+    from moerl.sandbox.sandbox import SandboxFactory
 
     try:
-        ToolSandbox()
+        SandboxFactory()
     except NoSandbox as error:
         return str(error)
     return "holds"

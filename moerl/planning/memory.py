@@ -65,8 +65,10 @@ RUNTIME = 3_000_000_000
 
 LOGITS_OF_A_BLOCK = 1 << 24
 """Logits in fp32 that exist at a time (`moerl/algorithms/head_logprob.py`)."""
-ENTRIES_OF_A_BLOCK = 8192
-"""Entries of the vocabulary that rows with sampling masks share."""
+ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK = 1 << 15, 1 << 25
+"""Entries of the vocabulary that rows with sampling masks share; numbers of the weight that they
+copy.  Both are upper limits.
+"""
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -316,7 +318,8 @@ def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
     logits = 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
     if not (training.fp32_head and width == 2):
         return (3 * width + 4) * tokens * spec.hidden + passing + logits
-    entries = max(LOGITS_OF_A_BLOCK // spec.hidden, ENTRIES_OF_A_BLOCK)
+    shared = min(ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK // spec.hidden)
+    entries = max(LOGITS_OF_A_BLOCK // spec.hidden, shared)
     cast = 2 * 4 * min(entries, vocab) * spec.hidden
     return (2 * width + 8) * tokens * spec.hidden + passing + logits + cast
 

@@ -50,7 +50,7 @@ WEIGHTS = {
     "moerl.weight_sync.buckets": {"Bucket", "Piece", "Region"},
     "moerl.weight_sync.deliveries": {"Delivery", "Holding", "Tables"},
     "moerl.weight_sync.publisher": {"SyncContext"},
-    "moerl.core.messages": {"Destination", "Moved"},
+    "moerl.core.messages": {"Destination", "SendResult"},
     "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
     "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
@@ -62,7 +62,7 @@ TENSORS = {"torch": {"Tensor"}, "torch.nn.parameter": {"Parameter"}, "numpy": {"
 KINDS = {"token": TOKENS, "weight": WEIGHTS, "control": CONTROL}
 
 _FOLDER = "MOERL_PATH_TRACE"
-_DECODES = "serialization.py"
+_DECODES = "core/serialization.py"
 _LOOKS = 3000
 _DEPTH = 2
 _ITEMS = 4  # looked at in a container

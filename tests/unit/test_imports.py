@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "agents": {"sandbox", "scoring", "controller"},
     "observe": set(),
     "launch": {
+        "distributed",
         "records", "layout", "data", "engine", "trainer", "sandbox", "scoring", "controller",
         "observe", "agents",
     },
@@ -231,7 +232,7 @@ BAD = [
         "may not import moerl.weight_sync",
     ),
     (
-        "launch/prepare.py",
+        "launch/train.py",
         "from moerl.planning.dry_run import describe",
         "may not import moerl.planning",
     ),

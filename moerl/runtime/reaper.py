@@ -1,11 +1,11 @@
-"""Parent process of one isolated program; everything that the program started ends with it.
+"""Parent process of an isolated program, and the functions of a subreaper.
 
 Run by path with `python -I -S`, because a short start matters: the standard library only.
 
-    keeper.py keep SPEC ARGV...     start ARGV and wait; afterwards end all its descendants
-    keeper.py enter SPEC ARGV...    apply the limits to this process and become ARGV
+    reaper.py keep SPEC ARGV...     start ARGV and wait; afterwards end all its descendants
+    reaper.py enter SPEC ARGV...    apply the limits to this process and become ARGV
 
-The keeper is a subreaper in a session of its own: a process that daemonises becomes its child, and
+The reaper is a subreaper in a session of its own: a process that daemonises becomes its child, and
 cannot get away from it.  It ends everything as soon as the program has ended or nobody holds the
 other end of the control socket, so also when the scorer was killed.
 
@@ -23,21 +23,21 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
-SIGNALLED = 128  # exit code of the keeper, plus the number of the signal that ended its program
+SIGNALLED = 128  # exit code of the reaper, plus the number of the signal that ended its program
 
 
 class Spec(TypedDict):
-    """What `moerl.sandbox.isolation` asks for."""
+    """Limits of a program, from `moerl.sandbox.isolation`."""
 
     control: int  # descriptor of the control socket
     output_bytes: int  # of printed text that is passed on
@@ -50,14 +50,8 @@ class Spec(TypedDict):
     filter: str  # of system calls, in hex; empty = none
 
 
-class Reader(Protocol):
-    """Takes what a program prints."""
-
-    def __call__(self, data: bytes) -> None: ...
-
-
 def keep(spec: Spec, argv: list[str]) -> int:
-    """Run `argv` until it ends or the control socket closes; the exit code for the keeper."""
+    """Run `argv` until it ends or the control socket closes; the exit code for the reaper."""
     become_subreaper()
     wake = _wake_on_signals()
     printed, prints = os.pipe()
@@ -67,7 +61,7 @@ def keep(spec: Spec, argv: list[str]) -> int:
         os.close(standard)
     forward = _Forward(spec["output_bytes"])
     status = _watch(child, spec["control"], wake, printed, forward)
-    end_descendants()
+    kill_descendants()
     _remove_cgroup(spec["cgroup"])
     forward.rest(printed)
     if status is None:
@@ -89,8 +83,8 @@ def enter(spec: Spec, argv: list[str]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if spec["filter"]:
         _filter_calls(bytes.fromhex(spec["filter"]))
     os.umask(0o077)
@@ -99,12 +93,12 @@ def enter(spec: Spec, argv: list[str]) -> None:
 
 def become_subreaper() -> None:
     """Orphans of this process's descendants become its children."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def hide_memory(hidden: bool) -> None:
-    """Whether other processes of the same user are refused this one's memory and descriptors."""
-    _prctl(_PR_SET_DUMPABLE, int(not hidden))
+    """Refuse, or allow again, other processes of the user this process's memory and descriptors."""
+    prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
 def has_children() -> bool:
@@ -116,11 +110,11 @@ def has_children() -> bool:
     return True
 
 
-def end_descendants(spare: Collection[int] = ()) -> None:
+def kill_descendants(spare: Collection[int] = ()) -> None:
     """Kill every descendant of this process, a subreaper, but those in `spare`; reap the dead.
 
     They are stopped before they are killed: who multiplies faster than it is killed is stopped
-    where it stands.  A process that the kernel does not end holds the keeper, not its caller.
+    where it stands.  A process that the kernel does not end holds the reaper, not its caller.
     """
     wait_s = 0.001
     while True:
@@ -174,7 +168,9 @@ def _start(argv: list[str], prints: int, cgroup: str) -> int:
         os._exit(127)
 
 
-def _watch(child: int, control: int, wake: int, printed: int, forward: Reader) -> int | None:
+def _watch(
+    child: int, control: int, wake: int, printed: int, forward: Callable[[bytes], None]
+) -> int | None:
     """The status of the child, or None when everything is to end."""
     watched = select.poll()  # descriptors may be above what select takes
     for descriptor in (control, wake, printed):
@@ -210,7 +206,7 @@ def _remove_cgroup(folder: str) -> None:
 
 
 class _Forward:
-    """Passes on the first bytes of what a program prints and drops the others."""
+    """Passes on the first bytes of a program's output and drops later bytes."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -228,7 +224,7 @@ class _Forward:
 
 
 def _wake_on_signals() -> int:
-    """A descriptor that becomes readable with each signal that the keeper handles."""
+    """A descriptor that becomes readable with each signal that the reaper handles."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -290,10 +286,11 @@ def _filter_calls(program: bytes) -> None:
         program = program.replace(struct.pack("I", mark), struct.pack("I", value))
     rows = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(rows))  # struct sock_fprog
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(head))
+    prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(head))
 
 
-def _prctl(option: int, value: int, data: ctypes.c_char_p | int = 0) -> None:
+def prctl(option: int, value: int, data: ctypes.c_char_p | int = 0) -> None:
+    """A call of prctl(2).  Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, data, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
