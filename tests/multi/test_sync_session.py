@@ -10,16 +10,36 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from moerl.core.errors import ProtocolError
-from moerl.core.messages import AskEngine, PublishFailure, PublishResult
+from moerl.core.errors import EngineError, ProtocolError
+from moerl.core.messages import (
+    AskEngine,
+    CommitUpdate,
+    EngineVersion,
+    PrepareUpdate,
+    PublishFailure,
+    PublishResult,
+    UpdateVerified,
+    VerifyUpdate,
+)
 from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
+from moerl.weight_sync.transfer_plan import PLAN_ID
 from tests.helpers.patience import Patience, patience
-from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer
+from tests.helpers.sync_peers import (
+    CONTEXT,
+    POLICY,
+    TRAINER,
+    Engine,
+    FaultyReceiver,
+    Halt,
+    Trainer,
+    transfer,
+)
 from tests.helpers.transport_cases import skip_if_missing, transports
 
 pytestmark = pytest.mark.timeout(300)
@@ -209,6 +229,34 @@ def test_a_late_joiner_is_served_without_the_others(made: Made, tmp_path: Path) 
     late.start()
     wait_until(lambda: late.served() == V1)
     assert first.served() == V1
+
+
+def test_a_version_that_is_not_verified_is_not_committed() -> None:
+    """Neither before VERIFY nor after one that found damage, whatever the session would do."""
+    rank = FaultyReceiver(0, 1, V0, flips=0)
+    prepare = PrepareUpdate(
+        engine=0,
+        version=V1,
+        plan_engine=PLAN_ID,
+        plan=transfer(1).id,
+        layout="",
+        transport="shm",
+        trainer=asdict(TRAINER),
+        policy=asdict(POLICY),
+        layer_spec="local",
+        timeout_s=LATE_S,
+    )
+    try:
+        rank.handle(prepare)
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"has not verified 0\.1"):
+                rank.handle(CommitUpdate(0, V1, LATE_S))
+            verified = rank.handle(VerifyUpdate(0, V1, (b"",), LATE_S))
+            assert isinstance(verified, UpdateVerified)
+            assert verified.failed[0], "no digest, no match"
+        assert rank.handle(AskEngine(0)) == EngineVersion(V0, "")
+    finally:
+        rank.receiver.close()
 
 
 def test_an_older_trainer_is_refused(made: Made, tmp_path: Path) -> None:

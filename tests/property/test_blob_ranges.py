@@ -147,6 +147,13 @@ def test_short_and_missing_blobs_are_refused(store: BlobStore) -> None:
         read_routes(store, [part], layers=[0], rows=[(0, 1)])
 
 
+def test_a_sealed_blob_is_never_written_again(store: BlobStore) -> None:
+    (ref,) = store.seal("once", [np.arange(3)])
+    with pytest.raises(BlobError, match="sealed already"):
+        store.seal("once", [np.zeros(3, np.int64)])
+    assert store.load(ref).tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("run", [(-1, 3), (5, 4), (0, 40001), (40000, 40001)])
 def test_bytes_outside_the_array_are_refused(store: BlobStore, run: tuple[int, int]) -> None:
     (part,), _ = routing(store, (0, 1), [5000], 2, "uint16", 2)

@@ -150,6 +150,21 @@ def test_cumulative_rows_are_refused() -> None:
     assert refused.value.reason == "routing_rows"
 
 
+@pytest.mark.parametrize(
+    ("field", "reason"), [("routing", "routing_rows"), ("sampling_mask", "mask_rows")]
+)
+def test_records_that_end_before_the_tokens_are_refused(field: str, reason: str) -> None:
+    """The last segment's blob is not in the header; the others tile from the first token."""
+    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial.add(reply(partial.request(), [1, 2], 0))
+    partial.add(reply(partial.request(), [3], 0, Finish.STOP))
+    record = partial.rollout()
+    check(record, SHAPE)
+    with pytest.raises(RecordError) as refused:
+        check(replace(record, **{field: getattr(record, field)[:-1]}), SHAPE)
+    assert refused.value.reason == reason
+
+
 def test_a_missing_mask_is_refused() -> None:
     partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
     from dataclasses import replace
