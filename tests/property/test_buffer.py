@@ -118,6 +118,13 @@ def test_resume_skips_what_the_checkpoint_consumed() -> None:
     assert [buffer.start() for _ in range(3)] == [3, 5, 6]
 
 
+def test_a_new_controller_starts_what_was_neither_trained_nor_dropped_nor_ready() -> None:
+    buffer = GroupBuffer(2, 4, 2)
+    buffer.restore(2, consumed={0, 1, 3}, dropped={4}, ready=[group(6, 1)])
+    assert [g.group_id for g in buffer.ready()] == [6]
+    assert [buffer.start() for _ in range(4)] == [2, 5, 7, 8]
+
+
 def test_a_stale_group_is_started_again_under_its_own_id() -> None:
     buffer = GroupBuffer(1, 1, 4)
     assert [buffer.start(), buffer.start()] == [0, 1]
