@@ -26,7 +26,7 @@ from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 if TYPE_CHECKING:
     from moerl.config import Config
 
-INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
+INSTALL = "in a checkout, use tools/setup.sh, or pip install '.[cpu]' or '.[gpu]' (README.md)"
 
 app = typer.Typer(
     add_completion=False,

@@ -7,8 +7,8 @@ its part of the gradients, so neither logits nor their gradient exist as [tokens
 Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
 scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
 its own logits.  Rows that keep few entries are taken some at a time, and the head projects onto the
-union of what they keep.  Rows that keep more go through runs of the vocabulary, as rows without a
-mask do: a matrix product costs less there than the copy of so many rows of the weight.
+union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
+mask do: a matrix product costs less than the copy of so many rows of the weight.
 
 The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
 Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
@@ -21,7 +21,7 @@ fp32 until the gradients of hidden states and weight take their own dtype.
 Blocks are planned on the host, where the record is, so nothing here waits for the device.
 Rejected: a dense [S, V] mask; one dot product per kept entry (its gradient of the weight adds rows
 in no fixed order on CUDA); a kernel of its own (products of this size are the library's).
-The recomputation in backward is that of Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
+The recomputation in backward follows Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
 
 Legend: S sampled tokens, H hidden, V vocabulary entries of this shard, R rank of an adapter; of a
 block: N rows, U entries of the vocabulary, Z kept entries.
@@ -238,7 +238,7 @@ def _sizes(counts: Tensor, union: int) -> list[int]:
 
 
 def _runs(head: Head, num_rows: int) -> list[slice]:
-    """Runs of the vocabulary; what is cast of the weight is no larger than a block of logits."""
+    """Runs of the vocabulary; a cast part of the weight is no larger than a block of logits."""
     if not num_rows:
         return []
     size = max(1, _BLOCK // (max(num_rows, head.weight.shape[1]) if head.fp32 else num_rows))
@@ -394,14 +394,14 @@ def _about(after: Tensor, top: Tensor, total: Tensor, weighted: Tensor) -> tuple
 class _Product:
     """Gradients of `x @ w.T` from blocks of the gradient of the result.
 
-    Those of the weight go into Megatron's gradient buffer where there is one, as its own layers do
+    The weight's gradient goes into Megatron's gradient buffer if it exists, as its own layers do
     with `gradient_accumulation_fusion`.
     """
 
     def __init__(
         self, x: Tensor, weight: Tensor, sum_dtype: torch.dtype, *, sides: tuple[bool, bool]
     ) -> None:
-        """sides: whether the gradients of x and of w are wanted."""
+        """Allocate the sums.  sides: whether the gradients of x and of w are wanted."""
         self._x, self._weight = x, weight
         self._in_buffer = hasattr(weight, "grad_added_to_main_grad")
         self._d_x = torch.zeros_like(x, dtype=sum_dtype) if sides[0] else None

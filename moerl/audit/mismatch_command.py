@@ -30,10 +30,9 @@ from moerl.audit.mismatch_page import write_page
 from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
-from moerl.config.clusters import placement
+from moerl.config.clusters import placement, visible_devices
 from moerl.config.schema import Precision
 from moerl.config.task_mixture import entries_of
-from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.core.serialization import encode_value

@@ -3,7 +3,7 @@
 The token is part of an endpoint, which travels in control messages only.  It is never sent here:
 both sides prove that they know it, by HMACs over two random numbers.  So a process that listens in
 place of ours learns nothing and is refused.  An unauthenticated caller holds a thread for a few
-seconds, and there is a limit on such callers.  A stopped process does not answer, so a sender
+seconds, and their number is limited.  A stopped process does not answer, so a sender
 learns that within its own deadline and not from a library's time-out.
 """
 
@@ -51,7 +51,9 @@ class TokenServer:
     def __init__(
         self, address: str, serve: Callable[[Channel], None], port: int = 0, token: str = ""
     ) -> None:
-        """serve: talks to one caller until it returns or raises; both end that caller only.
+        """Listen on a port.
+
+        serve: talks to one caller until it returns or raises; both end that caller only.
 
         port: 0 = any free one.  token: empty = a random one.
         Raises TransportError when no port, descriptor or thread is left.

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moerl.core.errors import ConfigError
-from moerl.core.grammar import Grammar
+from moerl.core.types import Grammar
 from moerl.engine import torchvision_fix
 
 if TYPE_CHECKING:

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
-from moerl.config.network import bind_node_address, own_address
+from moerl.config.clusters import (
+    TrainerSlot,
+    bind_node_address,
+    is_local,
+    mapped_gpus,
+    own_address,
+    placement,
+    visible_devices,
+)
 from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import mooncake_environment
-from moerl.config.visible_devices import visible_devices
 from moerl.core.types import ModelShape
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore

@@ -1,6 +1,6 @@
 """The GPUs of each process, as `moerl train --dry-run` prints them.
 
-The variables come from the function that a start uses (`moerl.config.visible_devices`).
+The variables come from the function that a start uses (`moerl.config.clusters`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,16 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from moerl.config import Config
-from moerl.config.clusters import Node, Placement, TrainerSlot, engine_gpus, is_local, mapped_gpus
-from moerl.config.visible_devices import VISIBLE, visible_devices
+from moerl.config.clusters import (
+    VISIBLE,
+    Node,
+    Placement,
+    TrainerSlot,
+    engine_gpus,
+    is_local,
+    mapped_gpus,
+    visible_devices,
+)
 
 
 def device_lines(config: Config, placed: Placement) -> list[str]:

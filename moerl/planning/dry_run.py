@@ -24,11 +24,12 @@ from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
 from moerl.config.load import CONFIG_ROOT, printed
+from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
-from moerl.config.tiny_configs import tiny_config
+from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
@@ -65,6 +66,8 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     recipe = [hide_override(word) for word in recipe]
     config = read_section(Config, hide(asdict(config)))
     placed, shapes = placement(config), model_shapes(config)
+    if not config.checkpoint.start:  # a start makes a folder of unquantised weights
+        check_quantised_base(config, shapes)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
         check_model_sizes(config.trainer.parallel, tp, shapes)
         check_planned_layout(

@@ -219,7 +219,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def torn_checkpoint(folder: Path) -> str:
     """Why a checkpoint lacks bytes, by the sizes in its manifest; empty when it lacks none."""
     try:
-        files = read_manifest(folder).get("files", {})
+        files = read_manifest(folder).get("files")
+        if not files:
+            return "manifest.json lists no files"
         if not (folder / "metadata.json").stat().st_size:
             return "metadata.json is empty"
         for name, (size, _) in files.items():

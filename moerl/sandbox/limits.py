@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import moerl
-from moerl.config.evaluating import check_isolation
 from moerl.config.functions import source_of
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
+from moerl.config.task_tables import check_isolation
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.sandbox.isolation import KEEPER, Isolation, fresh_uid
 from moerl.sandbox.pids_cgroup import cgroup_parent

@@ -65,7 +65,7 @@ class EngineRank:
                     engine=0, version=V1, plan_engine=PLAN_ID, plan=plan.id, layout="",
                     transport="memory", trainer=asdict(weights.trainer),
                     policy=asdict(weights.policy), layer_spec="local", timeout_s=60.0,
-                    lora=plan.lora,
+                    lora=asdict(plan.lora),
                 )
             )  # fmt: skip
         total, digests = 0, b""

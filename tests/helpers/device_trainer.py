@@ -29,10 +29,10 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.layout import LayerSpec, ModelSpec
 from moerl.planning.memory import TrainerMemory, Training, trainer_memory
 from moerl.records.blob_store import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner

@@ -6,7 +6,7 @@ Importing SGLang takes longer than one engine runs.  Each family is a fork of th
 host, the server and its check of weights are those of `moerl mismatch`, but the server is a fork,
 too, in place of a new Python.  transformers then scores the records.  Written per family:
 
-    FOLDER/FAMILY/model/              the model, made by its recipe
+    FOLDER/FAMILY/model/              the model
     FOLDER/FAMILY/job.json            for moerl.audit.score_ranks, which scores into scores.npz
     FOLDER/FAMILY/scores-hf.npz       of transformers: VARIANT [S] (constants below); agree [R, L],
                                       share of rows in which its own routers choose the record;
@@ -48,6 +48,7 @@ from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
+from tests.helpers.tiny_families import RECIPE, make_family_model
 
 SETTINGS = (
     "rollout.groups_per_request=3",
@@ -71,10 +72,6 @@ def main() -> int:
     for family in families:
         wait(forked(Path(folder) / family, partial(_run, family)))
     return 0
-
-
-def recipe_of(family: str) -> str:
-    return f"tiny-{family.replace('_', '-')}"
 
 
 def import_sglang() -> None:
@@ -168,7 +165,9 @@ def _spawn(server: EngineServer) -> None:
 
 
 def _run(family: str, folder: Path) -> None:
-    config = resolve(load_config(recipe_of(family), SETTINGS))
+    make_family_model(folder / "model", family)
+    path = f"model.path={folder / 'model'}"
+    config = resolve(load_config(RECIPE, [*SETTINGS, path]))
     plan = mismatch_command._plan(config, folder)
     rollouts = asyncio.run(mismatch_command._generate(plan, TOKENS))
     job = _job(plan, rollouts, folder)

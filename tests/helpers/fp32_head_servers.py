@@ -30,10 +30,10 @@ from moerl.audit import mismatch_command
 from moerl.config import load_config, resolve
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion
-from moerl.data.tiny_model import make_tiny_model
 from moerl.engine.host.host import EngineHost
 from moerl.launch.run_context import RunContext
 from tests.helpers.family_servers import SETTINGS, forked, import_sglang, wait
+from tests.helpers.tiny_families import RECIPE, make_family_model
 
 # fp32 head of the engine, its tensor-parallel ranks, family, tied embeddings
 CASES: dict[str, tuple[bool, int, str, bool]] = {
@@ -58,7 +58,6 @@ def _run(case: str, folder: Path) -> None:
     fp32, tp, family, tied = CASES[case]
     settings = [
         *SETTINGS,
-        f"model.tiny.family={family}",
         f"model.fp32_lm_head={str(fp32).lower()}",
         f"model.path={folder / 'model'}",
         f"engine.tp={tp}",
@@ -66,8 +65,8 @@ def _run(case: str, folder: Path) -> None:
         "engine.args.enable_return_hidden_states=true",
         "trainer.dtype=bf16",
     ]
-    config = resolve(load_config("tiny-qwen3-moe", settings))
-    make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
+    config = resolve(load_config(RECIPE, settings))
+    make_family_model(folder / "model", family, seed=config.run.seed)
     if tied:
         _tie(folder / "model")
     plan = mismatch_command._plan(config, folder)

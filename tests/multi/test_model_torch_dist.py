@@ -21,7 +21,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ModelError
 from moerl.layout import model_spec
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_save import file_form, write_json

@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import pytest
 
-from moerl.config.evaluating import EVALUATING
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
+from moerl.config.task_tables import EVALUATING
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer

@@ -40,7 +40,7 @@ def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_settings_do_not_pass_through_the_shell(tmp_path: Path) -> None:
     """The hook's command is run here with a `moerl` that writes down its arguments."""
-    hostile = f"task.reward=a'b $(touch {tmp_path}/ran) ; touch {tmp_path}/ran [x] && #"
+    hostile = f"task.dataset=a'b $(touch {tmp_path}/ran) ; touch {tmp_path}/ran [x] && #"
     _, found = objects(hostile)
     stub = tmp_path / "moerl"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/words\n', encoding="utf-8")

@@ -11,8 +11,7 @@ import pytest
 
 from moerl.config import load_config
 from moerl.config.checks import check
-from moerl.config.clusters import engine_gpus, placement
-from moerl.config.visible_devices import VISIBLE, visible_devices
+from moerl.config.clusters import VISIBLE, engine_gpus, placement, visible_devices
 from moerl.core.errors import ConfigError
 from moerl.distributed import numa
 from moerl.launch.run_context import rank_environment

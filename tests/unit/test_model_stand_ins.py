@@ -9,17 +9,14 @@ import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from moerl.config import load_config
-from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
-from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
+from moerl.config.schema import EngineConfig, TinyModel
 from moerl.core.errors import ConfigError, EngineError
-from moerl.data.tiny_model import make_tiny_model
 from moerl.engine import family_settings
 from moerl.engine.host.server_args import arguments
 from moerl.engine.plugin import cpu_kernels, entry_points
@@ -32,6 +29,12 @@ from moerl.engine.plugin.cpu_models import (
 )
 from moerl.engine.plugin.hooks import When
 from moerl.layout import FAMILIES, model_spec
+from tests.helpers.tiny_families import (
+    FAMILY_FIELDS,
+    family_config,
+    make_family_model,
+    recipe_shape,
+)
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -349,11 +352,9 @@ def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.Monkey
 
 
 # --- tiny models ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", get_args(TinyFamily))
-def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
-    config = load_config(f"tiny-{family.replace('_', '-')}")
-    assert config.model.tiny.family == family
-    spec = model_spec(tiny_config(config.model.tiny, 128))
+@pytest.mark.parametrize("family", FAMILY_FIELDS)
+def test_a_family_has_a_tiny_model(family: str) -> None:
+    spec = model_spec(family_config(family, recipe_shape(family), 128))
     assert spec.moe_layers
     assert spec.experts > spec.experts_per_token
     assert spec.moe_ffn % 64 == 0, "on a CPU SGLang pads experts of other widths"
@@ -361,7 +362,7 @@ def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
 
 def test_norms_of_a_tiny_model_scale_by_one(tmp_path: Path) -> None:
     for family in ("qwen2_moe", "qwen3_next"):
-        make_tiny_model(tmp_path / family, TinyModel(family=family, num_layers=4), 0)
+        make_family_model(tmp_path / family, family, TinyModel(num_layers=4))
         weights = load_file(tmp_path / family / "model.safetensors")
         norms = {name: w for name, w in weights.items() if name.endswith("norm.weight")}
         added = {name for name in norms if family == "qwen3_next" and "linear_attn" not in name}
@@ -371,8 +372,7 @@ def test_norms_of_a_tiny_model_scale_by_one(tmp_path: Path) -> None:
 
 
 def test_tiny_models_cover_what_their_names_say() -> None:
-    specs = {name: model_spec(tiny_config(TinyModel(family=name), 128)) for name in FAMILY_FIELDS}
-    assert tuple(specs) == get_args(TinyFamily)
+    specs = {name: model_spec(family_config(name, TinyModel(), 128)) for name in FAMILY_FIELDS}
     assert [name for name, spec in specs.items() if spec.yarn] == [
         "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss",
     ]  # fmt: skip

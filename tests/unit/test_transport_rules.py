@@ -62,7 +62,7 @@ def test_auto_between_cpus_is_mooncake_only_by_rdma_and_where_it_is_installed(
     assert default_transport(settings(*HOSTS, CARDS[0])).name == "gloo", "one side has no card"
     choice = default_transport(settings(*HOSTS, *CARDS))
     assert choice.name == ("mooncake" if installed else "gloo")
-    assert installed or "moerl[mooncake-cpu]" in choice.reason
+    assert installed or "pip install '.[mooncake-cpu]'" in choice.reason
 
 
 def test_auto_on_one_node_follows_the_memory_of_an_engines_gpu() -> None:

@@ -147,6 +147,7 @@ HOOKS = (
         When.CPU,
     ),
     Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_extend", "around", cpu_attention.extend, When.CPU),
     Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", cpu_fp8.linear, When.CPU),
     Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", cpu_fp8.experts, When.CPU),
     Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", cpu_fp8.dtypes, When.CPU),

@@ -26,10 +26,8 @@ from pathlib import Path
 from types import FrameType
 
 from moerl.config import Config
-from moerl.config.clusters import Node, engine_gpus, placement
+from moerl.config.clusters import Node, engine_gpus, own_address, placement, visible_devices
 from moerl.config.load import load_saved
-from moerl.config.network import own_address
-from moerl.config.visible_devices import visible_devices
 from moerl.core.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request

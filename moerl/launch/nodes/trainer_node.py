@@ -26,9 +26,8 @@ from pathlib import Path
 from types import FrameType
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSlot, placement
+from moerl.config.clusters import TrainerSlot, own_address, placement
 from moerl.config.load import load_saved
-from moerl.config.network import own_address
 from moerl.core.errors import MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
 from moerl.launch.nodes.lease import LeaseReader, RunEnded

@@ -22,9 +22,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moerl.config.clusters import is_local, placement
+from moerl.config.clusters import is_local, placement, visible_devices
 from moerl.config.transport_rules import first_group, mooncake_environment
-from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport

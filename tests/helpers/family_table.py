@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Print docs/replay-support.md: deployment features, then model families.
 
 The figures of families are those of `tests/e2e/test_model_families.py -m full`, which writes them
@@ -11,14 +10,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from moerl.config.schema import TinyFamily, TinyModel
-from moerl.config.tiny_configs import tiny_config
+from moerl.config.schema import TinyModel
 from moerl.engine import feature_table
 from moerl.engine.plugin.cpu_kernels import hooks_of
+from tests.helpers.tiny_families import FAMILY_FIELDS, family_config
 
-RESULTS = Path(__file__).resolve().parents[1] / "tests/data/model_families.json"
+RESULTS = Path(__file__).resolve().parents[1] / "data/model_families.json"
 _COLUMNS = (
     "family", "engine serves", "modules of SGLang stood in for, without CUDA", "routes exact",
     "mask exact", "fp32 max", "control", "bf16 k3, both", "bf16 k3, none", "publishes", "trained",
@@ -45,10 +43,10 @@ def markdown(results: Mapping[str, FamilyResult]) -> str:
         "",
         "# Model families and replay",
         "",
-        "Made by `python tools/family_table.py` from `tests/data/model_families.json`, which",
-        "`MOERL_WRITE_FAMILIES=1 pytest -m full tests/e2e/test_model_families.py` writes. Each",
-        "family is a tiny random model (`moerl train tiny-gpt-oss`, `moerl mismatch tiny-olmoe`)",
-        "on a CPU, engine and trainer in fp32 unless said.",
+        "Made by `python -m tests.helpers.family_table` from `tests/data/model_families.json`,",
+        "which `MOERL_WRITE_FAMILIES=1 pytest -m full tests/e2e/test_model_families.py` writes.",
+        "Each family is a tiny random model on a CPU; engine and trainer are in fp32 where the",
+        "table names no other dtype.",
         "",
         "- *routes exact*: transformers chooses the recorded experts, the trainer runs them;",
         "- *mask exact*: transformers keeps the recorded tokens;",
@@ -62,11 +60,11 @@ def markdown(results: Mapping[str, FamilyResult]) -> str:
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",
     ]
-    return "\n".join([*lines, *(_line(name, results) for name in get_args(TinyFamily))]) + "\n"
+    return "\n".join([*lines, *(_line(name, results) for name in FAMILY_FIELDS)]) + "\n"
 
 
-def _line(family: TinyFamily, results: Mapping[str, FamilyResult]) -> str:
-    model_type = tiny_config(TinyModel(family=family), 128)["model_type"]
+def _line(family: str, results: Mapping[str, FamilyResult]) -> str:
+    model_type = family_config(family, TinyModel(), 128)["model_type"]
     names = dict.fromkeys(_short(hook.symbol) for hook in hooks_of(model_type))
     modules = ", ".join(f"`{name}`" for name in names) or "none"
     found = results.get(family)

@@ -1,18 +1,27 @@
-"""The config.json of a tiny random model, by family.
+"""Tiny random models of sixteen families: their config.json, and their folders.
+
+    python -m tests.helpers.tiny_families FOLDER FAMILY
 
 Each family has the fields that its released checkpoints have and that transformers or SGLang read:
 SGLang reads some that transformers does not write (`topk_method`, `scoring_func`,
-`moe_layer_freq`).  Sizes come from `model.tiny`; what is absent has transformers' default.
+`moe_layer_freq`).  Sizes come from a `TinyModel`; other fields have the defaults of transformers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from moerl.config.schema import TinyFamily, TinyModel
+from moerl.config import load_config
+from moerl.config.schema import TinyModel
+from moerl.config.tiny_config import MAX_POSITIONS, common_fields, tiny_config
+from moerl.data.tiny_model import VOCAB_SIZE, make_model
 
-MAX_POSITIONS = 4096
+RECIPE = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny_family.yaml")
+"""A short run; its own model is a Qwen3-MoE, `model.path` names one of another family."""
 _THETA = 10000.0
 _PLAIN = {"rope_type": "default", "rope_theta": _THETA}
 _YARN = {
@@ -26,29 +35,25 @@ _YARN = {
 Fields = dict[str, Any]
 
 
-def tiny_config(tiny: TinyModel, vocab_size: int, *, pad: int = 0, eos: int = 1) -> Fields:
-    """config.json for `model.tiny`; pad, eos: token ids."""
-    fields = {
-        "vocab_size": vocab_size,
-        "hidden_size": tiny.hidden_size,
-        "intermediate_size": tiny.moe_ffn * tiny.experts_per_token,  # of dense layers
-        "num_hidden_layers": tiny.num_layers,
-        "num_attention_heads": tiny.num_heads,
-        "num_key_value_heads": tiny.num_kv_heads,
-        "num_experts_per_tok": tiny.experts_per_token,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": _THETA,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": tiny.initializer_range,
-        "pad_token_id": pad,
-        "eos_token_id": eos,
-        "bos_token_id": None,
-        "dtype": "float32",
-    } | FAMILY_FIELDS[tiny.family](tiny)
-    return _inside(fields) if tiny.family == "llama4" else fields
+def family_config(family: str, tiny: TinyModel, vocab_size: int) -> Fields:
+    """The config.json of a family with these sizes."""
+    fields = common_fields(tiny, vocab_size) | FAMILY_FIELDS[family](tiny)
+    return _inside(fields) if family == "llama4" else fields
+
+
+def recipe_shape(family: str) -> TinyModel:
+    """The sizes of a family's model in runs of RECIPE."""
+    grouped = family in ("deepseek_v3", "deepseek_v32")
+    change = {"num_experts": 16, "experts_per_token": 4} if grouped else {}
+    return replace(load_config(RECIPE).model.tiny, **change)
+
+
+def make_family_model(
+    folder: Path, family: str, shape: TinyModel | None = None, *, seed: int = 0
+) -> None:
+    """Write a model folder with random weights.  shape: by default that of RECIPE."""
+    shape = shape or recipe_shape(family)
+    make_model(folder, family_config(family, shape, VOCAB_SIZE), seed)
 
 
 def _class(model_type: str, name: str) -> Fields:
@@ -56,14 +61,8 @@ def _class(model_type: str, name: str) -> Fields:
 
 
 def _qwen3_moe(tiny: TinyModel) -> Fields:
-    return _class("qwen3_moe", "Qwen3Moe") | {
-        "moe_intermediate_size": tiny.moe_ffn,
-        "head_dim": tiny.head_dim,
-        "num_experts": tiny.num_experts,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    own, shared = tiny_config(tiny, VOCAB_SIZE), common_fields(tiny, VOCAB_SIZE)
+    return {name: value for name, value in own.items() if name not in shared}
 
 
 def _qwen2_moe(tiny: TinyModel) -> Fields:
@@ -295,7 +294,7 @@ def _inside(text: Fields) -> Fields:
     }
 
 
-FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
+FAMILY_FIELDS: dict[str, Callable[[TinyModel], Fields]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
     "olmoe": _olmoe,
@@ -313,3 +312,6 @@ FAMILY_FIELDS: dict[TinyFamily, Callable[[TinyModel], Fields]] = {
     "llama4": _llama4,
     "qwen3_next": _qwen3_next,
 }
+
+if __name__ == "__main__":
+    make_family_model(Path(sys.argv[1]), sys.argv[2])
