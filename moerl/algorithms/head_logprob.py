@@ -43,8 +43,10 @@ from moerl.core.errors import RecordError
 
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
-_UNION = 8192  # kept entries of the rows that share a block
+_UNION = 1 << 15  # kept entries of the rows that share a block
+_COPIED = 1 << 25  # numbers of the weight that such a block copies, at most: 64 MiB in bf16
 _UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
+_WIDTHS = 64  # widths of unions are multiples: a GPU has its fast products for aligned rows alone
 _WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape
 _FEW = 256  # rows that keep at most 1 / 256 of the vocabulary share blocks
 _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
@@ -168,7 +170,9 @@ def _kept_blocks(
     counts = torch.bincount(kept.owner, minlength=len(sampled))
     is_many = counts * _FEW > head.width
     few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
-    blocks = kept.unions(few, counts, on_cpu=device.type == "cpu")
+    on_cpu = device.type == "cpu"
+    most = min(_UNION, _UNION_CPU if on_cpu else _COPIED // head.weight.shape[1])
+    blocks = kept.unions(few, counts, most, _WIDTHS_CPU if on_cpu else _WIDTHS)
     for rows in many.split(_ROWS):
         blocks += kept.runs(rows, _runs(head, len(rows)))
     return blocks
@@ -181,11 +185,10 @@ class _Kept(NamedTuple):
     ids: Tensor  # [nnz] i64, local, ascending in a row
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
-    def unions(self, rows: Tensor, counts: Tensor, *, on_cpu: bool) -> list[_Block]:
-        """Blocks of rows with all that any of them keeps."""
+    def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
+        """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
         owner, ids = self._of(rows)
-        sizes = _sizes(counts[rows], min(_UNION, _UNION_CPU) if on_cpu else _UNION)
-        multiple = _WIDTHS_CPU if on_cpu else 1
+        sizes = _sizes(counts[rows], most)
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
         pieces = zip(rows.split(sizes), owner.split(lengths), ids.split(lengths), strict=True)
@@ -228,10 +231,14 @@ class _Kept(NamedTuple):
 
 
 def _sizes(counts: Tensor, union: int) -> list[int]:
-    """How many rows go together: as long as they keep at most `union` entries."""
+    """How many rows go together: as long as they keep at most `union` entries, and their logits
+    are no more than those of a block.
+    """
     sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
     while begin < len(counts):
-        end = max(int(torch.searchsorted(sums, before + union, right=True)), begin + 1)
+        end = int(torch.searchsorted(sums, before + union, right=True))
+        logits = (sums[begin:end] - before) * torch.arange(1, end - begin + 1)
+        end = begin + max(int(torch.searchsorted(logits, _BLOCK, right=True)), 1)
         sizes.append(end - begin)
         begin, before = end, int(sums[end - 1])
     return sizes

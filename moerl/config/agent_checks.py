@@ -79,7 +79,7 @@ def _of_task(task: TaskEntry) -> Iterator[Problem]:
 def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
     agent = task.agent
     if not agent.environment:
-        yield from _of_program(config, agent)
+        yield from _of_program(config, task)
         return
     if agent.command:
         yield (
@@ -111,11 +111,18 @@ def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
         check_importable("task.agent.environment", agent.environment, [SANDBOX_TOOLS, "http"])
 
 
-def _of_program(config: Config, agent: AgentConfig) -> Iterator[Problem]:
-    default = AgentConfig()
+def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    agent, default = task.agent, AgentConfig()
     name = agent.command[0]
     if is_local(config.cluster) and program_path(name) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
+    if task.isolation == "bwrap":
+        yield (
+            "task.isolation",
+            "bwrap",
+            "the program of task.agent.command is not isolated by it, and needs a network; "
+            "use process",
+        )
     for field in ("options", "environment_workers", "environment_s", "tools", "tool_s"):
         if (value := getattr(agent, field)) != getattr(default, field):
             yield f"task.agent.{field}", value, "it needs task.agent.environment"

@@ -171,7 +171,7 @@ def _check_network(config: Config) -> None:
         numbers["ref_models"] = ports.ref_models
         if cluster.launcher == "kuberay":
             raise ConfigError(
-                "ref_models.placement", "separate", "moerl manifest starts one trainer: use trainer"
+                "ref_models.placement", "separate", "Kubernetes starts one trainer: use trainer"
             )
     for name, port in numbers.items():
         taken = [other for other, used in numbers.items() if used == port and other != name]

@@ -84,7 +84,7 @@ class TaskConfig:
     score_timeout_s: Positive = 10.0
     # drop: replace the group and count it, unless more than half of them fail; stop: end the run
     on_score_error: Literal["drop", "stop"] = "drop"
-    # Where rewards and environments run (docs/isolation.md); bwrap: no network, read-only files
+    # Where rewards and environments run (docs/sandbox.md); bwrap: no network, read-only files
     isolation: Literal["process", "bwrap"] = "process"
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
@@ -433,7 +433,6 @@ class ClusterConfig:
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
-    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim, user
 
 
 @dataclass(frozen=True)

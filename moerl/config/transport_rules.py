@@ -6,7 +6,7 @@
     RDMA cards, no GPUs     mooncake, where it is installed
     otherwise               gloo
 
-`auto` needs shapes for cuda_ipc: `moerl.planning.transport_choice` has them and asks first.
+`auto` needs shapes for cuda_ipc: `moerl.planning.publish_forecast` has them and asks first.
 Rejected: mooncake as the default between GPUs (no token, and a package of its own on every node).
 """
 

@@ -51,7 +51,7 @@ def _dealt(placed: Placement) -> list[str]:
 
 
 def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str]) -> list[str]:
-    """environment: of the process that starts the ranks."""
+    """Lines of the ranks of one job.  environment: of the process that starts them."""
     lines = []
     for gpus, alike in groupby(slots, key=lambda slot: slot.devices):
         if gpus:
@@ -62,7 +62,7 @@ def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str
 
 
 def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -> list[str]:
-    """What follows a rank's own GPUs in its variable; those above are what it computes on."""
+    """GPUs behind a rank's own GPUs in its variable; it computes on its own GPUs only."""
     slot = placed.trainers[0]
     others = mapped_gpus(config, placed, slot)
     if not others:

@@ -268,6 +268,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = pad(matrix, (0, -cols % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [r, 128, c, 128]
     largest = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    # a tensor: CUDA multiplies with the reciprocal of a number, which rounds otherwise than the CPU
+    scale = torch.where(largest > 0, largest / torch.full_like(largest, _LARGEST), 1.0)
     values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
     return values[:rows, :cols].to(torch.float8_e4m3fn), scale

@@ -168,24 +168,24 @@ def _run(family: str, folder: Path) -> None:
     make_family_model(folder / "model", family)
     path = f"model.path={folder / 'model'}"
     config = resolve(load_config(RECIPE, [*SETTINGS, path]))
-    plan = mismatch_command._plan(config, folder)
-    rollouts = asyncio.run(mismatch_command._generate(plan, TOKENS))
-    job = _job(plan, rollouts, folder)
-    scores = score(plan.model_path, plan.model_shape(), rollouts, plan.blobs())
+    context = mismatch_command._context(config, folder)
+    rollouts = asyncio.run(mismatch_command._generate(context, TOKENS))
+    job = _job(context, rollouts, folder)
+    scores = score(context.model_path, context.model_shape(), rollouts, context.blobs())
     np.savez(folder / "scores-hf.npz", **scores)
     job.save(folder / "job.json")  # last: it says that the family is complete
 
 
-def _job(plan: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
+def _job(context: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(rollouts))
     job = make_job(
-        plan,
+        context,
         records,
         folder / "scores.npz",
-        variants=(*TRAINER_VARIANTS, *_sparse_variants(plan.model_shape())),
+        variants=(*TRAINER_VARIANTS, *_sparse_variants(context.model_shape())),
         dtypes=["fp32"],
-        model=plan.model_path,
+        model=context.model_path,
         version="",
     )
     return replace(job, ep=1)

@@ -69,8 +69,8 @@ def _run(case: str, folder: Path) -> None:
     make_family_model(folder / "model", family, seed=config.run.seed)
     if tied:
         _tie(folder / "model")
-    plan = mismatch_command._plan(config, folder)
-    asyncio.run(_play(plan, folder))
+    context = mismatch_command._context(config, folder)
+    asyncio.run(_play(context, folder))
 
 
 def _tie(model: Path) -> None:
@@ -83,23 +83,23 @@ def _tie(model: Path) -> None:
     save_file(named, weights, metadata={"format": "pt"})
 
 
-async def _play(plan: RunContext, folder: Path) -> None:
-    host = plan.engine_host(0, plan.config.engine.tp)
+async def _play(context: RunContext, folder: Path) -> None:
+    host = context.engine_host(0, context.config.engine.tp)
     await host.start(PolicyVersion(0, 0))
     try:
-        rollouts = await mismatch_command._sample(plan, host, TOKENS)
-        np.savez(folder / "head.npz", **await _head(host, plan.token))
+        rollouts = await mismatch_command._sample(context, host, TOKENS)
+        np.savez(folder / "head.npz", **await _head(host, context.token))
     finally:
         await host.stop()
     (folder / "rollouts.msgpack").write_bytes(encode_value(rollouts))
     for name, fp32 in HEADS.items():
         job = mismatch_command.make_job(
-            plan,
+            context,
             folder / "rollouts.msgpack",
             folder / f"scores-{name}.npz",
             variants=["both"],
             dtypes=["bf16"],
-            model=plan.model_path,
+            model=context.model_path,
             version="",
         )
         replace(job, ep=1, fp32_head=fp32).save(folder / f"job-{name}.json")

@@ -273,7 +273,7 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint(
     """Engines, trainer and reference get one folder, made once, in the trainer's dtype."""
     from moerl.config.algorithms import ref_models_of
     from moerl.config.load import load_config
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     source = HfFolder(tiny_model)
@@ -319,7 +319,7 @@ def test_a_start_that_does_not_fit_is_refused(
 ) -> None:
     from moerl.config.load import load_config
     from moerl.core.errors import ConfigError
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     start = {

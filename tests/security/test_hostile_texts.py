@@ -197,7 +197,7 @@ LASTING = {
         "(now,) = [o.serial for o in gc.get_objects() if isinstance(o, w.WorkerRequest)]\n"
         "data = w.encode(w.WorkerAnswer(now + 1, w.Score(1.0)))\n"
         "for fd in range(3, 64):\n"
-        "    try: os.write(fd, w._LENGTH.pack(len(data)) + data)\n"
+        "    try: os.write(fd, w.framed(data))\n"
         "    except OSError: pass"
     ),
     "leaves modules for the next text": (
@@ -303,9 +303,9 @@ def left_behind(workers: int) -> dict[int, list[str]]:
     deadline = time.monotonic() + 2
     while True:
         found = marked()
-        own = ("keeper.py", "moerl.scoring.worker", "bwrap")
+        own = ("reaper.py", "moerl.scoring.worker", "bwrap")
         others = {p: line for p, line in found.items() if not any(o in " ".join(line) for o in own)}
-        most = 4 * workers  # keeper, two of bwrap, worker
+        most = 4 * workers  # reaper, two of bwrap, worker
         if (not others and len(found) <= most) or time.monotonic() > deadline:
             return others or (found if len(found) > most else {})
         time.sleep(0.05)

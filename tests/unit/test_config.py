@@ -512,11 +512,6 @@ def test_mismatch_needs_a_token() -> None:
     assert "--tokens" in done.output
 
 
-def test_kubernetes_has_names_of_its_own() -> None:
-    sentence = fails("manifest", "qwen3-30b-a3b", "cluster=kuberay", "--run", "My_run")
-    assert sentence.startswith("run.name = 'My_run'")
-
-
 def test_a_report_is_made_of_what_is_there(finished: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(finished)])
     assert (done.exit_code, done.output) == (0, f"{finished}/report.html\n")

@@ -61,7 +61,7 @@ def test_missing_weights_are_refused_always(saved: list[str], wanted: list[str])
 
 
 def test_the_refusal_comes_before_the_start_is_counted(tmp_path: Path) -> None:
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     run = RunDir(tmp_path / "run")

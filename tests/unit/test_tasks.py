@@ -288,7 +288,7 @@ def test_the_tiny_model_has_the_files_that_transformers_writes(
     again = AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""}
     assert again == config.to_dict() | {"_name_or_path": ""}
     assert (config.num_experts, config.rope_parameters["rope_theta"]) == (8, 10000.0)
-    program = "import sys; from moerl.launch.prepare import prepare; import moerl.data.tiny_model"
+    program = "import sys; from moerl.launch.train import prepare; import moerl.data.tiny_model"
     check = "sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", f"{program}; {check}"], cwd=ROOT, check=True)
 
