@@ -8,14 +8,16 @@ torch-free layers must stay fast.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tools.stage_table import stages_of
+from tests.helpers.patience import patience
 
 if TYPE_CHECKING:
     from tests.helpers.short_run import ShortRun
@@ -30,20 +32,34 @@ os.environ.update(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before pytest deselects any: every test belongs to one stage of tools/stage_table.py."""
-    one_stage_each(items)
+SHARED = ("short_run", "engine_world")  # fixtures of a session that several files use
 
 
-def one_stage_each(items: list[pytest.Item]) -> None:
-    for item in items:
-        file = str(item.path.relative_to(ROOT))
-        names = stages_of(file, [mark.name for mark in item.iter_markers()])
-        if len(names) != 1:
-            belongs = f"to {' and '.join(names)}" if names else "to no stage"
-            raise pytest.UsageError(
-                f"{item.nodeid} belongs {belongs}; tools/stage_table.py must name one"
-            )
+@cache
+def group_of(file: str) -> str:
+    """Files whose tests run in one worker: those that share a run or a server; else one file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return next((name for name in SHARED if re.search(rf"[ (]{name}: ", text)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's schedule of files, with groups in place of files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Time limits of tests are for tests that hang: three times as long, and by the load."""
+    longer = settings._replace(timeout=patience(3.0 * settings.timeout))
+    item.config.pluginmanager.getplugin("timeout").pytest_timeout_set_timer(item, longer)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -1,385 +1,332 @@
-"""Runs stages of the test suite, keeps what came of them, and says it in one table.
+"""Stages of the test suite: which tests each has, what they depend on, and whether they are green.
 
-`tools/test` is the command; it makes the environment and calls this file.
-
-A result is kept in build/test-stages/TREE/STAGE.json.  TREE is the git tree hash of the working
-copy, files that are not committed included: a result belongs to exactly these files, and a commit
-of them has the same tree.  `--full` therefore runs only the stages that are missing or not green on
-the tree, and may be interrupted and started again.  A green result of another tree counts too when
-the two trees differ only in files that the stage does not read (`stage_table.reads`).
-
-Rejected: the commit as the key (another message would run everything again); a pytest plugin that
-selects tests (paths and one -m expression do, and a person can type them).
+`tools/test` makes the environment and calls this file.  A stage is one pytest command: a mark
+expression and the files of some tests.  Its result is kept in build/test-stages/NAME.json with a
+hash of the files that it depends on; a green result stays valid until one of them changes.  So
+`--full` runs what is missing, and may be interrupted and started again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 from xml.etree import ElementTree
-
-from tools.stage_table import AREAS, CORE, DEFAULT, EXPRESSIONS, STAGES, Stage, area_of, reads
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = ROOT / ".venv/bin"
-GPU_PROFILE = ROOT / "build/gpu-profile"  # too large to be made for one stage
-PROMISE_S = 1500  # the default selection on two free cores; over it is said, not a failure
-DEFAULT_HANG_S = 4200.0  # a default selection that runs longer hangs
-STAGE_HANG_S = 7200.0  # so does a stage that takes three times its 40 minutes
-NO_TESTS = 5  # pytest's exit status
+PYTHON = str(BIN / "python")
+KEPT = ROOT / "build/test-stages"
+GPU_PROFILE = ROOT / "build/gpu-profile"  # 12 GB: too large to be made for one stage
+PROMISED_S = 720  # the default selection, on two free cores
+OPTIONAL = ("gpu", "gpu_profile", "mooncake", "smollm2", "clients")  # marks of optional stages
+PLAIN = " and ".join(f"not {mark}" for mark in OPTIONAL)
+DEFAULT_MARKS, FULL_MARKS = f"not full and {PLAIN}", f"full and {PLAIN}"
+SCRIPTS = ("tools/test", "tools/quickstart", "tools/gpu-check", "tools/*.sh", "tools/launch/*")
+LINES = ("ruff check .", "ruff format --check .", "mypy", f"shellcheck {' '.join(SCRIPTS)}")
 
-State = Literal["passed", "failed", "unavailable"]
+_WEIGHTS = (
+    "configs moerl/__init__.py moerl/core moerl/runtime moerl/config moerl/data moerl/distributed"
+    " moerl/records moerl/layout moerl/engine moerl/kernels moerl/weight_sync moerl/algorithms"
+    " moerl/trainer moerl/audit moerl/observe moerl/planning moerl/launch moerl/sandbox"
+)
+_TRAINER = f"{_WEIGHTS} moerl/controller"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Tests with some marks in files below tests/, and the paths that their result depends on."""
+
+    name: str
+    minutes: int  # estimated, on two free cores
+    files: str  # glob patterns below tests/, one word each
+    reads: str = "moerl configs examples"  # glob patterns, beside its own files and _SHARED
+    marks: str = FULL_MARKS
+    workers: int = 2  # pytest processes
+    environment: str = ""  # made by tools/test_env.sh
+    of_programs: bool = False  # the environment has programs that tests start, not the tests' own
+
+    @property
+    def optional(self) -> bool:
+        """A machine may be unable to run it."""
+        return self.marks not in ("", DEFAULT_MARKS, FULL_MARKS)
+
+    def paths(self) -> list[str]:
+        """Its test files and folders, relative to the repository."""
+        tests = ROOT / "tests"
+        found = (path for word in self.files.split() for path in sorted(tests.glob(word)))
+        return [str(path.relative_to(ROOT)) for path in found]
+
+
+# What every stage depends on.
+_SHARED = (
+    "tests/conftest.py tests/*/conftest.py tests/helpers tests/data tests/double"
+    " pyproject.toml requirements patches csrc tools"
+)
+
+# Three workers: a server that starts and a run that ends leave cores idle.
+DEFAULT = Stage("default", 11, "e2e security multi unit property", ".", DEFAULT_MARKS, 3)
+CHECKS = Stage("checks", 2, "", ".", marks="")
+STAGES = (
+    CHECKS,
+    DEFAULT,
+    Stage("units", 4, "unit property", "."),
+    Stage(
+        "layouts",
+        14,
+        "multi/test_layout_*.py multi/test_gpu_[!e]*.py multi/test_convert_torchrun.py"
+        " multi/test_head_logprob_tp.py multi/test_hf_weights.py multi/test_model_*.py"
+        " multi/test_object_collectives.py multi/test_optimizer_shards.py"
+        " multi/test_rank_server.py multi/test_transports.py",
+        _WEIGHTS,
+    ),
+    Stage(
+        "trainer",
+        18,
+        "multi/test_checkpoint_writer.py multi/test_critic.py multi/test_dither*.py"
+        " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
+        " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
+        " multi/test_sglang_lora_pool.py multi/test_train*.py multi/test_turn_rows_training.py",
+        _TRAINER,
+    ),
+    Stage(
+        "engine",
+        20,
+        "e2e/test_agent_gateway.py e2e/test_agent_streams.py e2e/test_delta.py"
+        " e2e/test_engine_e2e.py e2e/test_fp32_head_engine.py e2e/test_grammars.py"
+        " e2e/test_long_answers_engine.py e2e/test_mixed_engines_run.py"
+        " e2e/test_model_dp_attention.py e2e/test_model_plan.py e2e/test_modes.py"
+        " e2e/test_replay_engine.py e2e/test_sync.py multi/test_sync_session.py",
+    ),
+    Stage("models", 21, "e2e/test_model_dsa.py e2e/test_model_families.py"),
+    Stage(
+        "recipes",
+        14,
+        "e2e/test_architecture.py e2e/test_examples_run.py e2e/test_lora_*.py"
+        " e2e/test_model_start_run.py e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
+    ),
+    Stage(
+        "variants",
+        19,
+        "e2e/test_agent_*_run.py e2e/test_agent_long_episode.py e2e/test_agent_run.py"
+        " e2e/test_long_contexts.py e2e/test_main_job.py e2e/test_turns.py e2e/test_variants.py",
+    ),
+    Stage(
+        "faults",
+        18,
+        "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py e2e/test_failure.py"
+        " e2e/test_membership_e2e.py e2e/test_ref_models_run.py e2e/test_stragglers.py",
+    ),
+    Stage(
+        "hosts",
+        24,
+        "multi/test_engine_nodes.py multi/test_gpu_environments.py multi/test_hosts.py"
+        " multi/test_slurm.py multi/test_wide_engines.py",
+        workers=1,  # its networks and batch systems have fixed names
+    ),
+    Stage("safe", 20, "security"),
+    Stage("gpu", 5, "gpu", marks="gpu", workers=1),
+    Stage("gpu-profile", 7, "multi", marks="gpu_profile and not gpu", workers=1),
+    Stage("references", 4, "references", ".", "not gpu", 1, "reference"),
+    Stage("mooncake", 10, "multi e2e security", ".", "mooncake and not gpu", 1, "mooncake"),
+    Stage("smollm2", 39, "e2e", ".", "smollm2 and not gpu", 1, "smollm2"),
+    Stage("clients", 10, "e2e", ".", "clients and not gpu", 1, "clients", of_programs=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one stage on one tree."""
+    """The outcome of one stage on the files of one digest."""
 
-    stage: str
-    tree: str
-    state: State
+    digest: str
+    state: str  # passed, failed or unavailable
     seconds: float = 0.0
     passed: int = 0
     failed: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)  # reason -> tests
-    files: dict[str, float] = field(default_factory=dict)  # test file -> seconds of its tests
-    why: str = ""  # it is unavailable, or failed for another reason than a test
+    skipped: int = 0
+    why: str = ""
+
+    def acceptable(self, stage: Stage) -> bool:
+        return self.state == "passed" or (stage.optional and self.state == "unavailable")
 
 
-class Results:
-    """The kept results of one tree, one JSON file each."""
-
-    def __init__(self, tree: str, root: Path = ROOT / "build/test-stages") -> None:
-        self.tree, self.folder = tree, root / tree
-
-    def keep(self, result: Result) -> Result:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = self.folder / f".{result.stage}.json"
-        new.write_text(json.dumps(asdict(result), indent=1))
-        new.replace(self.folder / f"{result.stage}.json")
-        return result
-
-    def of(self, stage: Stage) -> Result | None:
-        return _read_result(self.folder / f"{stage.name}.json")
-
-    def adopt(self, stage: Stage, changed: Callable[[str, str], list[str]]) -> Result | None:
-        """Keep a green result of another tree that differs in no file that the stage reads.
-
-        changed: names of the files that differ between two trees.
-        """
-        for path in sorted(self.folder.parent.glob(f"*/{stage.name}.json")):
-            old = _read_result(path)
-            if old is None or old.state != "passed" or old.tree == self.tree:
-                continue
-            files = changed(old.tree, self.tree)
-            if files and not any(reads(stage, file) for file in files):
-                return self.keep(old)
-        return None
-
-    def junit(self, stage: Stage) -> Path:
-        return self.folder / f"{stage.name}.xml"
+def digest(stage: Stage) -> str:
+    """Hash of names and contents of the files that the result of a stage depends on."""
+    words = [*stage.reads.split(), *_SHARED.split(), *stage.paths()]
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
+    listed = subprocess.run([*git, *words], cwd=ROOT, check=True, capture_output=True).stdout
+    total = hashlib.sha256(repr(stage).encode())
+    for name in sorted(set(listed.split(b"\0")) - {b""}):
+        path = ROOT / os.fsdecode(name)
+        content = path.read_bytes() if path.is_file() else b"not a file"
+        total.update(hashlib.sha256(name + b"\0" + content).digest())
+    return total.hexdigest()
 
 
-def _read_result(path: Path) -> Result | None:
+def kept(stage: Stage) -> Result | None:
+    """The result of the files as they are now, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        return Result(**json.loads(path.read_text()))
+        result = Result(**json.loads((KEPT / f"{stage.name}.json").read_text()))
+        return result if result.digest == digest(stage) else None
     return None
-
-
-def changed_files(one: str, other: str) -> list[str]:
-    """Names of the files that differ between two trees; none when git no longer knows a tree."""
-    git = ["git", "-C", str(ROOT), "diff", "--name-only", "--no-renames", one, other]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if not done.returncode else []
-
-
-def tree_hash(root: Path = ROOT) -> str:
-    """The git tree of the working copy: what a commit of all files, ignored ones left out, has."""
-    git = ["git", "-C", str(root)]
-    with tempfile.TemporaryDirectory() as folder:
-        index = Path(folder) / "index"
-        own = subprocess.run(
-            [*git, "rev-parse", "--path-format=absolute", "--git-path", "index"],
-            capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
-        if Path(own).exists():
-            shutil.copy(own, index)  # spares reading files that did not change
-        env = os.environ | {"GIT_INDEX_FILE": str(index)}
-        subprocess.run([*git, "add", "--all"], env=env, check=True, capture_output=True)
-        wrote = subprocess.run(
-            [*git, "write-tree"], env=env, check=True, capture_output=True, text=True
-        )
-    return wrote.stdout.strip()
-
-
-# --- one stage -----------------------------------------------------------------------------------
-def run_stage(stage: Stage, results: Results, hang_s: float = STAGE_HANG_S) -> Result:
-    """Run it and keep its result; its own output goes to standard output as it comes."""
-    if why := unavailable(stage):
-        return results.keep(Result(stage.name, results.tree, "unavailable", why=why))
-    start = time.monotonic()
-    result = _checks(results) if stage.kind == "none" else _tests(stage, results, hang_s)
-    if tree_hash() != results.tree:
-        result = replace(result, state="failed", why="files changed while it ran")
-    return results.keep(replace(result, seconds=time.monotonic() - start))
 
 
 def unavailable(stage: Stage) -> str:
     """Why this machine cannot run the stage; empty when it can."""
-    if stage.kind == "gpu":
+    if stage.name == "gpu":
         see = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-        seen = subprocess.run([str(BIN / "python"), "-c", see], check=False, capture_output=True)
-        return "torch sees no CUDA device" if seen.returncode else ""
-    if stage.kind == "gpu_profile":
+        return "torch sees no CUDA device" if call([PYTHON, "-c", see]) else ""
+    if stage.name == "gpu-profile":
         stamp = GPU_PROFILE / ".moerl-stamp"
         whole = stamp.is_file() and stamp.read_text().startswith("gpu ")
         return "" if whole else "tools/setup.sh --gpu build/gpu-profile makes what it needs: 12 GB"
     if not stage.environment:
         return ""
-    made = subprocess.run(
-        ["tools/test_env.sh", stage.environment],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+    command = ["tools/test_env.sh", stage.environment]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = made.stderr.strip().splitlines() or [f"exit status {made.returncode}"]
     return lines[-1] if made.returncode else ""
 
 
-def _checks(results: Results) -> Result:
-    for words in ("ruff check .", "ruff format --check .", "mypy"):
-        program, *arguments = words.split()
-        if code := _run([str(BIN / program), *arguments], {}, STAGE_HANG_S):
-            why = f"{words} ended with exit status {code}"
-            return Result("checks", results.tree, "failed", why=why)
-    return Result("checks", results.tree, "passed")
-
-
-def _tests(stage: Stage, results: Results, hang_s: float) -> Result:
-    junit = results.junit(stage)
-    junit.parent.mkdir(parents=True, exist_ok=True)
-    junit.unlink(missing_ok=True)
-    command = [*pytest_command(stage), f"--junitxml={junit}", "-o", "junit_family=xunit1"]
-    code = _run(command, _environment(stage), hang_s)
-    if not junit.exists():
-        why = f"pytest ended with exit status {code} and no report"
-        return Result(stage.name, results.tree, "failed", why=why)
-    result = read_junit(junit, Result(stage.name, results.tree, "failed" if code else "passed"))
-    if not code and not result.passed:
-        return replace(result, state="failed", why="every test was skipped")
-    if code and not result.failed:
-        return replace(result, why="no test" if code == NO_TESTS else f"exit status {code}")
-    return result
-
-
-def pytest_command(stage: Stage) -> list[str]:
-    own = stage.environment and not stage.of_programs
-    python = ROOT / "build" / stage.environment / "bin/python" if own else BIN / "python"
-    command = [str(python), "-m", "pytest"]
-    if own:
-        command += ["-p", "no:cacheprovider"]
-    if EXPRESSIONS[stage.kind]:
-        command += ["-m", EXPRESSIONS[stage.kind]]
-    if stage.workers > 1:
-        command += [f"--numprocesses={stage.workers}", "--dist=loadfile"]
-    return command + list(stage.paths)
-
-
-def _environment(stage: Stage) -> dict[str, str]:
-    """What the tests of a stage find in their environment, beyond what the caller has."""
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if stage.environment and not stage.of_programs:  # libraries that tools/test_env.sh unpacked
-        quiet["LD_LIBRARY_PATH"] = str(ROOT / "build" / stage.environment / "lib/system")
-    return quiet
-
-
-def _run(command: list[str], environment: dict[str, str], hang_s: float) -> int:
-    """The exit status; SIGINT at the deadline, so that fixtures end the processes they started."""
-    # A job in the background of a shell ignores SIGINT, and so would all that it starts.
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | environment) as child:
+def call(command: Sequence[str], environment: dict[str, str] | None = None) -> int:
+    """The exit status of a command that writes to the terminal of this process."""
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | (environment or {})) as child:
         try:
-            return child.wait(max(hang_s, 1.0))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as ended:
-            if isinstance(ended, subprocess.TimeoutExpired):  # the terminal told it otherwise
-                say(f"no end after {hang_s:.0f} s: interrupted")
-                child.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(60)
-            child.kill()
-            if isinstance(ended, KeyboardInterrupt):
-                raise
-            return 124
+            return child.wait()
+        except KeyboardInterrupt:  # it reached the command too, whose fixtures end processes
+            child.wait()
+            raise
 
 
-def read_junit(path: Path, result: Result) -> Result:
-    """`result` with the counts, the reasons and the seconds of a report of pytest."""
-    skipped: Counter[str] = Counter()
-    files: dict[str, float] = {}
-    passed = failed = 0
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        file = case.get("file", "")
-        files[file] = files.get(file, 0.0) + float(case.get("time", "0"))
-        skip = case.find("skipped")
-        if skip is not None:
-            skipped[skip.get("message", "")] += 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            failed += 1
-        else:
-            passed += 1
-    return replace(result, passed=passed, failed=failed, skipped=dict(skipped), files=files)
-
-
-# --- what a person reads -------------------------------------------------------------------------
-def say(line: str) -> None:
-    print(f"[test] {line}", flush=True)
-
-
-def table(results: Sequence[Result]) -> list[str]:
-    """One line a stage, and below it the reasons of skips or of what is missing."""
-    lines = [f"{'stage':12}{'state':13}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
-    for each in results:
-        counts = (each.passed, each.failed, sum(each.skipped.values()), round(each.seconds))
-        numbers = "{:8}{:8}{:9}{:9}".format(*counts)
-        lines.append(f"{each.stage:12}{each.state:13}{numbers}")
-        lines += [f"    {each.why}"] if each.why else []
-        lines += [f"    {count} skipped: {why}" for why, count in sorted(each.skipped.items())]
-    return lines
-
-
-def area_seconds(results: Iterable[Result]) -> dict[str, float]:
-    """Seconds of wall time per area: a stage's seconds, shared out as its tests' seconds are."""
-    found = dict.fromkeys((area.name for area in AREAS), 0.0)
-    for result in results:
-        of_tests = sum(result.files.values())
-        if not of_tests:
-            found[CORE] += result.seconds
-        for file, seconds in result.files.items():
-            found[area_of(file)] += result.seconds * seconds / of_tests if of_tests else 0.0
-    return found
-
-
-def area_table(results: Sequence[Result]) -> list[str]:
-    found = area_seconds(results)
-    lines = [f"{'area':12}{'seconds':>9}{'allowance':>11}"]
-    for area in AREAS:
-        over = round(found[area.name]) - area.allowance_s
-        note = f"   over its allowance by {over} s" if over > 0 else ""
-        lines.append(f"{area.name:12}{round(found[area.name]):9}{area.allowance_s:11}{note}")
-    files = Counter({name: s for each in results for name, s in each.files.items()})
-    slowest = ", ".join(f"{Path(name).name} {s:.0f}" for name, s in files.most_common(8))
-    return [*lines, f"slowest files, seconds: {slowest}"]
-
-
-# --- the commands --------------------------------------------------------------------------------
-def run_one(stage: Stage, results: Results, hang_s: float = STAGE_HANG_S) -> Result:
+def run(stage: Stage) -> Result:
+    """Run a stage and keep its result."""
     say(f"{stage.name}: begins at {time.strftime('%H:%M:%S')}")
-    result = run_stage(stage, results, hang_s)
+    files, begin = digest(stage), time.monotonic()
+    if why := unavailable(stage):
+        result = Result(files, "unavailable", why=why)
+    else:
+        result = run_tests(stage, files) if stage.files else run_checks(files)
+    if digest(stage) != files:
+        result = replace(result, state="failed", why="files changed while it ran")
+    result = replace(result, seconds=round(time.monotonic() - begin, 1))
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / f"{stage.name}.json").write_text(json.dumps(asdict(result), indent=1))
     say(f"{stage.name}: {result.state}, {result.seconds:.0f} s {result.why}".rstrip())
     return result
 
 
-def run_default(results: Results) -> int:
-    """Always anew, to the first stage that fails."""
-    start, done = time.monotonic(), []
-    for stage in DEFAULT:
-        done.append(run_one(stage, results, DEFAULT_HANG_S - (time.monotonic() - start)))
-        if done[-1].state != "passed":
-            return 1
-    total = time.monotonic() - start
-    for line in (*table(done), "", *area_table(done)):
-        say(line)
-    slower = "slower than promised: " if total > PROMISE_S else ""
-    say(f"{slower}{total:.0f} s in all, {PROMISE_S} s are promised on two free cores")
-    return 0
+def run_checks(files: str) -> Result:
+    """Lint and types; the output of a command is printed when it fails."""
+    for line in LINES:
+        program, *words = line.split()
+        command = [str(BIN / program), *words]
+        if program == "shellcheck":
+            command = [command[0], *(str(path) for word in words for path in ROOT.glob(word))]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stdout + done.stderr, flush=True)
+            return Result(files, "failed", why=f"{program} ended with {done.returncode}")
+    return Result(files, "passed")
 
 
-def run_full(results: Results) -> int:
-    """Stages that are not green on this tree; then one table of all, and 0 if all are green."""
-    kept = {s.name: results.of(s) or results.adopt(s, changed_files) for s in STAGES}
-    missing = [stage for stage in STAGES if (old := kept[stage.name]) is None or not _green(old)]
-    say(f"tree {results.tree}: {len(STAGES) - len(missing)} of {len(STAGES)} stages are green")
-    for number, stage in enumerate(missing, 1):
-        minutes = sum(each.estimate_s for each in missing[number - 1 :]) / 60
-        say(f"stage {number} of {len(missing)}, about {minutes:.0f} min to the end of the last")
-        kept[stage.name] = run_one(stage, results)
-    done = [result for result in kept.values() if result is not None]
-    for line in table(done):
-        say(line)
-    red = [each.stage for each in done if not _acceptable(each)]
-    say(f"not green: {', '.join(red)}" if red else f"green on tree {results.tree}")
-    return 1 if red else 0
+def run_tests(stage: Stage, files: str) -> Result:
+    junit = KEPT / f"{stage.name}.xml"
+    junit.unlink(missing_ok=True)
+    own = stage.environment and not stage.of_programs
+    python = str(ROOT / f"build/{stage.environment}/bin/python") if own else PYTHON
+    libraries = {"LD_LIBRARY_PATH": f"{ROOT}/build/{stage.environment}/lib/system"} if own else {}
+    command = [python, "-m", "pytest", "-m", stage.marks, f"--junitxml={junit}"]
+    if stage.workers > 1:  # groups of tests/conftest.py, in the order of the paths
+        command += ["-n", str(stage.workers), "--dist=loadfile", "--no-loadscope-reorder"]
+    code = call([*command, *stage.paths()], libraries)
+    if not junit.exists():
+        return Result(files, "failed", why=f"pytest ended with {code} and no report")
+    suite = ElementTree.parse(junit).getroot()[0]
+    counts = {
+        name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
+    }
+    failed, skipped = counts["failures"] + counts["errors"], counts["skipped"]
+    passed = counts["tests"] - failed - skipped
+    why = "no test passed" if not passed else f"pytest ended with {code}" if code else ""
+    return Result(files, "failed" if why else "passed", 0.0, passed, failed, skipped, why)
 
 
-def run_named(name: str, results: Results) -> int:
-    """One stage, whatever its last result was."""
-    result = run_one(next(stage for stage in STAGES if stage.name == name), results)
-    for line in table([result]):
-        say(line)
-    return 0 if _acceptable(result) else 1
+def say(line: str) -> None:
+    print(f"[test] {line}", flush=True)
 
 
-def _green(result: Result) -> bool:
-    return result.state == "passed"
-
-
-def _acceptable(result: Result) -> bool:
-    """Green, or an optional stage that this machine cannot run."""
-    optional = any(stage.optional for stage in STAGES if stage.name == result.stage)
-    return _green(result) or (optional and result.state == "unavailable")
-
-
-def listing(results: Results) -> list[str]:
-    lines = [f"{'stage':12}{'estimate':>10}   {'on this tree':14}"]
+def table(results: Mapping[str, Result | None]) -> list[str]:
+    lines = [f"{'stage':12}{'estimate':>10}  {'state':13} passed failed skipped     s"]
     for stage in STAGES:
-        old = results.of(stage)
-        names = ", ".join(path.removesuffix(".py") for path in stage.paths)
-        tests = f"{stage.kind} tests of {names}" if names else "ruff, mypy"
-        optional = "optional: " if stage.optional else ""
-        state = old.state if old else "-"
-        lines.append(
-            f"{stage.name:12}{stage.estimate_s / 60:6.0f} min   {state:14}{optional}{tests}"
-        )
+        if stage.name in results:
+            it = results[stage.name] or Result("", "-")
+            counts = f"{it.passed:7}{it.failed:7}{it.skipped:8}{it.seconds:6.0f}"
+            minutes = f"{stage.name:12}{stage.minutes:6} min"
+            lines.append(f"{minutes}  {it.state:13}{counts}  {it.why}".rstrip())
     return lines
 
 
-def run_pytest(arguments: Sequence[str], *, full: bool) -> int:
-    """The person's own arguments to one pytest, after the checks."""
-    if _checks(Results("")).state != "passed":
-        return 1
-    cuda = not unavailable(next(stage for stage in STAGES if stage.kind == "gpu"))
-    selection = EXPRESSIONS["default"] if not full else "" if cuda else "not gpu"
-    command = [str(BIN / "python"), "-m", "pytest", "-m", selection, *arguments]
-    return _run(command, _environment(STAGES[0]), STAGE_HANG_S if full else DEFAULT_HANG_S)
+def run_default() -> int:
+    """Checks and tests beside each other, always anew."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:
+        checks = beside.submit(run, CHECKS)
+        results = {DEFAULT.name: run(DEFAULT), CHECKS.name: checks.result()}
+    report(results)
+    say(f"{time.monotonic() - begin:.0f} s in all, {PROMISED_S} s are promised on two free cores")
+    return int(any(result.state != "passed" for result in results.values()))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_full() -> int:
+    """Every stage without a green result on these files; then one table of all."""
+    results = {stage.name: kept(stage) for stage in STAGES}
+    missing = [stage for stage in STAGES if getattr(results[stage.name], "state", "") != "passed"]
+    for number, stage in enumerate(missing, 1):
+        left = sum(each.minutes for each in missing[number - 1 :])
+        say(f"stage {number} of {len(missing)}, about {left} min to the end of the last")
+        results[stage.name] = run(stage)
+    report(results)
+    red = [s.name for s in STAGES if not (r := results[s.name]) or not r.acceptable(s)]
+    say(f"not green: {', '.join(red)}" if red else "green")
+    return int(bool(red))
+
+
+def report(results: Mapping[str, Result | None]) -> None:
+    for line in table(results):
+        say(line)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--stage", choices=[stage.name for stage in STAGES])
-    asked, others = parser.parse_known_args(arguments)
-    if others:
-        return run_pytest(others, full=asked.full)
-    results = Results(tree_hash())
-    if asked.list:
-        print("\n".join(listing(results)))
+    chosen, words = parser.parse_known_args()
+    # A shell's background job ignores SIGINT, and so would all processes that a test starts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if words:
+        pytest = [PYTHON, "-m", "pytest", "-m", PLAIN if chosen.full else DEFAULT_MARKS]
+        return 1 if run_checks("").state != "passed" else call([*pytest, *words])
+    if chosen.list:
+        print("\n".join(table({stage.name: kept(stage) for stage in STAGES})))
         return 0
-    if asked.stage:
-        return run_named(asked.stage, results)
-    return run_full(results) if asked.full else run_default(results)
+    if chosen.stage:
+        stage = next(each for each in STAGES if each.name == chosen.stage)
+        result = run(stage)
+        report({stage.name: result})
+        return int(not result.acceptable(stage))
+    return run_full() if chosen.full else run_default()
 
 
 if __name__ == "__main__":

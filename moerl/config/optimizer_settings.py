@@ -112,7 +112,10 @@ def installed_fields(file: str, name: str) -> Mapping[str, str]:
 
     file: path below megatron/core.
     """
-    spec = importlib.util.find_spec("megatron")
+    try:
+        spec = importlib.util.find_spec("megatron")
+    except ModuleNotFoundError:
+        spec = None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder) / "core" / file).is_file():
             for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -26,6 +26,7 @@ from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.model import platform  # noqa: E402
 from tests.double.on_checkpoint import TWO_RANKS, Saved, gathered_bytes, numbers, stepped  # noqa: E402
 from tests.double.train_once import MODEL, Trained, largest_difference  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def main() -> None:
     place = platform.prepare("cuda", local_rank=rank, layers="local")
     from moerl.trainer.model import parallel
 
-    ranks = parallel.start(TWO_RANKS.parallel, place, timeout_s=60)
+    ranks = parallel.start(TWO_RANKS.parallel, place, timeout_s=patience(60))
     store = BlobStore(folder / f"blobs-{rank}", "n0")
     plan = make_plan(store, dp_size=TWO_RANKS.parallel.dp, max_tokens=48)
     found = measured(folder, lambda: Trained(fresh(folder, ranks, store), plan))

@@ -46,6 +46,7 @@ from tests.double.train_once import (  # noqa: E402
     largest_difference,
     without_times,
 )
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.trainer_support import make_plan, replan  # noqa: E402
 
@@ -63,7 +64,7 @@ def main() -> None:
     for number, name in enumerate(NAMES):
         meet_apart(number)
         layout = {**LAYOUTS, **ADAPTED}[name]
-        ranks = parallel.start(layout.parallel, PLACE, timeout_s=60)
+        ranks = parallel.start(layout.parallel, PLACE, timeout_s=patience(60))
         own = replan(plan, ranks.dp_size, MAX_TOKENS)
         has_critic = name not in ADAPTED
         settings = algorithm(REFERENCE, TEACHER, critic=has_critic)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.double.build import build
+from tests.helpers.patience import patience
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -59,7 +60,7 @@ def _run(*files: str) -> dict[str, str]:
         command += [str(HERE / file) for file in files]
         done = subprocess.run(
             command, cwd=ROOT, env=_environment(), capture_output=True, text=True,
-            timeout=TIMEOUT_S, check=False,
+            timeout=patience(TIMEOUT_S), check=False,
         )  # fmt: skip
         output = (done.stdout + done.stderr)[-6000:]
         return {"": output} | (_results(report) if report.exists() else {})

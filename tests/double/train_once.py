@@ -27,6 +27,7 @@ from moerl.core.types import BatchPlan
 from moerl.layout import LayerSpec
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model import platform
+from tests.helpers.patience import patience
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner
@@ -88,7 +89,7 @@ def prepare(
         trainer=trainer,
         replay=replayed,
     )
-    ranks = parallel.start(config.trainer.parallel, place, timeout_s=60)
+    ranks = parallel.start(config.trainer.parallel, place, timeout_s=patience(60))
     store = BlobStore(folder / f"blobs-{where}", "n0")
     plan = make_plan(store, groups=4, max_tokens=48)
     source = HfFolder(str(folder / MODEL))

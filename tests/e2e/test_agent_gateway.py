@@ -7,7 +7,6 @@ new weights.  Each claim has a control that the same gate must reject.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.config.schema import EngineConfig
 from moerl.core.types import Rollout, SamplingParams
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.records.blob_ranges import read_logprobs
@@ -28,6 +26,7 @@ from moerl.records.header_check import check
 from tests.helpers.agent_records import Records, Tap, check_control, check_scores, score, update
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.patience import patience
 from tests.helpers.replay_scenario import A, B, Scoring, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -143,22 +142,15 @@ async def hang_up(agent: Agent, world: World, history: list[Any]) -> None:
         await asyncio.sleep(0.02)
     asking.cancel()
     await asyncio.wait([asking])
-    await asyncio.wait_for(world.host._health.idle.wait(), 30.0)
+    await asyncio.wait_for(world.host._health.idle.wait(), patience(30.0))
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    root = tmp_path_factory.mktemp("gateway")
-    parser = SglangAnswers("qwen25")
-    world = World(root, EngineConfig(max_total_tokens=16384))
-    try:
-        world.run(world.host.start(A), 240.0)
-        found = world.run(play(world, parser), 120.0)
-    finally:
-        world.run(world.host.stop())
+def played(engine_world: World) -> Played:
+    world = engine_world.fresh()
+    found = world.run(play(world, SglangAnswers("qwen25")), 120.0)
     score(found.records)
-    yield found
-    world.loop.close()
+    return found
 
 
 # --- claims ---------------------------------------------------------------------------------------

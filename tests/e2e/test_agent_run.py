@@ -17,12 +17,13 @@ from moerl.core.types import Rollout
 from moerl.data.tasks import load_tokenizer
 from moerl.observe.metrics import read_rows
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.patience import patience
 from tests.helpers.short_agent_runs import LAG_0, SETTINGS
 from tests.helpers.stub_model import completion, stub_model
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score_all
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = (ROOT / "docs/metrics.md").read_text()
@@ -44,7 +45,6 @@ def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
     assert not survivors(members, 10.0)
 
 
-@pytest.mark.full
 def test_held_out_prompts_are_played(tmp_path: Path) -> None:
     """Greedy, and no version differs from another, so every evaluation has the same rewards."""
     held_out = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.samples=2"]
@@ -65,7 +65,6 @@ def test_held_out_prompts_are_played(tmp_path: Path) -> None:
     assert len(groups) == 4, "held-out episodes are in no batch"
 
 
-@pytest.mark.full
 def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:
     """Its answers are messages to the policy; its key is in no file but the one for secrets."""
     key, said = "s3cr3t-key", "a bad cafe faded"
@@ -129,7 +128,6 @@ def agents_of(run: Run) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("victim", ["controller", "engine-0", "program"])
 def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> None:
     run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=4", name="x", copies=True)
@@ -149,7 +147,6 @@ def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> No
     assert failed == (victim == "program"), "its group is replaced"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", ["drain", "in_place", "retract"])
 def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
     """Long answers, so that updates come into the middle of turns; scored with each version's
@@ -203,7 +200,6 @@ def check_scores(run: Run, folder: Path, rows: list[Rollout]) -> None:
     assert found["other/both"] > 1e-3, "control: weights of another version"
 
 
-@pytest.mark.full
 def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     lines = text.partition("### Train your agent")[2].split("```")[1]
@@ -215,7 +211,7 @@ def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patience(600),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

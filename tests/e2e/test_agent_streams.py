@@ -22,6 +22,7 @@ from moerl.records.header_check import check
 from tests.helpers.agent_records import Tap, update_now
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.patience import patience
 from tests.helpers.replay_scenario import A, B, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(400)]
@@ -85,7 +86,7 @@ async def hang_up(client: openai.AsyncOpenAI, world: World) -> None:
         if any(choice.delta.content for choice in chunk.choices):
             break
     await stream.close()
-    await asyncio.wait_for(world.host._health.idle.wait(), 30.0)
+    await asyncio.wait_for(world.host._health.idle.wait(), patience(30.0))
 
 
 @pytest.fixture(scope="module")

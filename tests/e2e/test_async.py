@@ -18,7 +18,7 @@ from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, start
 from tests.helpers.warm_score import score, score_all
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.full]
 
 SETTINGS = [
     "sampling.max_new_tokens=200",
@@ -63,7 +63,6 @@ def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
     assert overlap >= 0.5, overlap
 
 
-@pytest.mark.full
 def test_depth_zero_shows_no_overlap(tmp_path: Path) -> None:
     """Control: a synchronous run of the same shape; it keeps its records."""
     settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0", "rollout.keep_records=true"]

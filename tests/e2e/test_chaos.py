@@ -23,7 +23,7 @@ from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 from tests.helpers.warm_score import score
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
 
 SETTINGS = [
     "checkpoint.every=5",
@@ -44,10 +44,7 @@ MANY = (*ONE_EACH, "engine-0-host", "trainer", "controller", "engine-1", "traine
     ("seed", "victims", "steps", "extra", "scored"),
     [
         pytest.param(0, ONE_EACH, 28, (), 1, id="one-each"),
-        pytest.param(
-            1, MANY * 3, 160, ("engine.count=2", "sync.quorum=1"), 4,
-            marks=pytest.mark.full, id="many",
-        ),
+        pytest.param(1, MANY * 3, 160, ("engine.count=2", "sync.quorum=1"), 4, id="many"),
     ],
 )  # fmt: skip
 def test_the_run_goes_on(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
@@ -47,7 +48,9 @@ def test_twenty_publishes_are_bitwise_equal_and_smaller(tmp_path: Path) -> None:
     assert ratio > 10
 
     bench = [sys.executable, "bench/delta_ratio.py", str(run.dir.root), "--dtype", "bfloat16"]
-    done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        bench, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patience(300)
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     (count,) = re.findall(r"^(\d+) publishes, bitwise equal after each", done.stdout, re.MULTILINE)

@@ -38,6 +38,7 @@ from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.patience import patience
 from tests.helpers.session_publisher import Publisher
 
 pytestmark = pytest.mark.e2e
@@ -68,7 +69,7 @@ class World:
         self.host = EngineHost(0, self.config, context, self.store)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+        return self.loop.run_until_complete(asyncio.wait_for(work, patience(timeout_s)))
 
 
 @pytest.fixture(scope="module")
@@ -531,7 +532,7 @@ def test_killed_host_leaves_no_server(world: World, tmp_path: Path) -> None:
     finally:
         host.kill()
         host.wait()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=patience(10))
     assert not alive
 
 
@@ -557,5 +558,5 @@ def test_killed_server_fails_calls_with_its_cause(world: World) -> None:
     world.run(killed())
     world.run(world.host.stop())
     assert not any(Path(path).exists() for path in shared)
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=patience(10))
     assert not alive

@@ -1,6 +1,6 @@
 """One short run with an own reward, environment and objective; then its model is audited.
 
-It is also the default selection's run of several turns over context parallel ranks.
+It is also the run of several turns over context parallel ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_main_job import PACKED, SHORT, trained_rows
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
@@ -37,7 +38,7 @@ def test_a_run_of_own_functions_and_the_audit_of_its_model(tmp_path: Path) -> No
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr
     gaps = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, check_deletion, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -57,7 +58,7 @@ def end_one(run: Run, how: str) -> None:
         os.kill(victim_of(run, how), signal.SIGKILL)
     left = survivors(members, 10.0)
     assert not left, f"10 s after {how}: {[(p.pid, p.cmdline()[:4]) for p in left]}"
-    assert run.process.wait(5) != 0
+    assert run.process.wait(patience(5)) != 0
     if (cause := CAUSES[how]) is not None:
         assert cause in run.text().split("moerl: ")[1].splitlines()[0], run.text()
         assert "--resume" in run.text()

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.algorithms.head_logprob import Head, full_logprobs
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -41,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=patience(1200),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     failed = [path.read_text() for path in folder.glob("*/failed.txt")]

@@ -29,6 +29,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.lora_oracle import read_spec
+from tests.helpers.patience import patience
 from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
@@ -84,7 +85,7 @@ class World:
         return model
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+        return self.loop.run_until_complete(asyncio.wait_for(work, patience(timeout_s)))
 
     def publish(self, version: PolicyVersion, timeout_s: float = 60.0) -> None:
         async def both() -> None:

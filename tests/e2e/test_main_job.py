@@ -1,7 +1,7 @@
 """A few real steps of what most runs are: two recipes, each over another layout of the trainer.
 
-test_examples_run.py has the third, turns over context parallel ranks.  The full suite has every
-recipe and every layout alone (test_recipes.py, test_variants.py).
+The default selection has one.  The full suite has a third, turns over context parallel ranks
+(test_examples_run.py), and every recipe and layout alone (test_recipes.py, test_variants.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ JOBS = {  # recipe, trainer, what the recipe must have measured
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", ["stages", pytest.param("tensor-parallel", marks=pytest.mark.full)]
+)
 def test_it_trains_on_what_the_engine_recorded(name: str, tmp_path: Path) -> None:
     recipe, trainer, measured = JOBS[name]
     run = start(tmp_path, recipe, *SHORT, REWARD, *trainer, name="x")

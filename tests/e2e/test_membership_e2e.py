@@ -11,6 +11,7 @@ import pytest
 
 from moerl.launch.nodes.control_api import request
 from tests.e2e.test_chaos import check_history
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, check_deletion, start
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -34,7 +35,7 @@ def engines(run: Run, *arguments: str) -> tuple[int, str]:
     """(exit status, what it printed) of `moerl engines`."""
     done = subprocess.run(
         [sys.executable, "-m", "moerl", "engines", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=patience(120), check=False,
     )  # fmt: skip
     return done.returncode, (done.stdout + done.stderr).strip()
 

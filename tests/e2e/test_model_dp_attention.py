@@ -23,7 +23,7 @@ from tests.helpers import sync_world
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, B, C, Scoring, World, start, tokens
 from tests.helpers.tiny_families import make_family_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.full]
 
 MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
 DP_ARGS = {"attn_dp_size": 2}
@@ -103,12 +103,10 @@ def test_its_processes_speak_through_files(served: Served) -> None:
     assert sum(ports.values()) == 1, ports
 
 
-@pytest.mark.full
 def test_with_expert_parallelism(tmp_path: Path) -> None:
     check(scored(serve(World(tmp_path, EXPERT_PARALLEL))))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("ep", [1, 2])
 def test_latent_attention(ep: int, tmp_path: Path) -> None:
     """DeepSeek-V3: a rank attends to its own latents; its heads are whole."""
@@ -137,7 +135,6 @@ def shape_of(folder: Path) -> ModelShape:
     )
 
 
-@pytest.mark.full
 def test_interruptions_and_updates(tmp_path: Path) -> None:
     """The whole scenario of an engine with plain attention: three versions, several turns."""
     served = serve(World(tmp_path, EXPERT_PARALLEL), World.play)
@@ -159,7 +156,6 @@ def publishing(tmp_path: Path) -> Iterator[sync_world.World]:
     world.end()
 
 
-@pytest.mark.full
 def test_a_publish_is_what_sglang_would_have_loaded(publishing: sync_world.World) -> None:
     """Attention is whole on each rank, experts are cut: other bytes than for plain attention."""
     start_sums = publishing.checksums(0)

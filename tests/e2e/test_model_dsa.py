@@ -23,6 +23,7 @@ import pytest
 from moerl.audit.score_job import ScoreJob
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import PolicyVersion, Rollout
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.replay_scenario import A, B
 from tests.helpers.sparse_servers import WAVES
@@ -45,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=patience(500),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for failed in folder.glob("*/failed.txt"):

@@ -1,6 +1,6 @@
 """Every family in the real loop: engine, transformers and the trainer agree on each record.
 
-The default form serves a tiny model of each family from a fork and compares its records with
+The small form serves a tiny model of each family from a fork and compares its records with
 transformers and with the trainer's own forward pass, both under the recorded routes and masks.  The
 full form is `moerl mismatch` and two trainings per family; with MOERL_WRITE_FAMILIES=1 it writes
 its figures into tests/data/model_families.json, from which docs/replay-support.md is made.
@@ -30,11 +30,12 @@ from moerl.core.types import Rollout
 from moerl.launch.run_context import RunContext
 from tests.helpers import warm_score
 from tests.helpers.family_table import RESULTS, FamilyResult
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.tiny_families import FAMILY_FIELDS, RECIPE, make_family_model
 from tests.helpers.train_runs import Run, start
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = tuple(FAMILY_FIELDS)
@@ -56,7 +57,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patience(600),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for job in sorted(folder.glob("*/job.json")):
@@ -125,7 +126,6 @@ SYNCHRONOUS = ("rollout.buffer_depth=0", "rollout.max_lag=0")
 _SERVES = re.compile(r"engine 0 serves \S+, digest (\w+)")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mismatch_and_training(
     served: Path, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(600)]
@@ -39,7 +40,7 @@ def test_mismatch_says_it_before_it_samples(tmp_path: Path) -> None:
     command += ["--tokens", "100", "--page", str(tmp_path / "page.html")]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True,
-        text=True, check=False, timeout=300,
+        text=True, check=False, timeout=patience(300),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "w13_weight: the plan fills" in done.stderr

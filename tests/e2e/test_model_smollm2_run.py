@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.smollm2, pytest.mark.timeout(1500)]
@@ -109,7 +110,7 @@ def test_mismatch_of_real_chat_prompts_is_rounding_with_both_replays(tmp_path: P
             "--page", str(tmp_path / "page.html"),
         ],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=1200,
+        capture_output=True, text=True, check=False, timeout=patience(1200),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

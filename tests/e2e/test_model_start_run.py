@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_variants import SMALL
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, start, survivors
 from tests.helpers.trainer_support import ROOT
 
@@ -32,7 +33,7 @@ def _converted(run: Run, to: Path, processes: int) -> Path:
     if processes > 1:
         command += ["-m", "moerl.distributed.torchrun", f"--nproc-per-node={processes}"]
     tool = str(ROOT / "tools" / "megatron_to_hf.py")
-    subprocess.run([*command, tool, str(run.dir.root), str(to)], timeout=200, check=True)
+    subprocess.run([*command, tool, str(run.dir.root), str(to)], timeout=patience(200), check=True)
     return to
 
 

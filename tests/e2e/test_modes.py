@@ -10,8 +10,7 @@ agrees.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.config.schema import EngineConfig
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.messages import UpdateDone
 from moerl.core.types import PolicyVersion, Rollout, Segment, VersionSpan
@@ -28,15 +26,13 @@ from moerl.engine.plugin import in_flight
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.segment_split import split_segments
 from tests.helpers import engine_tiny_model as tiny
-from tests.helpers.replay_scenario import CHUNK, FULL, LONG, A, B, C, Scoring, World, start, tokens
+from tests.helpers.replay_scenario import FULL, LATE, LONG, A, B, C, Scoring, World, start, tokens
 from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MAX_GAP, MEAN_GAP = 5e-5, 5e-6  # nats, fp32
 CONTROL = 1e-3  # nats: what every wrong assignment exceeds
-LATE = "late"  # file that holds the scheduler up, in the folder of the world
-HOOK = Path(__file__).parents[1] / "helpers" / "late_scheduler"
 VERSIONS = [PolicyVersion(0, step) for step in range(16)]
 MODES = {
     "drain": "",
@@ -179,25 +175,13 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    root = tmp_path_factory.mktemp("modes")
-    args = {"chunked_prefill_size": CHUNK}
-    folders = [str(HOOK), str(HOOK.parents[2]), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, folders))
-    world = World(root, EngineConfig(args=args, max_total_tokens=16384))
+def played(engine_world: World, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    world = engine_world.fresh()
     weights = [world.folders[version] for version in (A, B, C)]
     world.folders = {version: weights[version.step % 3] for version in VERSIONS}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", path)
-            patch.setenv("MOERL_TEST_LATE", str(root / LATE))
-            world.run(world.host.start(A), 240.0)
-        played = world.run(Stage(world).play(), 400.0)
-    finally:
-        world.run(world.host.stop())
-    played.scores = score(played, root)
-    yield played
-    world.loop.close()
+    played = world.run(Stage(world).play(), 400.0)
+    played.scores = score(played, tmp_path_factory.mktemp("modes"))
+    return played
 
 
 def score(played: Played, root: Path) -> Scoring:

@@ -12,6 +12,7 @@ import pytest
 from moerl.data.environments import calculator
 from moerl.data.tasks import load_tokenizer
 from tests.e2e.test_variants import SMALL
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import start
 from tests.helpers.warm_score import score
 
@@ -97,7 +98,7 @@ def test_distillation_from_a_trained_folder(tmp_path: Path) -> None:
 def test_tool_use_from_its_demonstrations(tmp_path: Path) -> None:
     """Turns with calls and their results are trained on exact rows."""
     sft = ["-m", "moerl", "sft", "tool-use-start", f"run.root={tmp_path}", "--run", "warm"]
-    done = subprocess.run([sys.executable, *sft, *WARM], timeout=400, check=False)
+    done = subprocess.run([sys.executable, *sft, *WARM], timeout=patience(400), check=False)
     assert done.returncode == 0
     # One version of the weights: every row can be scored with the same model.
     still = "trainer.optimizer={lr: 0, min_lr: 0, warmup_steps: 0}"

@@ -8,7 +8,6 @@ same gate must reject.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,19 +33,21 @@ BF16_MAX = 0.15
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["tp1", "tp2"]
 )
 def scored(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Scoring]:
+    request: pytest.FixtureRequest, engine_world: World, tmp_path_factory: pytest.TempPathFactory
+) -> Scoring:
     """The scenario played on one server, and all its scores from one start of the trainer."""
     root = tmp_path_factory.mktemp("replay")
-    args = {"chunked_prefill_size": CHUNK}
-    world = World(root, EngineConfig(tp=request.param, args=args, max_total_tokens=16384))
-    try:
-        world.run(world.host.start(A), 240.0)
+    if request.param == 1:
+        world = engine_world.fresh()
         world.run(world.play(), 240.0)
-    finally:
-        world.run(world.host.stop())
-    yield add_jobs(Scoring(world, root))
-    world.loop.close()
+    else:
+        world = World(root, replace(engine_world.config, tp=2))
+        try:
+            world.run(world.host.start(A), 240.0)
+            world.run(world.play(), 240.0)
+        finally:
+            world.run(world.host.stop())
+    return add_jobs(Scoring(world, root))
 
 
 def add_jobs(scoring: Scoring) -> Scoring:

@@ -15,6 +15,7 @@ from moerl.observe.metrics import read_rows
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from tests.e2e.test_variants import SMALL
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 def _sft(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moerl", "sft", "quickstart", f"run.root={root}"]
     return subprocess.run(
-        [*command, *args], capture_output=True, text=True, timeout=600, check=False
+        [*command, *args], capture_output=True, text=True, timeout=patience(600), check=False
     )
 
 

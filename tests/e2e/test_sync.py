@@ -20,7 +20,7 @@ from moerl.core.types import PolicyVersion
 from tests.helpers.sync_world import Publish, World
 from tests.helpers.transport_cases import skip_if_missing, transports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture
@@ -59,7 +59,6 @@ def test_a_tp2_engine_holds_what_sglang_would_have_loaded(
         _meets_damage(world, last.version)
 
 
-@pytest.mark.full
 def test_an_engine_of_fp8_blocks_holds_what_sglang_would_have_loaded(
     made: Callable[..., World],
 ) -> None:
@@ -147,21 +146,18 @@ def _comes_up(world: World, publish: Publish) -> None:
     assert world.load_folder(1, publish.version) == world.known[publish.version]
 
 
-@pytest.mark.full
 def test_another_plan_is_refused(two: World) -> None:
     publish = two.publish("plan")
     _ends(two, publish, "prepare", "transfer plan is 0123456789abcdef")
     _comes_up(two, publish)
 
 
-@pytest.mark.full
 def test_bits_that_keep_flipping_leave_the_old_version(two: World) -> None:
     publish = two.publish("flips")
     _ends(two, publish, "verify", "damaged twice")
     _comes_up(two, publish)
 
 
-@pytest.mark.full
 def test_a_stalled_engine_is_left_behind(two: World) -> None:
     publish = two.publish("halt")
     two.until(publish.file("halted").exists)
@@ -179,7 +175,6 @@ def test_a_stalled_engine_is_left_behind(two: World) -> None:
     _comes_up(two, publish)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("whole", [True, False], ids=["server", "receiver"])
 def test_an_engine_killed_in_a_transfer_fails_alone_and_is_refreshed(
     two: World, whole: bool
@@ -197,7 +192,6 @@ def test_an_engine_killed_in_a_transfer_fails_alone_and_is_refreshed(
     _comes_up(two, publish)
 
 
-@pytest.mark.full
 def test_a_late_joiner_is_served_alone(two: World) -> None:
     two.run(two.hosts[1].stop())
     publish = two.publish()
@@ -208,7 +202,6 @@ def test_a_late_joiner_is_served_alone(two: World) -> None:
     assert _updates(two) == updates, "engine 0 was updated again"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("whole", [True, False], ids=["trainer", "sender"])
 def test_a_trainer_killed_in_a_publish_leaves_whole_versions(two: World, whole: bool) -> None:
     """All of its ranks at once, or one that only sends; the next incarnation goes on."""

@@ -1,7 +1,9 @@
 """The whole path on real SGLang and real Megatron ranks: learn, publish, save; then the gates.
 
-One training run of 24 steps feeds all tests.  Gates and controls are those of the oracles: max and
-mean |d| in fp32, E[ratio] with and without the mask, k3 with and without routing replay in bf16.
+The short run of the session shows that a run is exact, saves its model and says what it does.  One
+training run of 24 steps, in the full suite, feeds all other tests.  Gates and controls are those of
+the oracles: max and mean |d| in fp32, E[ratio] with and without the mask, k3 with and without
+routing replay in bf16.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from moerl.config.load import load_saved
 from moerl.core.serialization import decode_value
 from moerl.core.types import Rollout
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.short_run import ShortRun
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
+FULL = pytest.mark.full
 STEPS, TOKENS = 24, 20_000
 MAX, MEAN = 5e-5, 5e-6  # nats, fp32 engine against fp32 trainer
 CONTROLS = ("both_shifted", "both_reversed", "both_corrupted", "both_prompt_live")
@@ -51,10 +55,11 @@ def probed(trained: Run) -> dict[str, Any]:
 
 
 # --- the run -------------------------------------------------------------------------------------
-def test_every_step_once_and_nothing_refused(trained: Run) -> None:
-    rows = trained.rows()
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    config = load_saved(trained.dir.config)
+def check_steps(run: Run, steps: int) -> list[dict[str, Any]]:
+    """Rows of the run: each step once, each exact, and nothing refused."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(steps))
+    config = load_saved(run.dir.config)
     for row in rows:
         assert row["routing/replay_cover_frac"] == 1.0
         assert row["keep/cover_frac"] == 1.0
@@ -64,25 +69,44 @@ def test_every_step_once_and_nothing_refused(trained: Run) -> None:
     assert rows[0]["alert/replay_exact"] == 0.0
     assert rows[0]["probe/live_agree_same_input_frac"] > 0.99
     assert math.isclose(rows[0]["mismatch/ratio_mean/lag_0"], 1.0, abs_tol=1e-5)
+    return rows
 
 
+def check_what_a_person_finds(run: Run, steps: int) -> None:
+    names = {name for row in run.rows() for name in row}
+    assert undocumented(sorted(names), (ROOT / "docs/metrics.md").read_text()) == []
+    report = run.dir.report.read_text()
+    assert "<svg" in report
+    assert "src=" not in report.replace("data:", ""), "the page must be self-contained"
+    assert f"step {steps}/{steps}" in run.text()
+    assert run.dir.checkpoint(steps).is_dir()
+
+
+def test_a_short_run_is_exact(short_run: ShortRun) -> None:
+    rows = check_steps(short_run.run, 2)
+    assert all(row["mismatch/abs_dlogp_max/lag_0"] <= MAX for row in rows)
+
+
+def test_what_a_person_finds_after_a_short_run(short_run: ShortRun) -> None:
+    check_what_a_person_finds(short_run.run, 2)
+    assert short_run.run.dir.hf.is_dir()
+
+
+@FULL
+def test_every_step_once_and_nothing_refused(trained: Run) -> None:
+    check_steps(trained, STEPS)
+
+
+@FULL
 def test_it_learns(trained: Run) -> None:
     rewards = [row["reward/mean"] for row in trained.rows()]
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.05
 
 
-def test_every_metric_is_documented(trained: Run) -> None:
-    names = {name for row in trained.rows() for name in row}
-    assert undocumented(sorted(names), (ROOT / "docs/metrics.md").read_text()) == []
-
-
+@FULL
 def test_what_a_person_finds(trained: Run) -> None:
-    report = trained.dir.report.read_text()
-    assert "<svg" in report
-    assert "src=" not in report.replace("data:", ""), "the page must be self-contained"
+    check_what_a_person_finds(trained, STEPS)
     assert "tokens/s alone" in trained.text()
-    assert "step 24/24" in trained.text()
-    assert trained.dir.checkpoint(STEPS).is_dir()
 
 
 # --- gates ---------------------------------------------------------------------------------------
@@ -90,6 +114,7 @@ def passes(metrics: dict[str, float]) -> bool:
     return metrics["abs_dlogp_max"] <= MAX and metrics["abs_dlogp_mean"] <= MEAN
 
 
+@FULL
 def test_fp32_gate(probed: dict[str, Any]) -> None:
     """Replay off, routers may differ only at a tie, and not about the same input otherwise.
 
@@ -104,6 +129,7 @@ def test_fp32_gate(probed: dict[str, Any]) -> None:
     assert routing["root_margin_max"] < 1e-5
 
 
+@FULL
 @pytest.mark.parametrize("control", [*CONTROLS, "routing"])
 def test_fp32_gate_rejects(probed: dict[str, Any], control: str) -> None:
     """Wrong records fail the gate; `routing` alone is the record with its masks dropped.
@@ -117,12 +143,14 @@ def test_fp32_gate_rejects(probed: dict[str, Any], control: str) -> None:
     assert not passes(probed["results"]["fp32"][control])
 
 
+@FULL
 def test_bf16_routers_fail_that_agreement(probed: dict[str, Any]) -> None:
     routing = probed["routing"]["bf16"]
     assert routing["same_input_agreement"] < 0.9999
     assert routing["root_margin_max"] > 1e-5
 
 
+@FULL
 def test_expected_ratio(probed: dict[str, Any]) -> None:
     masked, bare = (probed["results"]["fp32"][name] for name in ("both", "routing"))
     assert abs(masked["ratio_mean"] - 1) <= max(4 * masked["ratio_se"], 1e-5)
@@ -130,6 +158,7 @@ def test_expected_ratio(probed: dict[str, Any]) -> None:
     assert bare["ratio_mean"] < 1 - 20 * bare["ratio_se"]
 
 
+@FULL
 def test_bf16_trainer(probed: dict[str, Any]) -> None:
     both, live = (probed["results"]["bf16"][name] for name in ("both", "mask"))
     assert live["k3"] >= 3 * both["k3"]
@@ -137,6 +166,7 @@ def test_bf16_trainer(probed: dict[str, Any]) -> None:
     assert abs(both["ratio_mean"] - 1) <= max(4 * both["ratio_se"], 1e-5)
 
 
+@FULL
 def test_hf_folder_gives_the_trainers_numbers(trained: Run, probed: dict[str, Any]) -> None:
     """transformers opens runs/NAME/hf and agrees with the trainer within 1e-5."""
     from moerl.engine import torchvision_fix

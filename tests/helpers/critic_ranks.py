@@ -34,6 +34,7 @@ from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 from tests.helpers.trainer_support import make_plan, replan  # noqa: E402
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, required=True)
     options = parser.parse_args()
     sizes = ParallelConfig(dp=options.dp, ep=options.dp)
-    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    ranks = parallel.start(sizes, PLACE, timeout_s=patience(60))
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3)
     config = Config(
         model=ModelConfig(path=str(options.model)),

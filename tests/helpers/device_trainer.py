@@ -32,6 +32,7 @@ from moerl.data.batching import plan_batch
 from moerl.layout import LayerSpec, ModelSpec
 from moerl.planning.memory import TrainerMemory, Training, trainer_memory
 from moerl.records.blob_store import BlobStore
+from tests.helpers.patience import patience
 from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def ranks(layers: LayerSpec, where: str = "cuda") -> Parallel:
     from moerl.trainer.model import parallel
 
     vars(parallel)["rank_store"] = lambda _timeout: dist.HashStore()  # the only rank
-    return parallel.start(ParallelConfig(), place, timeout_s=60)
+    return parallel.start(ParallelConfig(), place, timeout_s=patience(60))
 
 
 def make_learner(

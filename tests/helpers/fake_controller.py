@@ -51,6 +51,7 @@ from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.transports.factory import make
+from tests.helpers.patience import patience
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
@@ -128,7 +129,7 @@ class FakeController:
 
     def close(self) -> None:
         self._stopping.set()
-        self._thread.join(10)
+        self._thread.join(patience(10))
         self._server.close()
 
     async def _serve(self) -> None:
@@ -210,7 +211,12 @@ def run_gang(
     }
     try:
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=150, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=patience(150),
+            check=False,
         )
     finally:
         controller.close()

@@ -48,6 +48,7 @@ from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
+from tests.helpers.patience import Patience
 from tests.helpers.tiny_families import RECIPE, make_family_model
 
 SETTINGS = (
@@ -102,8 +103,8 @@ def forked(folder: Path, work: Callable[[Path], None]) -> int:
 
 
 def wait(pid: int, timeout_s: float = _FAMILY_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not os.waitpid(pid, os.WNOHANG)[0]:
+    limit = Patience(timeout_s)
+    while not limit.over() and not os.waitpid(pid, os.WNOHANG)[0]:
         time.sleep(0.02)
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -148,9 +149,9 @@ class ForkedServer:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> int:
-        deadline = time.monotonic() + timeout_s
+        limit = Patience(timeout_s)
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
+            if limit.over():
                 raise subprocess.TimeoutExpired("a forked server", timeout_s)
             time.sleep(0.01)
         return code

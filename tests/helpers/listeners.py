@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from tests.helpers.patience import Patience
 from tests.helpers.train_runs import START_S, Run
 
 _LOOK_S = 0.3
@@ -157,9 +158,9 @@ def table() -> str:
 def watch(run: Run) -> set[Seen]:
     """All listeners of all processes of the run, until it ends."""
     found: set[Seen] = set()
-    deadline = time.monotonic() + START_S
+    limit = Patience(START_S)
     while run.process.poll() is None:
-        assert time.monotonic() < deadline, f"the run does not end:\n{run.text()}"
+        assert not limit.over(), f"the run does not end:\n{run.text()}"
         found |= now(run)
         time.sleep(_LOOK_S)
     return found

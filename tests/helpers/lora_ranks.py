@@ -57,6 +57,7 @@ from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.te_modules import LinearProduct  # noqa: E402
 
 # factors that tp cuts, by the control that takes those of the other rank
@@ -70,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = json.loads(options.settings)
     sizes = ParallelConfig(**settings["parallel"])
-    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    ranks = parallel.start(sizes, PLACE, timeout_s=patience(60))
     learner = make_learner(Path(options.model), ranks, settings)
     if not learner.config.lora.start:
         set_factors(learner, load_file(options.factors))

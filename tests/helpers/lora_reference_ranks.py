@@ -36,6 +36,7 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from tests.helpers.lora_oracle import random_factors  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     options = parser.parse_args()
     sizes = ParallelConfig(**json.loads(options.sizes))
-    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    ranks = parallel.start(sizes, PLACE, timeout_s=patience(60))
     store = BlobStore(Path(options.work) / f"blobs{dist.get_rank()}", "n0")
     plan = make_plan(store, groups=4, dp_size=sizes.dp)
     lora = LoraConfig(**json.loads(options.lora))
@@ -107,7 +108,7 @@ def make_learner(
 def reference(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
     """Scores of the reference, by minibatch and microbatch, as a step has them."""
     parts = split_plan(plan, learner.config.trainer, seed=learner.config.run.seed)
-    return [known.logprobs["reference"] for known in learner._know(plan, parts)]
+    return [known.logprobs["reference"] for known in learner._score_without_grad(plan, parts)]
 
 
 def unscored(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:

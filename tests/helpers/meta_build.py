@@ -26,6 +26,7 @@ from moerl.planning.dry_run import model_shapes
 from moerl.planning.memory import trainer_memory, training_of
 from moerl.trainer.model import cpu_patches, platform
 from tests.helpers import te_modules
+from tests.helpers.patience import patience
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -73,7 +74,7 @@ def build(config: Config, place: platform.Platform, rank: int) -> dict[str, obje
         megatron=fields | {"perform_initialization": False},
         packing=trainer.packing and place.layers == "te",
     )
-    ranks = parallel.start(trainer.parallel, place, timeout_s=60)
+    ranks = parallel.start(trainer.parallel, place, timeout_s=patience(60))
     model = gpt.build(spec, trainer, ranks, with_replay=True, lora=config.lora)
     built = _measured(model, gpt.wrap(model, trainer, place))
     parallel.stop()

@@ -34,6 +34,7 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 Maps = list[torch.Tensor]
@@ -46,7 +47,7 @@ PAIRS = AlgorithmConfig(
 class Bench:
     def __init__(self, model: Path, work: Path) -> None:
         self.folder = HfFolder(str(model))
-        self.ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=60)
+        self.ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=patience(60))
         self.store = BlobStore(work / "blobs", "n0")
         self.plan = make_plan(self.store, groups=4, max_tokens=48)
 

@@ -19,6 +19,8 @@ from typing import IO
 
 import pytest
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 _NET = "10.231.17"
 
@@ -131,4 +133,6 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _ip(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        ["ip", *args], check=True, capture_output=True, text=True, timeout=patience(30)
+    )

@@ -34,6 +34,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.model import platform
 from moerl.weight_sync.transports.base import Link, Transport
+from tests.helpers.patience import patience
 
 _POLL_S = 0.02
 _HALT_S = 120.0
@@ -59,7 +60,7 @@ def main() -> None:
 
     run = RunDir(Path(root))
     config = load_saved(run.config)
-    here = parallel.start(config.trainer.parallel, place, timeout_s=120.0)
+    here = parallel.start(config.trainer.parallel, place, timeout_s=patience(120.0))
     faults = Faults(here.rank, publisher.make)
     publisher.make = faults.make  # type: ignore[assignment]
     keys, blobs = Keys.read(run.endpoints.keys), BlobStore(run.root / "b", "n")
@@ -161,7 +162,7 @@ class FaultyLink:
     def _halt(self) -> None:
         files = self._faults.files
         files.with_suffix(files.suffix + ".halted").touch()
-        go, deadline = files.with_suffix(files.suffix + ".go"), time.monotonic() + _HALT_S
+        go, deadline = files.with_suffix(files.suffix + ".go"), time.monotonic() + patience(_HALT_S)
         while not go.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

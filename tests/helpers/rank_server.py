@@ -27,6 +27,7 @@ from pathlib import Path
 
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import VARIABLE, store_variable
+from tests.helpers.patience import patience
 from tests.helpers.trainer_support import ROOT
 
 _PLACE = os.environ.get(VARIABLE, "")  # of the store; a trainer's start takes it
@@ -71,7 +72,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        request = Request(arguments, own, [str(log) for log in logs], timeout_s)
+        request = Request(arguments, own, [str(log) for log in logs], patience(timeout_s))
         codes = _alone(request) if on == "gpu" else _ask(request, _server(_SERVERS[on]))
         output = "".join(log.read_text() for log in logs)
     store.close()
@@ -131,7 +132,7 @@ def _end(server: subprocess.Popen[str]) -> None:
     """It ends when its standard input does."""
     assert server.stdin is not None
     server.stdin.close()
-    server.wait(30)
+    server.wait(patience(30))
 
 
 # --- the server ----------------------------------------------------------------------------------

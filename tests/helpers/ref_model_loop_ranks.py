@@ -32,6 +32,7 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.passes.schedule import Batches  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
 
 NAMES = ("loss/total", "loss/kl_ref_k3", "loss/kl_teacher", "loss/grad_norm")
@@ -43,7 +44,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True)
     options = parser.parse_args()
     config = load_saved(RunDir(options.run_dir).config)
-    ranks = parallel.start(config.trainer.parallel, PLACE, timeout_s=60)
+    ranks = parallel.start(config.trainer.parallel, PLACE, timeout_s=patience(60))
     store = BlobStore(options.work / f"blobs{dist.get_rank()}", "n0")
     scored = decode(options.scored.read_bytes())
     assert isinstance(scored, Scored)

@@ -57,6 +57,7 @@ from moerl.trainer.passes import forward, probe  # noqa: E402
 from tests.helpers.attended_keys import compare_attended, watching_attention  # noqa: E402
 from tests.helpers.critic_cases import critic_step  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.replay_matrix_records import V0, Records, make_records  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
@@ -83,7 +84,7 @@ def main() -> None:
             os.environ["RANK"] = str(job["ranks"].index(me))
             os.environ["WORLD_SIZE"] = str(len(job["ranks"]))
             meet_apart(number)
-            ranks = parallel.start(ParallelConfig(**job["sizes"]), PLACE, timeout_s=90)
+            ranks = parallel.start(ParallelConfig(**job["sizes"]), PLACE, timeout_s=patience(90))
             for case in job["cases"]:
                 run_case(work, case, ranks)
             dist.barrier()

@@ -13,6 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from moerl.records.header_check import check
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import run_ranks
 
 TOKEN = "replay-run-token"
@@ -43,6 +45,7 @@ UNROUNDED = PolicyVersion(1, 0)  # A as it was before its projections became fp8
 TRUNCATED = SamplingParams(24, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
 FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
 LONG = replace(TRUNCATED, max_new_tokens=900)
+LATE = "late"  # file that holds the scheduler up, in the root of a world (late_scheduler)
 CHUNK = 64  # tokens of one prefill chunk
 NOISE = 0.01  # of a tensor's standard deviation, per version
 T = TypeVar("T")
@@ -66,7 +69,6 @@ class World:
     pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
     turns: dict[str, SampledTurn] = field(default_factory=dict)  # of complete rollouts
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
-    shape: ModelShape = tiny.SHAPE
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -83,8 +85,20 @@ class World:
         context = EngineContext(self.folders[A], self.shape, ReplayConfig(), run, TOKEN)
         self.host = EngineHost(0, self.config, context, self.store)
 
+    def fresh(self) -> World:
+        """The same server for another scenario: its first weights again, and no records."""
+        self.host._updates.mode = ""
+        self.run(self.load(A))
+        for blob in self.store.root.iterdir():
+            blob.unlink()
+        other = copy(self)
+        for name in ("rollouts", "before", "cached", "paused", "settings", "turns"):
+            setattr(other, name, {})
+        other.folders = dict(self.folders)
+        return other
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+        return self.loop.run_until_complete(asyncio.wait_for(work, patience(timeout_s)))
 
     async def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         server = self.host._server

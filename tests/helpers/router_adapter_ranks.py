@@ -28,6 +28,7 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import LAYERS, make_plan  # noqa: E402
 
 LORA = LoraConfig(rank=4, alpha=8, targets=["*.mlp.gate"])
@@ -38,7 +39,7 @@ def main() -> None:
     for name in ("--model", "--work"):
         parser.add_argument(name, type=Path, required=True)
     options = parser.parse_args()
-    ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=60)
+    ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=patience(60))
     store, folder = BlobStore(options.work / "blobs", "n0"), HfFolder(str(options.model))
     plan, found, replayed = make_plan(store, groups=2), {}, {}
     for routing in ("R3", "off"):

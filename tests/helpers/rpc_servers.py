@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from moerl.core.messages import Message
 from moerl.core.rpc import Keys, RpcServer
+from tests.helpers.patience import patience
 
 
 @contextmanager
@@ -32,5 +33,5 @@ def serving(
         yield server
     finally:
         stopping.set()
-        thread.join(20)
+        thread.join(patience(20))
         server.close()

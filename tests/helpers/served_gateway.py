@@ -24,6 +24,7 @@ from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
 from moerl.core.types import Grammar, SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
+from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 
 TOKENIZER = chat_tokenizer()
@@ -109,7 +110,7 @@ async def serve(
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(work(), 60.0)
+        await asyncio.wait_for(work(), patience(60.0))
 
     asyncio.run(limited())
 

@@ -26,7 +26,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +312,7 @@ FP8_CASES = tuple(
 # Runners that keep experts in another form, the first one without changing a shape.
 RUNNERS = ("flashinfer_cutlass", "triton_kernel")
 
+EVERY_MODEL = MODELS | VARIANTS | REFUSED | FP8_MODELS
 REFUSED_CASES = {
     **{name: Case(name, 1).server_args for name in REFUSED},
     "gpt_oss_ep": Case("gpt_oss", 2, ep=2).server_args,
@@ -502,7 +503,8 @@ def _tell_of_sparse_attention() -> None:
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Collection[str]) -> None:
+    """names: of the cases to load; none for everything above."""
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     from moerl.engine import torchvision_fix
 
@@ -512,38 +514,42 @@ def main(folder: Path) -> None:
     _tell_of_sparse_attention()
     load_plugins()
     (folder / "loaded").mkdir()
-    failed = _write_models(folder)
+    cases = [case for case in (*CASES, *FP8_CASES) if not names or str(case) in names]
+    models = {case.model for case in cases}
+    failed = _write_models(folder, models if names else EVERY_MODEL)
     reports: dict[str, object] = {}
-    for case in (*CASES, *FP8_CASES):
+    for case in cases:
         ranks = range(case.tp)
         if report := _keep(folder, str(case), case.model, case.server_args, ranks, failed):
             reports[str(case)] = report
-    for runner in RUNNERS:
+    for runner in RUNNERS if not names else ():
         args = Case("qwen3_moe", 1).server_args | {"moe_runner_backend": runner}
         if report := _keep(folder, runner, "qwen3_moe", args, range(1), failed):
             reports[runner] = report
-    for name in VARIANTS:
+    for name in VARIANTS if not names else ():
         args = Case(name.removesuffix(".tied"), 1).server_args
         _keep(folder, name, name, args, range(1), failed)
     refused = {
         name: error(folder / (name if name in REFUSED else "gpt_oss"), args)
         for name, args in REFUSED_CASES.items()
+        if not names
     }
     for file, found in (("reports", reports), ("refused", refused), ("failed", failed)):
         (folder / f"{file}.json").write_text(json.dumps(found, default=str))
 
 
-def _write_models(folder: Path) -> dict[str, str]:
-    """Write all checkpoints; returns why those that transformers cannot make failed."""
+def _write_models(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Write checkpoints; returns why those that transformers cannot make failed."""
     from tests.helpers.fp8_folder import quantise
 
     failed: dict[str, str] = {}
-    for name, (config, change) in (MODELS | VARIANTS | REFUSED | FP8_MODELS).items():
+    for name in names:
+        config, change = EVERY_MODEL[name]
         try:
             write_model(folder / name, config, change)
         except Exception as problem:
             failed[name] = _sentence(problem)
-    for name in FP8_MODELS.keys() - failed.keys():
+    for name in (FP8_MODELS.keys() & names) - failed.keys():
         quantise((folder / name).rename(folder / f"{name}.plain"), folder / name)
     return failed
 
@@ -587,4 +593,4 @@ def _sentence(problem: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -58,6 +58,7 @@ from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan, relay_schedule
 from moerl.weight_sync.transfer_plan import TRAINER as TRAINER_ID
 from moerl.weight_sync.transports.factory import make
+from tests.helpers.patience import Patience, patience
 
 FAMILIES = Path(__file__).resolve().parents[1] / "data" / "layout_families.json"
 TRAINER = ParallelConfig(tp=2, ep=2)
@@ -226,9 +227,9 @@ class Engine:
             orders = (self.folder, rank, self.tp, held, flips)
             self.processes.append(CONTEXT.Process(target=run_engine_rank, args=orders, daemon=True))
             self.processes[-1].start()
-        deadline = time.monotonic() + 60
+        limit = Patience(60)
         while not all(socket_path(self.folder, rank).exists() for rank in range(self.tp)):
-            assert time.monotonic() < deadline, "an engine rank did not open its door"
+            assert not limit.over(), "an engine rank did not open its door"
             time.sleep(0.02)
         return self
 
@@ -364,7 +365,7 @@ def _halting(mover: object, halt: Halt) -> None:
             count += 1
             if count == halt.flush:
                 halt.reached.set()
-                halt.go_on.wait(60)
+                halt.go_on.wait(patience(60))
             flush(until)
 
         link.flush = halting_flush

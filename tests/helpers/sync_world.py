@@ -37,6 +37,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
+from tests.helpers.patience import patience
 from tests.helpers.publishing_ranks import Order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,7 @@ class World:
     # --- life ------------------------------------------------------------------------------------
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Engines and trainer are answered only while something runs here."""
-        return self.loop.run_until_complete(asyncio.wait_for(work, _LATE_S))
+        return self.loop.run_until_complete(asyncio.wait_for(work, patience(_LATE_S)))
 
     async def _start(self) -> None:
         endpoints, keys = self.run_dir.endpoints, Keys.make()
@@ -251,7 +252,7 @@ class World:
 
         async def wait() -> None:
             while (holds := await ask()).version != version or holds.cause:
-                assert time.monotonic() - begin < _LATE_S, holds
+                assert time.monotonic() - begin < patience(_LATE_S), holds
                 await asyncio.sleep(_POLL_S)
 
         self.run(wait())

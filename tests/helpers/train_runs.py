@@ -20,6 +20,7 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.train import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
+from tests.helpers.patience import Patience, patience
 
 START_S = 600.0  # a machine that many share
 _HOOK = Path(__file__).parent / "trained_records"
@@ -69,15 +70,15 @@ class Run:
         return [front, *front.children(recursive=True)]
 
     def wait_for(self, what: Callable[[], bool], seconds: float = START_S) -> None:
-        deadline = time.monotonic() + seconds
+        limit = Patience(seconds)
         while not what():
             assert self.process.poll() is None, f"the run ended early:\n{self.text()}"
-            assert time.monotonic() < deadline, f"nothing after {seconds} s:\n{self.text()}"
+            assert not limit.over(), f"nothing after {seconds} s:\n{self.text()}"
             time.sleep(0.05)
 
     def finish(self, seconds: float = 400.0) -> int:
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(patience(seconds))
         finally:
             self.end()
 
@@ -164,9 +165,9 @@ def _runs(member: psutil.Process) -> bool:
 
 def survivors(members: list[psutil.Process], within_s: float) -> list[psutil.Process]:
     """Members that still run when the time is up, which a busy machine makes longer."""
-    deadline = time.monotonic() + within_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    limit = Patience(within_s)
     while True:
         left = [member for member in members if _runs(member)]
-        if not left or time.monotonic() > deadline:
+        if not left or limit.over():
             return left
         time.sleep(0.05)

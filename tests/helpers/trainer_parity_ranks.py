@@ -37,6 +37,7 @@ from moerl.trainer.model.gpt import build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.te_modules import LinearProduct  # noqa: E402
 from tests.helpers.trainer_support import OVERLAPPED, UNUSED_EXPERT, make_plan, replan, without_mask  # noqa: E402
 
@@ -44,7 +45,7 @@ from tests.helpers.trainer_support import OVERLAPPED, UNUSED_EXPERT, make_plan, 
 def main() -> None:
     options = _options()
     sizes = ParallelConfig(dp=options.dp, ep=options.ep, tp=options.tp, etp=options.etp)
-    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    ranks = parallel.start(sizes, PLACE, timeout_s=patience(60))
     # eps far above the gradients makes Adam's step proportional to them
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0)
     optimizer = replace(optimizer, distributed=options.distributed_optimizer)

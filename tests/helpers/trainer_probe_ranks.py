@@ -24,13 +24,14 @@ from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
 from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402
 
 
 def main() -> None:
     options = _options()
     sizes = ParallelConfig(dp=options.ranks, ep=options.ranks)
-    ranks = parallel.start(sizes, PLACE, timeout_s=60)
+    ranks = parallel.start(sizes, PLACE, timeout_s=patience(60))
     trainer = TrainerConfig(parallel=sizes)
     config = Config(trainer=trainer, replay=ReplayConfig(probe=1))
     folder = HfFolder(options.model)

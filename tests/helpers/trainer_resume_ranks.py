@@ -46,6 +46,7 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.rank_server import meet_apart  # noqa: E402
 from tests.helpers.saved_checkpoint import save_whole  # noqa: E402
 from tests.helpers.trainer_support import make_plan  # noqa: E402
@@ -58,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     for number, phase in enumerate(json.loads(options.phases.read_text())):
         meet_apart(number)
-        ranks = parallel.start(ParallelConfig(**phase["parallel"]), PLACE, timeout_s=60)
+        ranks = parallel.start(ParallelConfig(**phase["parallel"]), PLACE, timeout_s=patience(60))
         run_phase(options, phase, ranks)
         parallel.stop()
 

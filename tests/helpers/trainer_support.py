@@ -28,6 +28,7 @@ from moerl.core.types import (
 )
 from moerl.data.batching import plan_batch
 from moerl.records.blob_store import BlobStore
+from tests.helpers.patience import patience
 from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
@@ -174,7 +175,12 @@ def torchrun(ranks: int, args: list[str], *, timeout_s: float = 120.0) -> str:
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(timeout_s),
+        check=False,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]

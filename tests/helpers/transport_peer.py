@@ -14,6 +14,7 @@ from moerl.core.errors import TransportError
 from moerl.weight_sync.transports import mooncake
 from moerl.weight_sync.transports.base import Link, Staging
 from moerl.weight_sync.transports.factory import make
+from tests.helpers.patience import Patience
 
 
 def mooncake_missing() -> str:
@@ -71,8 +72,8 @@ class Peer:
 
     def stream(self, num_bytes: int, seconds: float) -> None:
         """Write the same bytes until something fails; says `begun` after the first round."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        limit = Patience(seconds)
+        while not limit.over():
             self.put(0, num_bytes, 1, seconds)
             self.flush(seconds)
             if self.pipe is not None:

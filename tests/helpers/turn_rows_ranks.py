@@ -37,6 +37,7 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
+from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.random_turns import V0, Call, random_episode  # noqa: E402
 from tests.helpers.synthetic import RolloutSpec  # noqa: E402
 from tests.helpers.trainer_support import SHAPE  # noqa: E402
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--work", type=Path, required=True)
     options = parser.parse_args()
-    ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=60)
+    ranks = parallel.start(ParallelConfig(), PLACE, timeout_s=patience(60))
     store = BlobStore(options.work / "blobs", "n0")
     played = [_turns(store, f"0.{idx}", lengths) for idx, lengths in enumerate(TURNS)]
     forms = _chains(store, played) | _branches(store, played[0])

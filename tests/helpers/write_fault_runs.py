@@ -47,6 +47,7 @@ from moerl.records import BlobStore
 from moerl.runtime.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
+from tests.helpers.patience import patience
 from tests.helpers.saved_hf import save_hf
 from tests.helpers.write_faults import KILLED, KINDS, Fault, WriteSites
 from tests.unit.test_controller import CONFIG, EqualFor, Prompts, StubEngine, publish
@@ -218,7 +219,7 @@ async def _train(root: Path, run: RunDir, trainer: StubTrainer, at: Callable[[in
     tasks = asyncio.create_task(controller.run())
     job = asyncio.create_task(trainer.train(controller))
     try:
-        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=patience(60))
         await (tasks if tasks.done() else job)
         at(TRAINED)
         trainer.save()

@@ -28,6 +28,7 @@ from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest
 from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from tests.helpers.patience import patience
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +71,7 @@ class _Gate:
         original = checkpoint_writer._Writer.write
 
         def write(writer: Any) -> Any:
-            assert self.open.wait(60)
+            assert self.open.wait(patience(60))
             if self.error is not None:
                 raise self.error
             return original(writer)
@@ -106,7 +107,7 @@ def test_one_is_in_flight_at_most(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     second.join(0.3)
     assert second.is_alive()  # waits: its copy would overwrite what is being written
     gate.open.set()
-    second.join(60)
+    second.join(patience(60))
     writer.finish()
     assert _load(run, 1)[0].unique().tolist() == [1.0]
     assert _load(run, 2)[0].unique().tolist() == [2.0]

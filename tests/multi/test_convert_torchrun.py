@@ -16,6 +16,9 @@ from moerl.trainer.checkpoints.convert import convert_to_megatron
 from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import file_form, write_json
+from tests.helpers.patience import patience
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -44,7 +47,7 @@ def run_tool(num_processes: int, tool: str, *args: object) -> subprocess.Complet
         [*launch, str(ROOT / "tools" / tool), *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=patience(150),
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
 

@@ -19,6 +19,7 @@ import pytest
 
 from moerl.records.blob_copies import copied_blobs_of
 from tests.helpers.network_hosts import Host, environment, hosts_or_skip
+from tests.helpers.patience import patience
 from tests.multi.test_hosts import ClusterRun, cluster_run, ranks_of
 
 STEPS = 80
@@ -34,7 +35,7 @@ def engines(run: ClusterRun, host: Host, *arguments: str) -> str:
     """`moerl engines` on a host."""
     done = subprocess.run(
         host.command([sys.executable, "-m", "moerl", "engines", *arguments]),
-        capture_output=True, text=True, timeout=120, check=False, env=environment(),
+        capture_output=True, text=True, timeout=patience(120), check=False, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -83,7 +84,7 @@ def test_engine_nodes_come_and_go(
 
         joining.send_signal(signal.SIGTERM)
         run.wait_for(lambda: responses(run, "engine 2 has left"))
-        assert joining.wait(120) == 0
+        assert joining.wait(patience(120)) == 0
         run.finish(600)
         rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.patience import patience
 from tools import gpu_check
 from tools.gpu_check_list import CHECKS
 
@@ -31,7 +32,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one run on the double, through the command that a person types."""
     file = tmp_path_factory.mktemp("check") / "report.json"
     command = [str(ROOT / "tools/gpu-check"), "--parts", "--double", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(240), check=False
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     for check in PARTS:
         assert re.search(rf"^\W*{check.name}\b", done.stdout, re.MULTILINE), check.name

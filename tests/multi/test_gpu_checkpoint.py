@@ -17,6 +17,9 @@ from tests.double.build import build
 from tests.double.on_checkpoint import TWO_RANKS, told
 from tests.double.process import ROOT, Module
 from tests.double.train_once import MODEL, make_folder
+from tests.helpers.patience import patience
+
+pytestmark = pytest.mark.full
 
 CHECKPOINT = Module("on_checkpoint.py")
 
@@ -26,7 +29,6 @@ def test_on_one_rank(name: str) -> None:
     CHECKPOINT.passed(name)
 
 
-@pytest.mark.full
 def test_two_ranks_write_their_shards(tmp_path: Path) -> None:
     build()
     make_folder(tmp_path)
@@ -52,7 +54,7 @@ def _on_two_ranks(folder: Path) -> list[dict[str, float]]:
         own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with log.open("w") as out:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=out, stderr=out))
-    codes = [rank.wait(timeout=200) for rank in ranks]
+    codes = [rank.wait(timeout=patience(200)) for rank in ranks]
     store.close()
     assert not any(codes), "".join(log.read_text()[-3000:] for log in logs)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

@@ -19,6 +19,8 @@ from tests.double.train_once import BOUNDS, largest_difference, make_folder, oth
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT
 
+pytestmark = pytest.mark.full
+
 WORKER = str(ROOT / "tests/double/gang_ranks.py")
 AGREES = 0.05  # of the dry run's bytes
 PURPOSES = ("weights", "gradients", "optimizer", "others", "device_base", "all", "snapshot")

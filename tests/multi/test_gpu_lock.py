@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 UV = "uv==0.13.9"
 RESOLVE = ("pip", "compile", "pyproject.toml", "--extra", "gpu", "--python-version", "3.12")
@@ -17,7 +19,7 @@ RESOLVE += ("--python-platform", "x86_64-manylinux_2_34", "--no-header", "--no-a
 def uv(folder: Path) -> Path:
     """The program, in a folder of its own."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, UV]
-    subprocess.run(pip, check=True, timeout=280)
+    subprocess.run(pip, check=True, timeout=patience(280))
     return folder / "bin/uv"
 
 
@@ -33,7 +35,9 @@ def test_the_lock_is_one_legal_set(tmp_path: Path) -> None:
 
     def resolve(constraints: Path) -> subprocess.CompletedProcess[str]:
         command = [program, *RESOLVE, "--constraint", constraints]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=patience(800)
+        )
 
     done = resolve(lock)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,8 @@ import pytest
 
 from tests.double.process import Module
 
+pytestmark = pytest.mark.full
+
 TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
 ADAPTERS = Module("on_lora.py")

@@ -6,6 +6,8 @@ import pytest
 
 from tests.double.process import Module
 
+pytestmark = pytest.mark.full
+
 TRANSPORTS = Module("on_transports.py")
 
 

@@ -22,6 +22,7 @@ from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
 from tests.e2e.test_chaos import check_history
 from tests.helpers.network_hosts import Host, hosts_or_skip
+from tests.helpers.patience import Patience, patience
 from tests.helpers.train_runs import TrainedRecords, copying_records
 
 STEPS, CUT_S = 16, 20.0
@@ -101,19 +102,19 @@ class ClusterRun:
         return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
     def wait_for(self, what: Callable[[], bool], seconds: float = START_S) -> None:
-        deadline = time.monotonic() + seconds
+        limit = Patience(seconds)
         while not what():
             assert self.head.poll() is None, f"the run ended early:\n{self.text()}"
-            assert time.monotonic() < deadline, f"nothing after {seconds} s:\n{self.text()}"
+            assert not limit.over(), f"nothing after {seconds} s:\n{self.text()}"
             time.sleep(0.1)
 
     def finish(self, seconds: float = START_S) -> None:
-        deadline = time.monotonic() + seconds
-        while self.head.poll() is None and time.monotonic() < deadline:
+        limit = Patience(seconds)
+        while self.head.poll() is None and not limit.over():
             time.sleep(0.1)
         assert self.head.poll() == 0, self.text()
         for process in self.trainers:
-            assert process.wait(60) == 0, self.text()
+            assert process.wait(patience(60)) == 0, self.text()
 
     def members(self) -> list[psutil.Process]:
         found = []
@@ -154,6 +155,7 @@ def cluster_run(
         run.end()
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_a_run_over_three_hosts_whose_links_are_cut(three: list[Host], tmp_path: Path) -> None:
@@ -280,10 +282,10 @@ def no_command_line_has(secrets: list[str], members: list[psutil.Process]) -> bo
 
 
 def psutil_alive(members: list[psutil.Process]) -> list[psutil.Process]:
-    deadline = time.monotonic() + 20
+    limit = Patience(20)
     while True:
         left = [m for m in members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
-        if not left or time.monotonic() > deadline:
+        if not left or limit.over():
             return left
         time.sleep(0.1)
 

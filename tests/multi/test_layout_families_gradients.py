@@ -16,6 +16,7 @@ import pytest
 from test_layout_families import FAMILIES, MESHES, refusal, run
 
 from moerl.layout import model_spec
+from tests.helpers.patience import patience
 
 TOLERANCE = 1e-5  # of the largest gradient of the model
 CHANGE = {
@@ -58,7 +59,7 @@ def take_steps(work: Path, mesh: str) -> None:
     from tests.helpers.hf_gather import HfGather
     from tests.helpers.trainer_support import make_plan, replan
 
-    ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=60)
+    ranks = parallel.start(ParallelConfig(**MESHES[mesh]), place, timeout_s=patience(60))
     optimizer = OptimizerConfig(lr=1.0, min_lr=1.0, eps=10.0, clip_grad=0.0, distributed=False)
     trainer = TrainerConfig(parallel=ranks.sizes, optimizer=optimizer)
     for family in sorted({f for f, m in CASES if mesh in (m, "tp1")}):

@@ -27,6 +27,8 @@ from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.merge_adapter import merge_adapter
 from tests.helpers.lora_oracle import LIMIT, LORA, SHARED, WIDE, Trained, read_spec, write_model
 
+pytestmark = pytest.mark.full
+
 OTHERS = ("tp2-etp2", "pp2", "pp2-vpp2", "cp2")  # with ep 1, as the side that saves
 
 
@@ -58,13 +60,11 @@ def test_another_layout_continues_as_its_own(case: Trained, saved: dict[str, Any
     assert _continued(case, saved, "pp2") <= LIMIT
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", OTHERS)
 def test_every_layout_continues(case: Trained, saved: dict[str, Any], layout: str) -> None:
     assert _continued(case, saved, layout) <= LIMIT
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("form", [SHARED, WIDE], ids=["shared", "routers and head"])
 @pytest.mark.parametrize(("layout", "other"), [("dp2", "tp2-etp2"), ("ep2", "tp2-ep2")])
 def test_other_forms_continue(tmp_path: Path, form: LoraConfig, layout: str, other: str) -> None:
@@ -112,7 +112,6 @@ def test_adapters_of_a_checkpoint_are_a_folder(case: Trained, saved: dict[str, A
             refused()
 
 
-@pytest.mark.full
 def test_checkpoint_start_makes_them_the_start_of_a_run(
     case: Trained, saved: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -130,7 +129,6 @@ def test_checkpoint_start_makes_them_the_start_of_a_run(
     check_lora(replace(found, run=replace(found.run, root=str(tmp_path), name="next")))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", ["pp2", "tp2-ep2"])
 def test_another_run_starts_from_a_checkpoint(
     case: Trained, saved: dict[str, Any], layout: str
@@ -143,7 +141,6 @@ def test_another_run_starts_from_a_checkpoint(
     assert not _near(case.run(layout, first=1, until=2), saved["loss"])
 
 
-@pytest.mark.full
 def test_a_run_starts_from_the_adapter_as_from_the_merged_folder(
     case: Trained, saved: dict[str, Any]
 ) -> None:

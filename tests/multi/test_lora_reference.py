@@ -17,6 +17,8 @@ from tests.helpers.lora_oracle import LORA
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model
 
+pytestmark = pytest.mark.full
+
 LIMIT = 1e-6  # nats
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-ep2": {"tp": 2, "ep": 2},
@@ -67,13 +69,11 @@ def test_adapters_off_are_the_reference(tmp_path: Path, layout: str) -> None:
     _check(_found(tmp_path, layout))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in DEFAULT])
 def test_every_layout_has_it(tmp_path: Path, layout: str) -> None:
     _check(_found(tmp_path, layout))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp2-ep2", "pp2-vpp2"])
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_adapters_have_it(tmp_path: Path, form: str, layout: str) -> None:

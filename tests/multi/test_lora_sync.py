@@ -16,9 +16,10 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.core.messages import PublishFailure, PublishResult
 from moerl.core.types import PolicyVersion
 from moerl.layout.tiles import full_box, num_elements
+from tests.helpers.patience import Patience
 from tests.helpers.sync_peers import CONTEXT, Engine, Halt, Trainer, transfer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
 LORA = LoraConfig(rank=2, alpha=1, ranks={"*.experts.*": 1})
@@ -44,9 +45,9 @@ def trainer(made: list, engines: list[Engine], **settings: object) -> Trainer:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LATE_S
+    limit = Patience(LATE_S)
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert not limit.over(), "it did not happen"
         time.sleep(0.05)
 
 
@@ -89,7 +90,6 @@ def test_a_flipped_bit_of_a_factor_is_sent_again(made: list, tmp_path: Path) -> 
     assert one.served() == V1
 
 
-@pytest.mark.full
 def test_a_killed_trainer_leaves_a_whole_adapter_and_the_next_one_goes_on(
     made: list, tmp_path: Path
 ) -> None:
@@ -111,7 +111,6 @@ def test_a_killed_trainer_leaves_a_whole_adapter_and_the_next_one_goes_on(
     assert one.served() == again
 
 
-@pytest.mark.full
 def test_other_adapters_need_an_engine_that_starts_again(made: list, tmp_path: Path) -> None:
     one = engine(made, tmp_path / "e0")
     (result,) = trainer(made, [one]).publish(V1)

@@ -19,6 +19,8 @@ from tests.helpers.lora_oracle import FAMILIES, LIMIT, LORA, SERVED, SHARED, WID
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import ROOT, make_model
 
+pytestmark = pytest.mark.full
+
 FORMS = {"each": LORA, "shared": SHARED, "wide": WIDE, "served": SERVED}
 RECOMPUTED = {
     "recompute_granularity": "full",
@@ -61,7 +63,6 @@ def _plain(folder: Path, model: Path, on: str, ranks: int, *layout: str) -> Foun
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [(), ("--tp", "2", "--ep", "2"), ("--tp", "2", "--etp", "2")],
@@ -115,7 +116,6 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert found["buffered"] == found["trained"], "frozen weights have no gradient buffer"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("form", ["shared", "wide", "served"])
 @pytest.mark.parametrize("layout", ["one", "tp2-ep2"])
 def test_other_forms_of_adapters_have_them(
@@ -126,14 +126,12 @@ def test_other_forms_of_adapters_have_them(
     _check(case.gaps(_run(case, layout)))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_layers_have_them(trained: Callable[..., Trained], family: str) -> None:
     case = trained(family)
     _check(case.gaps(_run(case, "tp2-ep2", megatron=RECOMPUTED)))
 
 
-@pytest.mark.full
 def test_packed_rows_have_them(trained: Callable[..., Trained]) -> None:
     for family in FAMILIES:
         case = trained(family)
@@ -151,7 +149,6 @@ def test_a_mistake_with_experts_is_noticed(trained: Callable[..., Trained], brok
     assert (gaps["loss"] <= LIMIT) == (broken == "next_rows")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("broken", ["before_norm", "no_tp_sum"])
 def test_a_mistake_with_layers_that_are_cut_is_noticed(
     trained: Callable[..., Trained], broken: str

@@ -19,6 +19,9 @@ from test_layout_families import FAMILIES, NUM_TOKENS, run, tokens
 
 from moerl.layout import model_spec
 from tests.helpers.nested_model import nest
+from tests.helpers.patience import patience
+
+pytestmark = pytest.mark.full
 
 TESTED = ("minimax_m2", "ernie4_5_moe", "llama4", "qwen3_next")
 TOLERANCE = 2e-5  # of the largest gradient of the model
@@ -112,7 +115,7 @@ def compare_gradients(folder: Path) -> dict[str, dict[str, float]]:
     from moerl.config.schema import ParallelConfig
     from moerl.trainer.model import parallel
 
-    ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
+    ranks = parallel.start(ParallelConfig(), place, timeout_s=patience(60))
     return {
         family: {
             "replayed": gradient_gap(folder, family, ranks, 0),

@@ -25,8 +25,11 @@ from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_save import file_form, write_json
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import EXPERTS, LAYERS, ROOT, TOP_K, VOCAB, make_model
+
+pytestmark = pytest.mark.full
 
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 HEADS, GROUPS, HEAD = 4, 2, 16
@@ -91,7 +94,7 @@ def plain_worker(model: str, out: str) -> None:
     tensors = load_file(Path(model) / "every.safetensors")
     for number, axes in enumerate(({"dp": 2, "ep": 2}, {"pp": 2})):
         meet_apart(number)
-        ranks = parallel.start(ParallelConfig(**axes), place, timeout_s=60)
+        ranks = parallel.start(ParallelConfig(**axes), place, timeout_s=patience(60))
         for together in (True, False):
             _save_plain(tensors, ranks, Path(out), together=together)
         parallel.stop()
@@ -221,7 +224,7 @@ def family_worker(work: str) -> None:
     from moerl.trainer.model import parallel
     from moerl.trainer.model.gpt import build, live_tensors
 
-    ranks = parallel.start(ParallelConfig(), place, timeout_s=60)
+    ranks = parallel.start(ParallelConfig(), place, timeout_s=patience(60))
     trainer, wrong = TrainerConfig(parallel=ranks.sizes), []
     for family in CONFIGS:
         source, folder = HfFolder(Path(work) / family), Path(work) / f"{family}.saved"

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.patience import Patience, patience
+
 # A root that starts a daemonised grandchild: new session, parent gone, SIGTERM ignored.
 ROOT = """
 import os, subprocess, sys, time
@@ -52,8 +54,8 @@ def run(tmp_path: Path):
     root.write_text(textwrap.dedent(ROOT.format(pids=str(pids))))
     front.write_text(textwrap.dedent(FRONT.format(root=str(root))))
     process = subprocess.Popen([sys.executable, str(front)], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    limit = Patience(60)
+    while not limit.over():
         if pids.exists() and len(pids.read_text().split()) == 3:
             break
         time.sleep(0.05)
@@ -68,8 +70,8 @@ def run(tmp_path: Path):
 
 
 def gone(members: list[psutil.Process], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+    limit = Patience(within_s)
+    while not limit.over():
         if not any(m.is_running() and m.status() != psutil.STATUS_ZOMBIE for m in members):
             return True
         time.sleep(0.05)
@@ -89,7 +91,7 @@ def test_front_is_killed(run) -> None:
 def test_root_is_killed(run) -> None:
     process, members = run
     root_of(members, process.pid).kill()
-    assert process.wait(15) == 128 + signal.SIGKILL
+    assert process.wait(patience(15)) == 128 + signal.SIGKILL
     assert gone(members, 1)
     assert "ended by signal 9" in process.stdout.read()
 
@@ -97,7 +99,7 @@ def test_root_is_killed(run) -> None:
 def test_interrupt(run) -> None:
     process, members = run
     process.send_signal(signal.SIGINT)
-    assert process.wait(15) == 3
+    assert process.wait(patience(15)) == 3
     assert gone(members, 1)
 
 
@@ -138,6 +140,10 @@ def test_dead_orphans_are_collected_and_no_exit_status_is_lost(tmp_path: Path) -
     script = tmp_path / "adopts.py"
     script.write_text(ADOPTS)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=True,
     )
     assert done.stdout.split() == ["0", "1", "0"]

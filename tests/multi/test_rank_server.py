@@ -42,7 +42,7 @@ for number, members in enumerate(([0, 1], [1], [1, 0])):
         os.environ |= {"RANK": str(members.index(me)), "WORLD_SIZE": str(len(members))}
         meet_apart(number)
         sizes = ParallelConfig(dp=len(members))
-        ranks = parallel.start(sizes, platform.prepare("cpu"), timeout_s=60)
+        ranks = parallel.start(sizes, platform.prepare("cpu"), timeout_s=patience(60))
         dist.barrier()
         print("trainer", number, "has rank", ranks.rank)
         parallel.stop()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.sglang_lora_pool import FAMILIES, LAYOUTS
 from tests.helpers.trainer_support import ROOT
 
@@ -28,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=patience(400),
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

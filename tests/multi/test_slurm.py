@@ -20,6 +20,7 @@ import pytest
 from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.network_hosts import ROOT, Host, environment, hosts_or_skip
+from tests.helpers.patience import Patience, patience
 
 SCRIPT = ROOT / "tools/launch/slurm.sbatch"
 STUB = ROOT / "tests/helpers/stub_slurm.py"
@@ -64,11 +65,15 @@ class Slurm:
 def test_it_submits_itself_with_the_recipes_nodes(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)
     arguments = ("qwen3-30b-a3b", "cluster.slurm.partition=gpu", "--run", "a")
-    assert slurm.start(*arguments).wait(120) == 0, (tmp_path / "job-submit.txt").read_text()
+    assert slurm.start(*arguments).wait(patience(120)) == 0, (
+        tmp_path / "job-submit.txt"
+    ).read_text()
     ((*options, script, recipe, setting, _, _),) = slurm.calls("sbatch")
     assert {"--nodes=4", "--gpus-per-node=8", "--requeue", "--partition=gpu"} < set(options)
     assert (script, recipe, setting) == ("tools/launch/slurm.sbatch", *arguments[:2])
-    assert slurm.start("no-such-recipe", "--run", "a").wait(120) != 0, "and refuses in a sentence"
+    assert slurm.start("no-such-recipe", "--run", "a").wait(patience(120)) != 0, (
+        "and refuses in a sentence"
+    )
     assert "RECIPE = 'no-such-recipe'" in (tmp_path / "job-submit.txt").read_text()
 
 
@@ -87,7 +92,7 @@ def test_an_engine_over_nodes_has_a_step_on_each(tmp_path: Path) -> None:
         *("cluster.nodes.trainer.count=1", "--run", "run"),
     )
     job = slurm.start(*recipe, job="7", nodes=",".join(nodes))
-    assert job.wait(120) == 0, (tmp_path / "job-7.txt").read_text()
+    assert job.wait(patience(120)) == 0, (tmp_path / "job-7.txt").read_text()
     found = {}
     for call in slurm.calls("srun"):
         at = call.index("--open-mode=append")
@@ -123,7 +128,7 @@ def test_a_preempted_job_goes_on_where_it_was(two: list[Host], tmp_path: Path) -
         wait_until(lambda: len(read_rows(run.metrics)) >= 4, job, tmp_path)
         members = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(120) != 0
+        assert job.wait(patience(120)) != 0
         assert slurm.calls("scontrol")[-1] == ["requeue", "7"]
         assert not alive(members), "a step outlives the job"
         trained = len(read_rows(run.metrics))
@@ -146,18 +151,18 @@ def test_a_preempted_job_goes_on_where_it_was(two: list[Host], tmp_path: Path) -
 
 
 def wait_until(what: Callable[[], bool], job: subprocess.Popen[str] | None, folder: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
+    limit = Patience(WAIT_S)
     while not what():
         logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("run/logs/slurm*"))
         assert job is None or job.poll() is None, (folder / "job-7.txt").read_text() + logs
-        assert time.monotonic() < deadline, logs
+        assert not limit.over(), logs
         time.sleep(0.2)
 
 
 def alive(members: list[psutil.Process]) -> list[psutil.Process]:
-    deadline = time.monotonic() + 30
+    limit = Patience(30)
     while True:
         left = [m for m in members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
-        if not left or time.monotonic() > deadline:
+        if not left or limit.over():
             return left
         time.sleep(0.1)

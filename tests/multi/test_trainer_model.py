@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.trainer_support import ROOT
 
 PROGRAM = """
@@ -92,7 +93,7 @@ def answers() -> list[object]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

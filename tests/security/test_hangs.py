@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.helpers.network_hosts import Host, hosts_or_skip
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, start, survivors
 from tests.multi.test_hosts import cluster_run
 
@@ -94,7 +95,7 @@ def test_a_signal_ends_a_run_whose_controller_hangs(tmp_path: Path) -> None:
         left = survivors(others, 15.0)
         print(f"all but the report was done {time.time() - asked:.1f} s after SIGTERM")
         assert not left, [(p.pid, p.cmdline()[:4]) for p in left]
-        assert run.process.wait(120) == 130  # a report is drawn at the end
+        assert run.process.wait(patience(120)) == 130  # a report is drawn at the end
     finally:
         run.end()
     assert "the run was interrupted" in run.text()
@@ -144,7 +145,7 @@ def test_a_run_ends_with_rays_daemons(tmp_path: Path) -> None:
         (gcs,) = [one for one in members if one.name() == "gcs_server"]
         begin = time.monotonic()
         gcs.kill()
-        assert run.process.wait(60) == 1
+        assert run.process.wait(patience(60)) == 1
         print(f"ended {time.monotonic() - begin:.1f} s after gcs_server was killed")
         assert not survivors(members, 5.0)
     finally:
@@ -184,7 +185,7 @@ def test_other_nodes_leave_a_run_that_is_over(three: list[Host], tmp_path: Path,
         print(f"{how}: the other nodes have left after {took_s:.1f} s")
         assert not left, [(p.pid, p.cmdline()[:4]) for p in left]
         assert took_s < 40.0, "supervision.lease_s = 12, and 5 s of grace"
-        codes = {process.wait(10) for process in others}
+        codes = {process.wait(patience(10)) for process in others}
         text = run.output.read_text()
         if how == "lost":
             assert codes == {1}

@@ -31,6 +31,7 @@ from moerl.config.task_tables import EVALUATING
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer
+from tests.helpers.patience import Patience
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it, with our pid
@@ -300,13 +301,13 @@ def marked() -> dict[int, list[str]]:
 
 def left_behind(workers: int) -> dict[int, list[str]]:
     """Marked processes but those of idle workers; two seconds for the kernel to remove them."""
-    deadline = time.monotonic() + 2
+    limit = Patience(2)
     while True:
         found = marked()
         own = ("reaper.py", "moerl.scoring.worker", "bwrap")
         others = {p: line for p, line in found.items() if not any(o in " ".join(line) for o in own)}
         most = 4 * workers  # reaper, two of bwrap, worker
-        if (not others and len(found) <= most) or time.monotonic() > deadline:
+        if (not others and len(found) <= most) or limit.over():
             return others or (found if len(found) > most else {})
         time.sleep(0.05)
 
@@ -391,9 +392,9 @@ def test_control_without_isolation_the_texts_win(scene: Scene, tmp_path: Path) -
     )
     assert dict(zip(names, done.stdout.split(), strict=True)) == dict.fromkeys(names, "1.0")
     assert (tmp_path / "canary").exists()
-    deadline = time.monotonic() + TIMEOUT_S
+    limit = Patience(TIMEOUT_S)
     while len(scene.reached) < 2:  # both connections; a thread takes them
-        assert time.monotonic() < deadline
+        assert not limit.over()
         time.sleep(0.01)
     while scene.reached:
         scene.reached.pop().close()
@@ -527,13 +528,13 @@ def test_nothing_outlives_a_killed_scorer(scene: Scene, isolation: str) -> None:
     ) as parent:
         assert parent.stdout is not None
         assert "reward=1.0" in parent.stdout.readline()
-        deadline = time.monotonic() + 60  # for the scorer to start
+        limit = Patience(60)  # for the scorer to start
         most = {"process": 4, "bwrap": 7}[isolation]  # the scorer, its worker, and two of the text
         while len(marked()) < most:
-            assert time.monotonic() < deadline, marked()
+            assert not limit.over(), marked()
             time.sleep(0.02)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while marked() and time.monotonic() < deadline:
+    limit = Patience(5)
+    while marked() and not limit.over():
         time.sleep(0.05)
     assert not marked()

@@ -10,6 +10,7 @@ import yaml
 
 from moerl.config import load_config, resolve
 from moerl.config.clusters import placement
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
@@ -57,7 +58,9 @@ def test_settings_do_not_pass_through_the_shell(tmp_path: Path) -> None:
     stub.chmod(0o755)
     command = [word.replace("/proc/1/fd/1", "/dev/null") for word in (*head_command(), hostile)]
     command[2] += "\nwait"
-    subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=20, check=True)
+    subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=patience(20), check=True
+    )
     words = (tmp_path / "words").read_text(encoding="utf-8").splitlines()
     assert words[:2] == ["train", "qwen3-30b-a3b"]
     assert hostile in words

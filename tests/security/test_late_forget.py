@@ -22,6 +22,7 @@ from moerl.engine.host import host as host_module
 from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
+from tests.helpers.patience import patience
 from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script
 
 Play = Callable[[Callable[["World"], Awaitable[None]]], None]
@@ -75,7 +76,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         for host in (world.slow, world.quick):
             await host.start(V0)
         try:
-            await asyncio.wait_for(scenario(world), 10)
+            await asyncio.wait_for(scenario(world), patience(10))
         finally:
             for host in (world.slow, world.quick):
                 await host.stop()
@@ -151,7 +152,7 @@ def test_a_server_that_hangs_is_not_waited_for(play: Play, monkeypatch: pytest.M
     async def scenario(world: World) -> None:
         await world.sealed(world.slow, name_rollout(1, 0))
         script(world.slow).may_abort.clear()
-        await asyncio.wait_for(world.slow.forget([], 1), 5)
+        await asyncio.wait_for(world.slow.forget([], 1), patience(5))
         assert world.names() == set(), "what is dead is deleted all the same"
         with pytest.raises(EngineError, match=r"engine 0: no interrupt in 0\.05 s"):
             await world.slow.interrupt()

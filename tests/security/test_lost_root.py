@@ -15,6 +15,7 @@ import pytest
 
 from moerl.config import load_config, save_config
 from moerl.runtime.run_dir import RunDir
+from tests.helpers.patience import Patience, patience
 from tests.helpers.train_runs import survivors
 
 LEASE_S = 6.0
@@ -54,7 +55,7 @@ def test_a_trainer_node_leaves_when_the_root_process_was_killed(tmp_path: Path) 
         root.kill()
         left = survivors(members, 60.0)
         assert not left, [(p.pid, p.cmdline()[:4]) for p in left]
-        assert node.wait(5) == 1
+        assert node.wait(patience(5)) == 1
         assert node.stderr is not None
         assert "no sign of the run's root process for" in node.stderr.read()
         assert run.endpoints.start(), "control: the folder still names a controller"
@@ -66,8 +67,8 @@ def test_a_trainer_node_leaves_when_the_root_process_was_killed(tmp_path: Path) 
 
 def with_torchrun(node: subprocess.Popen[str]) -> list[psutil.Process]:
     """The node's processes, once torchrun is among them."""
-    deadline = time.monotonic() + 120.0
-    while time.monotonic() < deadline:
+    limit = Patience(120.0)
+    while not limit.over():
         assert node.poll() is None, node.stderr and node.stderr.read()
         below = psutil.Process(node.pid).children(recursive=True)
         if below:

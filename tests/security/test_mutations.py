@@ -14,6 +14,8 @@ import msgspec
 import pytest
 import yaml
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests/mutations/mutations.yaml"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "runs", "docs")
@@ -49,7 +51,7 @@ def run_in(checkout: Path, tests: list[str]) -> subprocess.CompletedProcess[str]
         env=dict(os.environ) | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
     )
 

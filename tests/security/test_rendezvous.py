@@ -26,6 +26,7 @@ from moerl.distributed import token_server
 from moerl.distributed.store_server import StoreServer, Write
 from moerl.distributed.token_server import ServerAddress, open_channel
 from moerl.distributed.token_store import TokenStore
+from tests.helpers.patience import Patience, patience
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, RUN_S = 60.0, 4.0  # until a port is open; for a planted command to run
@@ -58,10 +59,10 @@ class Agent:
         )
 
     def listeners(self) -> set[tuple[str, int]]:
-        deadline = time.monotonic() + START_S
+        limit = Patience(START_S)
         one = psutil.Process(self.process.pid)
         while not one.children() or not (found := listening(one)):
-            assert time.monotonic() < deadline, "no rank, or no port"
+            assert not limit.over(), "no rank, or no port"
             time.sleep(0.1)
         return found
 
@@ -103,8 +104,8 @@ def runs(agent: Agent, marker: Path) -> bool:
             attack(port, f"touch {marker}")
         except (dist.DistError, ValueError):  # not a store that is open to strangers
             continue
-    deadline = time.monotonic() + RUN_S
-    while not marker.exists() and time.monotonic() < deadline:
+    limit = Patience(RUN_S)
+    while not marker.exists() and not limit.over():
         time.sleep(0.1)
     return marker.exists()
 
@@ -186,7 +187,7 @@ def test_a_process_that_listens_in_place_of_ours_learns_nothing() -> None:
         ours = ServerAddress("127.0.0.1", listener.getsockname()[1], "5e" * 16)
         with pytest.raises(TransportError, match="does not know the token"):
             open_channel(ours, time.monotonic() + 5)
-        thread.join(5)
+        thread.join(patience(5))
     assert len(heard) == 64
     assert ours.token.encode() not in heard
     assert bytes.fromhex(ours.token) not in heard

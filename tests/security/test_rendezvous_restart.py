@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.patience import Patience
+
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,9 +67,9 @@ class Nodes:
         return path.read_text().split(";")[:-1] if path.exists() else []
 
     def wait_until_met(self, times: int) -> None:
-        deadline = time.monotonic() + WAIT_S
+        limit = Patience(WAIT_S)
         while min(len(self.met(0)), len(self.met(1))) < times:
-            assert time.monotonic() < deadline, (self.folder / "agent-1.log").read_text()[-3000:]
+            assert not limit.over(), (self.folder / "agent-1.log").read_text()[-3000:]
             time.sleep(0.1)
 
     def finish(self) -> list[int]:

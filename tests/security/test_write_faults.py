@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from moerl.runtime.run_dir import read_manifest
+from tests.helpers.patience import Patience
 from tests.helpers.train_runs import Run, start
 from tests.helpers.trainer_support import ROOT
 
@@ -210,8 +211,8 @@ def test_a_real_run_falls_back_from_a_damaged_checkpoint(tmp_path: Path) -> None
 
 
 def _wait_for_words(run: Run, words: str) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    limit = Patience(120)
+    while not limit.over():
         logs = run.dir.logs.glob("*.log")
         if any(words in path.read_text(errors="replace") for path in logs):
             return

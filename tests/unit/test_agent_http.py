@@ -16,6 +16,7 @@ import pytest
 from moerl.agents.gateway import event_streams
 from moerl.core.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
+from tests.helpers.patience import patience
 from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, TOKENS, Served, ids, run, serve
 
 
@@ -241,7 +242,7 @@ def test_100_megabytes_are_refused_before_they_are_sent() -> None:
         head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer "
         writer.write(f"{head}{key}\r\nContent-Length: {10**8}\r\n\r\n".encode())
         try:
-            return await asyncio.wait_for(reader.readline(), 10.0)
+            return await asyncio.wait_for(reader.readline(), patience(10.0))
         finally:
             writer.close()
 
@@ -295,7 +296,7 @@ def test_a_client_that_hangs_up_ends_its_turn(stream: bool) -> None:
             with pytest.raises(asyncio.TimeoutError):
                 async with asyncio.timeout(0.3):
                     await served.post(json={"messages": HELLO, "stream": stream})
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(patience(10.0)):
                 while not served.engine.aborted:
                     await asyncio.sleep(0.02)
             done = await served.end()

@@ -40,6 +40,7 @@ from moerl.core.types import (
 from moerl.sandbox.isolation import Isolation
 from moerl.scoring.process import WorkerProcess
 from tests.helpers.chat_tokenizer import END
+from tests.helpers.patience import patience
 from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model
 from tests.unit.test_agent_run import PROMPT, python, run_agents
@@ -382,7 +383,7 @@ def test_a_call_is_one_of_the_episodes_turns() -> None:
 def test_a_client_that_leaves_ends_the_call(how: str) -> None:
     async def work(served: Served) -> None:
         asking = asyncio.ensure_future(served.post(json=JUDGE))
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(patience(10.0)):
             while not stub.asked:
                 await asyncio.sleep(0.02)
         if how == "hangs up":

@@ -46,6 +46,7 @@ from moerl.core.types import (
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.unit.test_controller import CONFIG, DyingEngine, StubEngine, make, running, train
 
@@ -383,7 +384,7 @@ def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_pat
 
 
 async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not what():
             await asyncio.sleep(0.01)
 

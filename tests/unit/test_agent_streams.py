@@ -23,6 +23,7 @@ from moerl.core.types import SamplingParams
 from moerl.engine.answer_parser import SglangAnswers
 from moerl.engine.host.mailbox import Mailbox
 from tests.helpers.chat_tokenizer import END, TEMPLATE
+from tests.helpers.patience import patience
 from tests.helpers.served_gateway import (
     ADD,
     CALL,
@@ -242,7 +243,7 @@ def test_a_client_that_hangs_up_in_mid_stream_ends_its_turn() -> None:
             async for event in events(served, "/chat/completions", FORMS["/chat/completions"]):
                 if delta(event)[1]:
                     break
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(patience(10.0)):
                 while not served.engine.aborted:
                     await asyncio.sleep(0.02)
             done = await served.end()

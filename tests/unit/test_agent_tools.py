@@ -16,6 +16,7 @@ from moerl.sandbox import limits
 from moerl.sandbox.isolation import SandboxError
 from moerl.sandbox.limits import NoSandbox
 from moerl.sandbox.sandbox import SandboxFactory, SandboxPool
+from tests.helpers.patience import Patience, patience
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_files_stay_and_variables_do_not(tools: SandboxTools) -> None:
 
 
 def test_variables_stay_where_the_setting_says_so(pool: SandboxPool) -> None:
-    tools = SandboxTools(pool, ToolSettings(keeps_variables=True, timeout_s=1.0))
+    tools = SandboxTools(pool, ToolSettings(keeps_variables=True, timeout_s=patience(1.0)))
     assert tools.call("python", {"code": "x = 20"}) == ""
     assert tools.call("python", {"code": "print(x + 1)"}) == "21\n"
     lost = "its variables are lost"
@@ -72,7 +73,7 @@ def test_variables_stay_where_the_setting_says_so(pool: SandboxPool) -> None:
     ("name", "argument", "says"),
     [
         ("python", "import os; os.kill(os.getpid(), 9)", "\n[ended by signal 9]"),
-        ("python", "import time; time.sleep(60)", "\n[ended after 1 s]"),
+        ("python", "import time; time.sleep(60)", "\n[ended after "),
         ("python", "while True: print('x' * 999)", "[ended: more output than 256 bytes]"),
         ("shell", "echo out; echo err >&2; exit 2", "out\nerr\n\n[exit code 2]"),
         ("shell", "printf '\\377\\376'", "\ufffd\ufffd"),
@@ -82,7 +83,7 @@ def test_variables_stay_where_the_setting_says_so(pool: SandboxPool) -> None:
     ],
 )
 def test_what_goes_wrong_is_text(pool: SandboxPool, name: str, argument: str, says: str) -> None:
-    tools = SandboxTools(pool, ToolSettings(timeout_s=1.0, output_bytes=256))
+    tools = SandboxTools(pool, ToolSettings(timeout_s=patience(1.0), output_bytes=256))
     key = {"python": "code", "shell": "command", "read_file": "path"}[name]
     text = tools.call(name, {key: argument})
     assert says in text
@@ -118,8 +119,8 @@ def test_an_episode_whose_box_ended_gets_another(pool: SandboxPool) -> None:
     assert tools._sandbox is not None
     tools._sandbox._program._kept.process.kill()  # the keeper, with which the box ends
     texts = []
-    deadline = time.monotonic() + 20
-    while not texts or (texts[-1] == "mine\n" and time.monotonic() < deadline):
+    limit = Patience(20)
+    while not texts or (texts[-1] == "mine\n" and not limit.over()):
         texts.append(tools.call("shell", {"command": "cat file"}))
     assert "its files are lost; the next call has a new one" in texts[-1]
     assert "No such file" in tools.call("shell", {"command": "cat file"})
@@ -148,8 +149,8 @@ def test_each_episode_has_a_box_of_its_own_and_they_do_not_wait_for_each_other(
 
 
 def test_a_pool_has_boxes_that_have_started(pool: SandboxPool) -> None:
-    deadline = time.monotonic() + 60
-    while not pool.waiting and time.monotonic() < deadline:
+    limit = Patience(60)
+    while not pool.waiting and not limit.over():
         time.sleep(0.02)
     waiting = pool._ready[0]
     assert pool.take() is waiting

@@ -27,6 +27,7 @@ from moerl.controller.turn_rows import join
 from moerl.core.errors import ConfigError, EngineError, RecordError
 from moerl.core.types import Finish, GenerateRequest, SamplingParams, Segment
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
+from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def echo(answer: TurnAnswer) -> ChatMessage:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 30.0))
+    return asyncio.run(asyncio.wait_for(work, patience(30.0)))
 
 
 def talk(*answers: list[int], **script: Any) -> tuple[ScriptedEngine, list[TurnAnswer]]:

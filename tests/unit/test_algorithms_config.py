@@ -28,6 +28,7 @@ from moerl.config.algorithms import (
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.validate import validate
 from moerl.core.errors import ConfigError
+from tests.helpers.patience import patience
 
 TABLES = {
     "advantage": ADVANTAGES,
@@ -194,7 +195,7 @@ def test_a_trainer_does_not_start_without_its_objective() -> None:
         "Learner(None, None, Config(algorithm=AlgorithmConfig(objective='os:none')), None)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", start], capture_output=True, text=True, timeout=patience(120)
     )
     assert "algorithm.objective = 'os:none' is not usable" in done.stderr
 

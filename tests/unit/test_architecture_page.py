@@ -61,18 +61,18 @@ def test_each_file_is_listed_once_and_exists() -> None:
 
 def test_hops_are_classes_in_the_order_of_time() -> None:
     seen = [
-        Passed("control", "rpc.py", "RpcClient.expect", 1),
+        Passed("control", "core/rpc.py", "RpcClient.expect", 1),
         Passed("token", "types.py", "check", 2),
         Passed("control", "core/serialization.py", "encode", 3),
         Passed("control", "weight_sync/receiver.py", "Receiver.handle", 4),
         Passed("control", "weight_sync/receiver.py", "_starts", 5),
-        Passed("control", "rpc.py", "RpcClient.request", 6),
-        Passed("control", "engine/update_hooks.py", "hand_on", 7),
+        Passed("control", "core/rpc.py", "RpcClient.request", 6),
+        Passed("control", "engine/plugin/update_hooks.py", "hand_on", 7),
     ]
     assert hops_of(seen) == [
-        ("rpc.py", "RpcClient"),
+        ("core/rpc.py", "RpcClient"),
         ("weight_sync/receiver.py", "Receiver"),
-        ("engine/update_hooks.py", "hand_on"),
+        ("engine/plugin/update_hooks.py", "hand_on"),
     ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moerl.core.atomic import atomic_file, atomic_write
+from tests.helpers.patience import patience
 
 
 def _die_before_the_rename(path: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path: Path) -> None:
         target=_die_before_the_rename, args=(path,)
     )
     writer.start()
-    writer.join(30)
+    writer.join(patience(30))
     assert writer.exitcode == 9
     assert path.read_text() == "old"
     assert all(found.name.startswith(".") for found in tmp_path.iterdir() if found != path)

@@ -18,6 +18,7 @@ from moerl.records import range_server, remote_blobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.range_server import CallerLimits, RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
+from tests.helpers.patience import Patience, patience
 
 TOKEN = "of this run"
 
@@ -28,7 +29,7 @@ def served(tmp_path: Path) -> Iterator[tuple[RangeServer, ClusterBlobs, BlobRef]
     owner = ClusterBlobs(tmp_path / "node", server.node, TOKEN)
     array = np.arange(50_000, dtype=np.int32)
     (_, ref) = owner.seal("a", [np.zeros(3, np.uint8), array])
-    yield server, ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=3), ref
+    yield server, ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=patience(3)), ref
     server.close()
 
 
@@ -50,7 +51,7 @@ def test_strangers_and_strange_names_get_nothing(
 ) -> None:
     server, reader, ref = served
     (tmp_path / "secret").write_text("x")
-    stranger = ClusterBlobs(tmp_path / "none", "", "a guess", timeout_s=1)
+    stranger = ClusterBlobs(tmp_path / "none", "", "a guess", timeout_s=patience(1))
     with pytest.raises(BlobError, match="answered 401"):
         stranger.read_runs(ref, [(0, 4)])
     assert stranger.missing([ref.uri]) == {ref.uri}
@@ -103,8 +104,8 @@ def test_deletion_reaches_the_node(served: tuple[RangeServer, ClusterBlobs, Blob
     assert reader.missing([ref.uri, other]) == {other}
     reader.delete(ref.uri)
     reader.delete(f"blob://{server.node}/never")
-    deadline = time.monotonic() + 20
-    while not reader.missing([ref.uri]) and time.monotonic() < deadline:
+    limit = Patience(20)
+    while not reader.missing([ref.uri]) and not limit.over():
         time.sleep(0.02)
     with pytest.raises(BlobError, match="answered 404"):
         reader.read_runs(ref, [(0, 4)])
@@ -126,8 +127,8 @@ def test_a_connection_that_was_closed_meanwhile_loses_nothing(
     (ref,) = owner.seal("a", [np.zeros(3, np.uint8)])
     reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=0.0)
     assert not reader.missing([ref.uri])
-    deadline = time.monotonic() + 10
-    while serving() and time.monotonic() < deadline:
+    limit = Patience(10)
+    while serving() and not limit.over():
         time.sleep(0.02)
     assert not serving(), "the thread of an idle connection"
     assert not reader.missing([ref.uri])
@@ -151,8 +152,8 @@ def test_deletions_wait_for_a_node_that_comes_back(
         return folder / name
 
     def goes(path: Path) -> bool:
-        deadline = time.monotonic() + 10
-        while path.exists() and time.monotonic() < deadline:
+        limit = Patience(10)
+        while path.exists() and not limit.over():
             time.sleep(0.01)
         return not path.exists()
 
@@ -203,7 +204,7 @@ def test_a_silent_stranger_keeps_no_thread(tmp_path: Path) -> None:
     server = RangeServer(tmp_path, "127.0.0.1", 0, TOKEN, CallerLimits(seconds=0.2))
     owner = ClusterBlobs(tmp_path, server.node, TOKEN)
     (ref,) = owner.seal("a", [np.arange(9, dtype=np.int32)])
-    reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=3)
+    reader = ClusterBlobs(tmp_path / "none", "", TOKEN, timeout_s=patience(3))
     assert not reader.missing([ref.uri])
     kept = reader._line(server.node).sock
     with _knock(server, "GET /a HTTP/1.1\n") as silent:

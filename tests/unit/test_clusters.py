@@ -19,6 +19,7 @@ from moerl.records.blob_copies import seal
 from moerl.records.blob_store import Found
 from moerl.records.remote_blobs import cluster_reader
 from moerl.runtime.run_dir import RunDir
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs/recipes").glob("*.yaml"))
@@ -153,7 +154,7 @@ def dry_run(*recipes: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
     )
 
 

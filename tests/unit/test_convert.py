@@ -30,6 +30,7 @@ from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from tests.helpers.nested_model import nest
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -267,7 +268,7 @@ def run_tool(tool: str, *args: object, limit: int = 0) -> subprocess.CompletedPr
         [sys.executable, str(ROOT / "tools" / tool), *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(100),
         preexec_fn=bound,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
     )
@@ -364,7 +365,7 @@ def kill(stage, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 convert_to_megatron(HfFolder({str(model)!r}), {str(tmp_path / "out")!r}, ConversionRanks(), kill)
 """
-    ended = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=ROOT)
+    ended = subprocess.run([sys.executable, "-c", code], timeout=patience(100), cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     with pytest.raises(MoerlError):
@@ -546,7 +547,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, experts: int, s
         [sys.executable, "-c", MEASURE, folder, tmp_path / "a", tmp_path / "hf"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         cwd=ROOT,
         check=True,
     )

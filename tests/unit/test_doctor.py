@@ -20,6 +20,7 @@ from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
 from moerl.doctor.doctor import Finding, describe, examine, on_node
 from moerl.doctor.node import try_port
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "it's a {b,c} $(touch ran) ; touch ran"  # part of the tested paths
@@ -194,7 +195,7 @@ def test_the_command_prints_a_table_and_says_so_by_its_status(tmp_path: Path) ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert "moerl doctor" in done.stdout, done.stderr
     assert done.returncode == int("!!" in done.stdout), done.stdout
@@ -203,7 +204,7 @@ def test_the_command_prints_a_table_and_says_so_by_its_status(tmp_path: Path) ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert missing.returncode == 1
     assert "copy the file again" in missing.stdout

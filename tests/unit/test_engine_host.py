@@ -48,6 +48,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver_names import Committed
+from tests.helpers.patience import patience
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 SHAPE = ModelShape(vocab_size=50, num_layers=2, moe_layers=(0, 1), num_experts=4, top_k=2)
@@ -169,7 +170,7 @@ def play(
         host = EngineHost(0, EngineConfig(), context, store)
         await host.start(V0)
         try:
-            await asyncio.wait_for(scenario(host), 10)
+            await asyncio.wait_for(scenario(host), patience(10))
         finally:
             await host.stop()
 
@@ -293,7 +294,7 @@ def test_replies_are_taken_as_they_come(streams: bool) -> None:
         try:
             given = [LONG[0] | ({"stream_interval": 8} if streams else {}), LONG[1]]
             asked = {"rid": ["a", "b"], "sampling_params": given}
-            await asyncio.wait_for(client.generate(asked, take), 10)
+            await asyncio.wait_for(client.generate(asked, take), patience(10))
             assert taken == [*([(0, 0)] if streams else []), (1, 300_000), (0, 0)]
         finally:
             await client.close()
@@ -699,7 +700,7 @@ def test_a_new_controller_finds_no_calls_and_no_records_of_the_one_before(play: 
         host._health.admit.set()
         for call in (late, waits):
             with pytest.raises(EngineError, match="its controller is gone"):
-                await asyncio.wait_for(call, 5)
+                await asyncio.wait_for(call, patience(5))
         assert [path.name for path in host._store.root.iterdir()] == [kept.rpartition("/")[2]]
         script(host).slow = False
         (segment,) = await host.generate([ask("6.0")])
@@ -759,7 +760,7 @@ def test_replies_are_decoded_off_the_event_loop(play: Any, monkeypatch: pytest.M
 
     def slow(*args: Any, **fields: Any) -> Any:
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(patience(5))
         return parse(*args, **fields)
 
     async def scenario(host: EngineHost) -> None:
@@ -783,7 +784,7 @@ def test_a_call_that_is_cancelled_while_it_is_decoded_seals_nothing(
 
     def slow(*args: Any, **fields: Any) -> Any:
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(patience(5))
         return parse(*args, **fields)
 
     async def scenario(host: EngineHost) -> None:

@@ -39,6 +39,7 @@ from moerl.core.json_files import read_model_config
 from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
 from moerl.records.blob_store import BlobStore
+from tests.helpers.patience import patience
 from tests.unit.test_docs import wrong_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,7 @@ def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.stdout.startswith("exact: 867 tensors"), done.stderr
     wrong = (
@@ -134,7 +135,11 @@ def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
         "check_layout(model_spec(CONFIG), ParallelConfig(), EngineLayout(tp=1), 'local')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", wrong], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", wrong],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert "self_attn.q_proj.bias: sources hold 0 of" in done.stderr, "control: a missing rule"
 

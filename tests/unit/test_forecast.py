@@ -27,6 +27,7 @@ from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, TransferPlan
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP8 = WirePolicy("bfloat16"), WirePolicy("bfloat16", "fp8_block")
@@ -94,7 +95,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "moerl", "plan", *args],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         cwd=ROOT,
     )
 

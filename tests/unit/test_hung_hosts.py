@@ -20,6 +20,7 @@ from moerl.core.errors import EngineError, RecordError
 from moerl.core.messages import AbortUpdate, EngineStatus, EngineVersion, SessionMessage
 from moerl.core.types import GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from moerl.records import BlobStore
+from tests.helpers.patience import patience
 from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
 
 
@@ -97,7 +98,7 @@ def test_a_new_controller_does_not_wait_for_a_host_that_hangs(tmp_path: Path) ->
         hung = Hung()
         hung.hangs = True
         controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), trainer_alive=True)
-        await asyncio.wait_for(controller.rejoin(()), 5.0)
+        await asyncio.wait_for(controller.rejoin(()), patience(5.0))
         assert controller.context.pool.members[1].phase == engine_pool.EnginePhase.RESTING
         await controller.stop()
 
@@ -155,7 +156,7 @@ def test_records_that_are_not_taken_leave_the_store(tmp_path: Path, how: str) ->
                 await asyncio.sleep(0.01)
 
         with contextlib.suppress(TimeoutError):
-            await running(controller, asyncio.wait_for(work(), 5.0))
+            await running(controller, asyncio.wait_for(work(), patience(5.0)))
         assert not nameless(store, controller)
         assert len(reports) == 4
         assert how == "late" or reports[-1].metrics["refused/rollout_id"] == 1

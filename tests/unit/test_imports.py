@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # The lowest packages, and what each of them may import; every other package may import all three.
@@ -289,7 +291,11 @@ def loaded_by(statement: str) -> set[str]:
     """The heavy packages in memory after a new interpreter ran `statement`."""
     code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stderr
     return HEAVY & {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
@@ -336,7 +342,12 @@ def outside_names(text: str) -> list[str]:
 
 def test_tracked_files_name_no_outside_path_or_package_index() -> None:
     listing = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ["git", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patience(60),
     )
     found = {}
     for name in filter(None, listing.stdout.split("\0")):

@@ -13,6 +13,7 @@ import pytest
 from moerl.kernels import build as builder
 from moerl.kernels import library as libraries
 from moerl.kernels.build import TARGETS, BuildError, Target, build
+from tests.helpers.patience import patience
 
 STUB = """#!/bin/bash
 # A compiler: writes what it was told to compile, or fails.
@@ -108,7 +109,7 @@ def test_the_real_sources_build_once_for_two_processes(
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    responses = sorted(process.communicate(timeout=200)[0] for process in started)
+    responses = sorted(process.communicate(timeout=patience(200))[0] for process in started)
     assert sum("built in" in line for line in responses) == 1, responses
     monkeypatch.setattr(builder, "BUILT", tmp_path)
     lib = ctypes.CDLL(str(TARGETS["cpu"].library()))

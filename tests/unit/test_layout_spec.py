@@ -28,6 +28,7 @@ from moerl.layout import (
     sglang_tiles,
     stacked_aliases,
 )
+from tests.helpers.patience import patience
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -301,7 +302,7 @@ def test_coords_are_megatrons_rank_order() -> None:
         [sys.executable, "-c", MEGATRON_ORDER],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )

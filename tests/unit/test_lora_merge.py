@@ -18,6 +18,7 @@ from moerl.config.schema import Config, ModelConfig, TrainerConfig
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import save_adapter
 from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
+from tests.helpers.patience import patience
 from tests.helpers.trainer_support import ROOT
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +50,7 @@ def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
     save_config(config, run.config)
     save_adapter(run.adapter, factors, spec, LORA, str(base))
     command = [sys.executable, "tools/lora_merge.py", str(run.root), str(tmp_path / "out")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=patience(120))
     _check_sum(tmp_path / "out", base, factors, dtype)
     save_config(replace(config, lora=replace(LORA, alpha=1)), run.config)
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

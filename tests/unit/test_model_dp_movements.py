@@ -15,6 +15,7 @@ import zmq
 
 from moerl.engine.plugin import cpu_dp_attention, private_sockets
 from moerl.engine.plugin.hooks import HOOKS, When
+from tests.helpers.patience import patience
 
 PARTS = (3, 0, 1)  # rows of each rank
 
@@ -50,9 +51,9 @@ def test_parts_of_unequal_length_are_gathered(tmp_path: Path) -> None:
     ranks = [fork.Process(target=_gather, args=(r, str(tmp_path / "s"), out)) for r in range(3)]
     for rank in ranks:
         rank.start()
-    found = [out.get(timeout=60) for _ in ranks]
+    found = [out.get(timeout=patience(60)) for _ in ranks]
     for rank in ranks:
-        rank.join(60)
+        rank.join(patience(60))
     want = torch.cat([part_of(rank) for rank in range(3)])
     for whole, once, twice, equal in found:
         assert whole == once == want.tolist()
@@ -70,7 +71,7 @@ def test_an_idle_rank_naps() -> None:
     """Short enough that a request for another rank does not wait for it."""
     begin = time.monotonic()
     cpu_dp_attention.nap(SimpleNamespace(poller=zmq.Poller()))
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < patience(0.5)
 
 
 def test_ports_of_loopback_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from moerl.engine.node_span import ALONE, NodeSpan
 from moerl.planning.dry_run import process_table
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
+from tests.helpers.patience import patience
 from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer
 
 WIDE = ("engine.count=3", "engine.tp=8", "engine.nodes=2", "cluster.nodes.engine.count=4")
@@ -147,7 +148,7 @@ def test_the_death_of_any_node_ends_the_engine(host_of: Callable[..., EngineHost
         assert [span.node for node in nodes for span in node.spans] == [1, 2]
         nodes[1].dead.set()
         with pytest.raises(EngineError, match="on node 1: server was killed by signal 9"):
-            await asyncio.wait_for(host.watch(), 5)
+            await asyncio.wait_for(host.watch(), patience(5))
         before = [node.stops for node in nodes]
         nodes[1].dead.clear()
         await host.start(V0)

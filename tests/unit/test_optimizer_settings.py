@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from moerl.config import load_config, resolve
+from moerl.config import load_config, optimizer_settings, resolve
 from moerl.config.checks import check
 from moerl.config.optimizer_settings import (
     DDP_REFUSED,
     OPTIMIZER_REFUSED,
+    check_optimizer_settings,
     ddp_args,
     installed_fields,
     optimizer_args,
@@ -40,6 +41,15 @@ def test_each_refusal_names_fields_of_the_installed_megatron_core() -> None:
         "pad_buckets_for_high_nccl_busbw",
     }
     assert "exp_avg_dtype" in {name for name in optimizer if not refusal(name, OPTIMIZER_REFUSED)}
+
+
+def test_without_megatron_core_refusals_hold_and_a_rank_compares_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(optimizer_settings, "installed_fields", lambda *_: {})
+    check_optimizer_settings(trainer(optimizer_args={"optimizer_cpu_offloads": True}))
+    with pytest.raises(ConfigError, match="Adam is the only optimizer"):
+        check_optimizer_settings(trainer(optimizer_args={"optimizer": "muon"}))
 
 
 GPU = ["trainer.platform=cuda", "trainer.dtype=bf16", "trainer.optimizer.distributed=true"]

@@ -23,6 +23,7 @@ import pytest
 from moerl.engine import torchvision_fix
 from moerl.engine.plugin import cpu_kernels, hooks
 from moerl.trainer.model.cpu_patches import PATCHES
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = {"torch", "torchvision", "megatron", "transformer_engine", "sglang", "transformers"}
@@ -238,7 +239,7 @@ def changed(side: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     real, control, missing = json.loads(done.stdout.splitlines()[-1])

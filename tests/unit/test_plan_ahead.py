@@ -13,6 +13,7 @@ from moerl.controller.rollout_builder import group_uris
 from moerl.core.messages import Failed, Ok, Plan, SamePlan, StepDone, TakePlan
 from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.records import BlobStore
+from tests.helpers.patience import patience
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running
 from tests.unit.test_hung_hosts import Sealing
 
@@ -21,7 +22,7 @@ START = PolicyVersion(0, 0)
 
 async def ready(controller: Controller, groups: int) -> None:
     """Until so many groups are ready: all that may start."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while controller.context.buffer.num_ready < groups:
             await asyncio.sleep(0.001)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.helpers.patience import patience
+
 PROGRAM = """
 import sys
 import torch
@@ -25,7 +27,7 @@ def _run(*arguments: str) -> list[str]:
         [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=True,
     )
     return done.stdout.splitlines()

@@ -15,6 +15,7 @@ from moerl.controller.engine_pool import CHUNK, PrefixIndex
 from moerl.core.errors import RecordError
 from moerl.core.messages import Ok
 from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, Segment
+from tests.helpers.patience import patience
 from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running, train
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -70,7 +71,7 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
     assert await controller.handle(hello(V0)) == Ok()
     tasks = asyncio.create_task(controller.run())
     wanted = 2 * rollout.groups_per_step * rollout.group_size  # as many as the lag allows
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while sum(len(engine.requests) for engine in engines) < wanted:
             await asyncio.sleep(0.01)
     await controller.stop()

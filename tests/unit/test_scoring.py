@@ -19,6 +19,7 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
 TASK = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_text")
@@ -27,7 +28,7 @@ PROMPT = Prompt(4, (1, 2), "text", None, {"bonus": 0.25})
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[ProcessScorer]:
-    scorer = ProcessScorer(TASK, workers=1, timeout_s=1.0)
+    scorer = ProcessScorer(TASK, workers=1, timeout_s=patience(1.0))
     yield scorer
     scorer.close()
 
@@ -43,7 +44,7 @@ def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
 
 def test_process_rewards_and_errors() -> None:
     task = TaskConfig(name="jsonl", reward="tests.helpers.misbehaving_rewards:by_steps")
-    steps = ProcessScorer(task, workers=1, timeout_s=5.0)
+    steps = ProcessScorer(task, workers=1, timeout_s=patience(5.0))
     try:
         whole, beyond, unknown = score_each(steps, "+-+x", "+>", "+?")
     finally:
@@ -61,7 +62,7 @@ def test_an_environment_answers_with_text_or_the_turn_fails() -> None:
         environment="tests.helpers.misbehaving_rewards:forgetful",
         max_turns=3,
     )
-    scorer = ProcessScorer(task, workers=1, timeout_s=5.0)
+    scorer = ProcessScorer(task, workers=1, timeout_s=patience(5.0))
     try:
         for text, kind in (("text", "NoneType"), ("other", "function")):
             with pytest.raises(ScoreError, match=f"returned {kind}, want text"):
@@ -77,7 +78,7 @@ def test_rewards_of_turns() -> None:
         environment="check_digits",
         max_turns=3,
     )
-    turns = ProcessScorer(task, workers=1, timeout_s=5.0)
+    turns = ProcessScorer(task, workers=1, timeout_s=patience(5.0))
     try:
         responses = [["1", "2.5"], ["3"], ["1", "few"]]
         episodes = [Episode(f"4.{idx}", ()) for idx in range(3)]
@@ -179,8 +180,8 @@ def test_close_leaves_no_worker_even_while_one_hangs() -> None:
         hung.cancel()
         return [worker]
 
-    scorer = ProcessScorer(TASK, workers=1, timeout_s=60.0)
-    _, alive = psutil.wait_procs(asyncio.run(run()), timeout=10)
+    scorer = ProcessScorer(TASK, workers=1, timeout_s=patience(60.0))
+    _, alive = psutil.wait_procs(asyncio.run(run()), timeout=patience(10))
     assert not alive
 
 
@@ -203,9 +204,9 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     worker = psutil.Process(int(parent.stdout.readline()))
     time.sleep(0.2)
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(patience(10))
     parent.stdout.close()
-    _, alive = psutil.wait_procs([worker], timeout=10)
+    _, alive = psutil.wait_procs([worker], timeout=patience(10))
     assert not alive
 
 

@@ -19,6 +19,7 @@ import pytest
 from moerl.core.errors import EngineError
 from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
 from moerl.engine.host.sglang_server import EngineServer
+from tests.helpers.patience import patience
 from tests.unit.test_engine_layout import new_server
 
 HOST = """
@@ -151,7 +152,7 @@ def test_what_a_killed_host_left_goes_with_the_next_start(folder: Path, tmp_path
     assert left.exists(), "its host lives"
     assert not planted.exists()
     os.kill(host.pid, signal.SIGKILL)
-    host.wait(20)
+    host.wait(patience(20))
     remove_abandoned(folder)
     assert not left.exists()
     assert not shared.exists()

@@ -38,6 +38,7 @@ from moerl.layout import model_spec
 from moerl.planning.dry_run import _tiny_shapes
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
+from tests.helpers.patience import Patience
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PADDED = "w13: the plan fills 49152 of 65536 elements"
@@ -113,9 +114,9 @@ def publisher_of(
 
 
 def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    limit = Patience(20)
     while not what():
-        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        assert not limit.over(), [thread.name for thread in threading.enumerate()]
         time.sleep(0.01)
 
 

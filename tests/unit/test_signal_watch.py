@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from tests.helpers.patience import patience
+
 ROOT = """
 import ctypes, os, sys, time
 from moerl.runtime.process_tree import Interrupted, SignalWatch
@@ -46,7 +48,7 @@ def test_a_signal_while_the_main_thread_hangs(how: str, code: int, says: str) ->
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == code
+        assert process.wait(patience(20)) == code
         assert process.stdout.read().splitlines()[-1] == says
     finally:
         process.kill()

@@ -34,6 +34,7 @@ from moerl.weight_sync.transfer_plan import ReceiverPlan, SenderPlan
 from moerl.weight_sync.transports.disk import Disk
 from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered
 from moerl.weight_sync.transports.process_group import GroupTransport
+from tests.helpers.patience import patience
 
 V1 = PolicyVersion(0, 1)
 
@@ -267,8 +268,8 @@ def test_an_engine_that_prepares_slowly_is_probed_as_long_as_it_needs(
     one.publish(V1)
     assert isinstance(one.settle(), PublishFailure)
     one.resume()
-    assert looked.wait(20)
+    assert looked.wait(patience(20))
     one.remove()
-    one.join(20)
+    one.join(patience(20))
     assert limits[0] == pytest.approx(30.0, abs=1.0)
     assert 0.2 <= limits[1] < 30.0

@@ -31,6 +31,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed, socket_path
+from tests.helpers.patience import patience
 from tests.unit.test_controller import StubEngine, make
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -192,7 +193,7 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
     going_on = threading.Event()
 
     def hang(_message: Message) -> Message:
-        going_on.wait(60)
+        going_on.wait(patience(60))
         return Ok()
 
     async def work() -> None:
@@ -203,7 +204,7 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
         for _ in range(3):
             with pytest.raises(EngineError, match="has no receiver"):
                 await host.session(AbortUpdate(0, V1, "x", 30.0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while asyncio.all_tasks() != {asyncio.current_task()}:
                 await asyncio.sleep(0.01)
 

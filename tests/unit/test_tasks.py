@@ -19,6 +19,7 @@ from moerl.core.types import Prompt, Score
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
 from moerl.data.tiny_model import make_tiny_model
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,7 +298,7 @@ def test_the_tool_makes_a_folder_and_refuses_an_unknown_key(tmp_path: Path) -> N
     def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, str(ROOT / "tools/make_tiny_model.py"), *arguments],
-            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            capture_output=True, text=True, timeout=patience(120), cwd=tmp_path,
         )  # fmt: skip
 
     made = tool("out", "hidden_size=16", "--seed", "3")

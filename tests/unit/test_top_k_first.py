@@ -68,20 +68,22 @@ def test_kept_weights_are_those_of_the_whole_sort(
 def test_other_requests_go_to_the_original() -> None:
     """With seeds, without weights, and where top-k is the vocabulary."""
     probs = probabilities(ties=False)
-    *rest, _, positions = limits(20, 0.9, 0.0)
-    for seed, own in (
+    top_ks, top_ps, min_ps, need_min_p, _, positions = limits(20, 0.9, 0.0)
+    cases: list[tuple[Tensor | None, dict[str, Any]]] = [
         (torch.arange(ROWS), {"return_filtered_probs": True, "max_top_k": 20}),
         (None, {"return_filtered_probs": False, "max_top_k": 20}),
         (None, {"return_filtered_probs": True, "max_top_k": VOCAB}),
         (None, {"return_filtered_probs": True, "max_top_k": None}),
-    ):
+    ]
+    for seed, own in cases:
         seen: list[tuple[Any, ...]] = []
 
         def spy(*args: Any, seen: list[tuple[Any, ...]] = seen, **kwargs: Any) -> str:
             seen.append((args[0].shape, kwargs))
             return "original"
 
-        assert sample(spy, probs, *rest, seed, positions, **own) == "original"
+        found = sample(spy, probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, **own)
+        assert found == "original"
         assert seen == [((ROWS, VOCAB), own)]
 
 

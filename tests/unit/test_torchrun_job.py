@@ -11,6 +11,7 @@ import pytest
 from moerl.config import load_config
 from moerl.config.clusters import placement
 from moerl.launch.run_context import rank_environment
+from tests.helpers.patience import patience
 
 SECRETS = {
     "RAY_AUTH_TOKEN": "ray",
@@ -70,6 +71,8 @@ def test_a_job_whose_torchrun_is_dead_ends_whole(tmp_path: Path) -> None:
     """Its ranks belong to no process group of ours: the mark in their environment finds them."""
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
     command = [sys.executable, "-c", ROOT_PROCESS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(120), check=True
+    )
     cause = "ValueError: the reason"
     assert done.stdout.strip() == f"3|1|0|exit status 3: {cause}|{cause}"

@@ -13,6 +13,7 @@ import pytest
 
 from moerl.launch.supervision import trainer_supervisor
 from moerl.launch.supervision.trainer_supervisor import TrainerRanks
+from tests.helpers.patience import patience
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRank
 
 
 def ended(job: Any) -> int:
-    return job._job.wait(10)
+    return job._job.wait(patience(10))
 
 
 def test_a_late_trainer_is_shown_once_and_then_ended(job: Any) -> None:

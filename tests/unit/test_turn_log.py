@@ -48,6 +48,7 @@ from moerl.core.types import (
 from moerl.records import BlobStore
 from moerl.records.header_check import check as check_record
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.patience import patience
 from tests.helpers.sealing_engine import SealingEngine
 from tests.unit.test_agent_run import AGENT, FakeRunner, runner, until
 from tests.unit.test_controller import CONFIG, hello, make, running, train
@@ -124,7 +125,7 @@ def rows(folder: Path) -> int:
 
 
 def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60.0))
+    return asyncio.run(asyncio.wait_for(work, patience(60.0)))
 
 
 # --- what is given out ----------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 REFUSED = ("torch", "ray", "sglang", "megatron", "transformers", "transformer_engine", "aiohttp")
 # Stands before the real command line: a refused package is not there, whoever asks for it.
@@ -42,7 +44,7 @@ def tracked(*folders: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=patience(60),
     )
     return [name for name in filter(None, listed.stdout.split("\0")) if (ROOT / name).is_file()]
 
@@ -55,7 +57,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy / name)
     out = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "-w", out, copy], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*pip, "-w", out, copy], capture_output=True, text=True, timeout=patience(240)
+    )
     assert done.returncode == 0, done.stderr
     (found,) = out.glob("*.whl")
     return found
@@ -75,7 +79,7 @@ def moerl(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=installed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
 
 
@@ -124,15 +128,21 @@ def test_a_command_that_needs_torch_says_how_to_get_it(installed: Path, tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_wheel_installs_with_its_listed_packages_only(wheel: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=patience(120)
+    )
     run = tmp_path / "venv/bin"
-    subprocess.run([run / "pip", "install", "--quiet", wheel], check=True, timeout=400)
+    subprocess.run([run / "pip", "install", "--quiet", wheel], check=True, timeout=patience(400))
     for arguments in (
         ["--help"],
         ["plan", "kimi-k2"],
         ["train", "qwen3-30b-a3b", "--dry-run"],
     ):
-        done = subprocess.run([run / "moerl", *arguments], capture_output=True, timeout=120)
+        done = subprocess.run(
+            [run / "moerl", *arguments], capture_output=True, timeout=patience(120)
+        )
         assert done.returncode == 0, done.stderr
-    held = subprocess.run([run / "pip", "list"], capture_output=True, text=True, timeout=120).stdout
+    held = subprocess.run(
+        [run / "pip", "list"], capture_output=True, text=True, timeout=patience(120)
+    ).stdout
     assert not set(REFUSED) & {line.split()[0].replace("-", "_") for line in held.splitlines()}

@@ -85,7 +85,7 @@ def make_optimizer(ddp: list[DistributedDataParallel], trainer: TrainerConfig) -
             overlap_param_gather=ddp[0].ddp_config.overlap_param_gather,
             **args,
         )
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             "trainer.optimizer_args", asked, f"megatron-core says: {error}"
         ) from error

@@ -311,18 +311,22 @@ def check_family(
 
 
 def wrap(model: Model, trainer: TrainerConfig, platform: Platform) -> list[DistributedDataParallel]:
-    """Gradient buffers per chunk and their reduction over data-parallel ranks, as fp32 sums."""
+    """Gradient buffers per chunk and their reduction over data-parallel ranks, as fp32 sums.
+
+    Raises ConfigError for a field of `trainer.ddp` that megatron-core does not have.
+    """
     args = ddp_args(trainer, cuda=platform.name == "cuda")
+    try:
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=trainer.optimizer.distributed,
+            **args,
+        )
+    except TypeError as error:
+        raise ConfigError("trainer.ddp", args, f"megatron-core says: {error}") from error
     return [
         DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=trainer.optimizer.distributed,
-                **args,
-            ),
-            chunk.module,
-            disable_bucketing=chunk.index > 0,
+            model.config, replace(config), chunk.module, disable_bucketing=chunk.index > 0
         )
         for chunk in model.chunks
     ]
