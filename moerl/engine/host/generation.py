@@ -42,7 +42,7 @@ from moerl.engine.host.health import EngineHealth
 from moerl.engine.host.reply_parser import InFlight, Records, Reply, SharedPrompts
 from moerl.engine.host.sglang_client import BadRequest, EngineClient, FailedRequest, is_part
 from moerl.engine.host.weight_updates import WeightUpdater
-from moerl.engine.plugin import grammars, in_flight
+from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT, SAMPLED
 from moerl.engine.record_files import FIELD, RecordReader
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.trace import Tracer
@@ -268,7 +268,7 @@ class Generation:
         """The check of a reply, for a thread: versions are the served ones until now."""
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         mode = self._updates.mode
-        updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)
+        updates = InFlight(later, mode == IN_PLACE, mode == RETRACT_AUDIT)
         return lambda records: reply_parser.parse(
             reply,
             records,
@@ -445,7 +445,7 @@ def _grammar(request: GenerateRequest) -> dict[str, Any]:
     grammar = request.sampling.grammar
     if grammar is None:
         return {}
-    return {grammar.kind: grammar.text, "custom_params": {grammars.SAMPLED: request.num_sampled}}
+    return {grammar.kind: grammar.text, "custom_params": {SAMPLED: request.num_sampled}}
 
 
 def _parts(request: GenerateRequest) -> dict[str, Any]:

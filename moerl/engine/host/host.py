@@ -31,7 +31,7 @@ from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer, free_port
 from moerl.engine.host.weight_updates import WeightUpdater
 from moerl.engine.node_span import Follower, NodeSpan
-from moerl.engine.plugin import in_flight
+from moerl.engine.protocol import IN_PLACE, RETRACT, RETRACT_AUDIT
 from moerl.engine.weight_layout import asks_fp32_head, check_head
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
@@ -86,8 +86,8 @@ class EngineHost:
         self.index, self.config, self._context, self._store = index, config, context, store
         self._routing = context.routing
         self._tracer = Tracer(run.trace, f"engine{index}")
-        retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
-        modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
+        retract = RETRACT_AUDIT if replay.audit else RETRACT
+        modes = {"in_place": IN_PLACE, "retract": retract}
         mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
         self._followers = followers

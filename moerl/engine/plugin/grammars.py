@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moerl.distributed.object_collectives import all_gather_values
+from moerl.engine.protocol import SAMPLED
+
 _COMPILE_S = 10.0  # for which an engine waits; SGLang's own schemas take milliseconds
-SAMPLED = "moerl_sampled"
-"""Custom parameter of a request: tokens at the end of its prompt that the grammar has allowed."""
 
 
 def admit(original: Callable[..., bool], manager: Any, req: Any) -> bool:
@@ -46,9 +47,6 @@ def admit(original: Callable[..., bool], manager: Any, req: Any) -> bool:
         cause = f"{error}" or type(error).__name__
     causes = [cause]
     if manager.grammar_sync_size > 1:  # a thread of one rank may have been slower
-        # the host reads SAMPLED here and needs no torch
-        from moerl.distributed.object_collectives import all_gather_values
-
         causes = all_gather_values(cause, str, manager.grammar_sync_group)
     if any(causes):
         req.set_finish_with_abort(f"the grammar cannot be used: {max(causes)}")

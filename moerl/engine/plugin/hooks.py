@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moerl.engine import weight_layout
 from moerl.engine.plugin import (
     adapter_hooks,
     cpu_attention,
@@ -21,6 +20,7 @@ from moerl.engine.plugin import (
     grammars,
     in_flight,
     kv_slots_per_request,
+    loaded_weights,
     open_routes,
     private_sockets,
     record_output,
@@ -75,7 +75,7 @@ HOOKS = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "after",
-        weight_layout.check_loaded,
+        loaded_weights.check_loaded,
         When.ALWAYS,
     ),
     Hook(f"{_UPDATER}.__post_init__", "after", update_hooks.after_start, When.ALWAYS),

@@ -42,14 +42,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # the host reads the modes here and needs no torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
-MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
-ADAPTER = "adapter"  # the base stays, requests end under the adapter that they began with
+from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT
 
 _namespace = ""  # version whose prefixes may be read; empty = the cache is emptied at updates
 _audit = False
@@ -64,7 +62,7 @@ class Exchanged:
 
 
 def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -> Exchanged:
-    """Write new weights in one of MODES; requests keep what they have sampled.
+    """Write new weights in one of `protocol.MODES`; requests keep what they have sampled.
 
     manager: SGLang's SchedulerWeightUpdaterManager; request: carries the new version.
     """
@@ -98,8 +96,6 @@ def _version() -> str:
 
 def _wait_for_device(scheduler: Any) -> None:
     """Wait for the forward pass in the overlap queue, or for the copies before the next one."""
-    import torch
-
     torch.get_device_module(scheduler.device).synchronize()
 
 
@@ -204,8 +200,6 @@ def return_rows(_result: None, processor: Any, req: Any) -> None:
         req.routed_experts[:end] = older[start : start + end]
     if _audit and req.weight_version_events:
         extra = _recomputed_rows(processor, req, kept)
-        import torch
-
         req.routed_experts = torch.cat([req.routed_experts, *extra])
 
 
@@ -253,7 +247,5 @@ def drop_positions(_result: None, _processor: Any, req: Any) -> None:
 
 def _same_positions(older: Tensor, newer: Tensor) -> bool:
     """[rows, layers, top_k] each, from row 0; rows below top_k choose all positions."""
-    import torch
-
     first, end = newer.shape[-1], min(len(older), len(newer))
     return torch.equal(older[first:end].sort(-1).values, newer[first:end].sort(-1).values)

@@ -38,7 +38,9 @@ from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.engine.plugin import adapter_hooks, in_flight
-from moerl.engine.weight_layout import check_modules, engine_layout, weights
+from moerl.engine.plugin.loaded_weights import check_modules, weights
+from moerl.engine.protocol import ADAPTER
+from moerl.engine.weight_layout import engine_layout
 from moerl.layout import model_spec
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
@@ -99,7 +101,7 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
     begun_s, begin, cpu = time.time(), time.perf_counter(), time.thread_time()
-    if mode == in_flight.ADAPTER:
+    if mode == ADAPTER:
         done, refused = in_flight.Exchanged(True), _fill_slots(manager, receiver, request)
         if refused:
             return UpdateWeightsFromTensorReqOutput(success=False, message=refused)
@@ -142,7 +144,7 @@ async def _commit_at_once(manager: Any, request: Any, mode: str) -> tuple[bool, 
     manager.auto_create_handle_loop()
     replies = await manager.update_weights_from_tensor_communicator(request)
     success = all(reply.success for reply in replies)
-    if success and mode == in_flight.ADAPTER:
+    if success and mode == ADAPTER:
         await adapter_hooks.register(manager, str(request.weight_version))
     elif success:
         manager._update_weight_version_if_provided(request.weight_version)
