@@ -23,7 +23,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config.clusters import is_local, placement
-from moerl.config.transport_rules import first_group, mooncake_environment
 from moerl.config.visible_devices import visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
@@ -34,7 +33,7 @@ from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
-from moerl.launch.run_context import RunContext
+from moerl.launch.run_context import RunContext, engine_environment
 from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
 from moerl.launch.supervision.remote_calls import CallTimeout
@@ -182,12 +181,7 @@ class FollowerActor(ActorServer):
 
 def _begin_engine_process(plan: RunContext, log_file: str) -> None:
     log_to(plan.run.logs / log_file)
-    cluster = plan.config.cluster
-    if not is_local(cluster):
-        os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
-        os.environ["NCCL_SOCKET_IFNAME"] = cluster.interface
-    os.environ |= cluster.environment
-    os.environ |= mooncake_environment(plan.config, first_group(plan.config, "engine"))
+    os.environ |= engine_environment(plan.config)
 
 
 class ScorerActor(ActorServer):
