@@ -8,6 +8,7 @@ into tests/data/model_families.json with MOERL_WRITE_FAMILIES=1.  A test keeps p
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from typing import get_args
 from moerl.config.schema import TinyFamily, TinyModel
 from moerl.config.tiny_configs import tiny_config
 from moerl.engine import feature_table
-from moerl.engine.plugin.cpu_kernels import hooks_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "tests/data/model_families.json"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests/cpu_sglang"))
+from moerl_cpu_sglang.registry import hooks_of  # noqa: E402
+
+RESULTS = ROOT / "tests/data/model_families.json"
 _COLUMNS = (
     "family", "engine serves", "modules of SGLang stood in for, without CUDA", "routes exact",
     "mask exact", "fp32 max", "control", "bf16 k3, both", "bf16 k3, none", "publishes", "trained",
@@ -47,8 +51,8 @@ def markdown(results: Mapping[str, FamilyResult]) -> str:
         "",
         "Made by `python tools/family_table.py` from `tests/data/model_families.json`, which",
         "`MOERL_WRITE_FAMILIES=1 pytest -m full tests/e2e/test_model_families.py` writes. Each",
-        "family is a tiny random model (`moerl train tiny-gpt-oss`, `moerl mismatch tiny-olmoe`)",
-        "on a CPU, engine and trainer in fp32 unless said.",
+        "family is a tiny random model of `tests/recipes` on a CPU, engine and trainer in fp32",
+        "unless said (`PYTHONPATH=tests/cpu_sglang moerl train tests/recipes/tiny-gpt-oss.yaml`).",
         "",
         "- *routes exact*: transformers chooses the recorded experts, the trainer runs them;",
         "- *mask exact*: transformers keeps the recorded tokens;",
@@ -57,7 +61,7 @@ def markdown(results: Mapping[str, FamilyResult]) -> str:
         "- *bf16 k3*: a trainer in bf16 with both replays, and with none;",
         "- *publishes*: those whose digests agreed; *trained*: steps, half of them synchronous.",
         "",
-        "The modules stood in for are described in [patches](../patches/sglang/README.md).",
+        "The modules stood in for are described in [cpu_sglang](../tests/cpu_sglang/README.md).",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",

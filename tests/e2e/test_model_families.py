@@ -29,6 +29,7 @@ from moerl.config.schema import Precision, TinyFamily
 from moerl.core.types import Rollout
 from moerl.launch.run_context import RunContext
 from tests.helpers import warm_score
+from tests.helpers.family_recipes import recipe_of
 from tests.helpers.rank_server import run_ranks, start_server
 from tests.helpers.train_runs import Run, start
 from tools.family_table import RESULTS, FamilyResult
@@ -129,7 +130,7 @@ _SERVES = re.compile(r"engine 0 serves \S+, digest (\w+)")
 def test_mismatch_and_training(
     served: Path, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = f"tiny-{family.replace('_', '-')}"
+    recipe = recipe_of(family)
     monkeypatch.setattr(mismatch_command, "score", score_in_warm_ranks)
     found = measured(recipe, tmp_path / "mismatch")
     synchronous = trained(recipe, tmp_path, "sync", *SYNCHRONOUS)

@@ -48,6 +48,7 @@ from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
+from tests.helpers.family_recipes import recipe_of
 
 SETTINGS = (
     "rollout.groups_per_request=3",
@@ -71,10 +72,6 @@ def main() -> int:
     for family in families:
         wait(forked(Path(folder) / family, partial(_run, family)))
     return 0
-
-
-def recipe_of(family: str) -> str:
-    return f"tiny-{family.replace('_', '-')}"
 
 
 def import_sglang() -> None:

@@ -33,6 +33,7 @@ from moerl.core.types import PolicyVersion
 from moerl.data.tiny_model import make_tiny_model
 from moerl.engine.host.host import EngineHost
 from moerl.launch.run_context import RunContext
+from tests.helpers.family_recipes import recipe_of
 from tests.helpers.family_servers import SETTINGS, forked, import_sglang, wait
 
 # fp32 head of the engine, its tensor-parallel ranks, family, tied embeddings
@@ -66,7 +67,7 @@ def _run(case: str, folder: Path) -> None:
         "engine.args.enable_return_hidden_states=true",
         "trainer.dtype=bf16",
     ]
-    config = resolve(load_config("tiny-qwen3-moe", settings))
+    config = resolve(load_config(recipe_of("qwen3_moe"), settings))
     make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
     if tied:
         _tie(folder / "model")

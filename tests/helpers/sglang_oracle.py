@@ -495,9 +495,9 @@ def _tell_of_sparse_attention() -> None:
     """Only the hook without which SGLang asks for CUDA: the others change no weight."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine.plugin import cpu_kernels
+    from moerl_cpu_sglang import registry
 
-    for hook in cpu_kernels.hooks_of("deepseek_v32"):
+    for hook in registry.hooks_of("deepseek_v32"):
         if hook.symbol.endswith("is_deepseek_dsa"):
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
 

@@ -49,9 +49,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
+    packages = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/helpers/sglang_oracle.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=200,

@@ -59,7 +59,7 @@ INSIDE = {
     "engine": [
         {
             "protocol", "feature_table", "node_span", "record_files", "torchvision_fix",
-            "weight_layout", "family_settings",
+            "weight_layout",
         },
         {"host", "plugin"},
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 from moerl.config.schema import EngineConfig
 from moerl.engine import feature_table
+from moerl.engine.host.cpu_kernels import check_kernels
 from moerl.engine.host.server_args import arguments
 from moerl.engine.weight_layout import LiveWeightLayout, check_model, layout_of_arguments
 
@@ -24,6 +25,8 @@ def check_planned_layout(
     model: its config.json; routing: routes are recorded.
     """
     check_model(model)
+    if not cuda:
+        check_kernels(config, model)
     stored = (model.get("quantization_config") or {}).get("quant_method")
     feature_table.check("quantization", stored, replay=routing)
     stated = arguments(

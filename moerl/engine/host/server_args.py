@@ -19,7 +19,9 @@ from typing import Any
 
 from moerl.config.schema import EngineConfig
 from moerl.core.errors import ConfigError
-from moerl.engine import family_settings, feature_table
+from moerl.engine import feature_table
+from moerl.engine.host import cpu_kernels
+from moerl.engine.protocol import model_type_of
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +143,7 @@ def server_args(
         port=port,
         nccl_port=nccl_port,
         cuda=cuda,
-        model_type=family_settings.model_type_of(model_path),
+        model_type=model_type_of(model_path),
     )
 
 
@@ -190,7 +192,7 @@ def arguments(
             "device": "cpu",
             "attention_backend": "torch_native",
             "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
-            **family_settings.arguments_of(model_type, config.args),
+            **cpu_kernels.arguments_of(model_type, config.args),
         }
     return args | config.args
 

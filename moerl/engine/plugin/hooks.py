@@ -1,4 +1,4 @@
-"""The functions of SGLang that moerl changes: one table, registered by `plugin.register_hooks`.
+"""The functions of SGLang that moerl changes: one table, which `entry_points` registers.
 
 patches/sglang/README.md has an entry per row: why, which test covers it, when it can be removed.
 tests/unit/test_patches.py compares that page with this table and with the installed SGLang.
@@ -14,9 +14,7 @@ from enum import StrEnum
 from moerl.engine.plugin import (
     adapter_hooks,
     cpu_attention,
-    cpu_dp_attention,
     cpu_experts,
-    cpu_fp8,
     grammars,
     in_flight,
     kv_slots_per_request,
@@ -34,11 +32,9 @@ class When(StrEnum):
     ALWAYS = "always"
     CPU = "without CUDA"
     DP = "with data-parallel attention"
-    CPU_DP = "without CUDA, with data-parallel attention"
 
     def applies(self, *, cuda: bool, dp_attention: bool) -> bool:
-        on_cpu, with_dp = self in (When.CPU, When.CPU_DP), self in (When.DP, When.CPU_DP)
-        return not (on_cpu and cuda) and (dp_attention or not with_dp)
+        return {When.CPU: not cuda, When.DP: dp_attention}.get(self, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +62,6 @@ _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBa
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
-_FP8 = "sglang.srt.layers.quantization.fp8"
-_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
-_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-_SLEEPER = f"{_MANAGERS}.scheduler_components.idle_sleeper.IdleSleeper"
 
 HOOKS = (
     Hook(
@@ -147,9 +139,6 @@ HOOKS = (
         When.CPU,
     ),
     Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
-    Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", cpu_fp8.linear, When.CPU),
-    Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", cpu_fp8.experts, When.CPU),
-    Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", cpu_fp8.dtypes, When.CPU),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         "around",
@@ -163,23 +152,4 @@ HOOKS = (
         private_sockets.bind_file,
         When.DP,
     ),
-    Hook(f"{_BATCH}.prepare_mlp_sync_batch", "around", cpu_dp_attention.prepare, When.CPU_DP),
-    Hook(
-        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
-        ".get_cuda_graph_seq_len_fill_value",
-        "replace",
-        cpu_dp_attention.padded_length,
-        When.CPU_DP,
-    ),
-    Hook(
-        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton",
-        "replace",
-        cpu_dp_attention.copy_rows,
-        When.CPU_DP,
-    ),
-    Hook(f"{_GROUP}.all_gather_into_tensor", "replace", cpu_dp_attention.gather_equal, When.CPU_DP),
-    Hook(f"{_GROUP}.reduce_scatter_tensor", "replace", cpu_dp_attention.sum_equal, When.CPU_DP),
-    Hook(f"{_GROUP}.reduce_scatterv", "replace", cpu_dp_attention.sum_parts, When.CPU_DP),
-    Hook(f"{_GROUP}.all_gatherv", "replace", cpu_dp_attention.gather_parts, When.CPU_DP),
-    Hook(f"{_SLEEPER}.maybe_sleep", "replace", cpu_dp_attention.nap, When.CPU_DP),
 )

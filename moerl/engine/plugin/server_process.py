@@ -21,8 +21,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from moerl.distributed import numa
-from moerl.engine import family_settings, torchvision_fix
+from moerl.engine import torchvision_fix
 from moerl.engine.plugin import entry_points
+from moerl.engine.protocol import MODEL_FOLDER
 from moerl.runtime.stack_dump import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
@@ -77,7 +78,7 @@ def serve(args: dict[str, Any], token: Secret) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    os.environ[family_settings.MODEL_FOLDER] = args["model_path"]
+    os.environ[MODEL_FOLDER] = args["model_path"]
     load_plugins()
     entry_points.check_installed()
     try:
