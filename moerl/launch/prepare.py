@@ -24,8 +24,7 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.core.errors import ConfigError, LayoutError, ModelError
 from moerl.core.json_files import read_model_config
 from moerl.core.rpc import Keys
-from moerl.engine.host.planned_layout import check_planned_layout
-from moerl.engine.host.server_args import check_args
+from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.cluster.node_facts import NETWORK_FILE_SYSTEMS, file_system
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents

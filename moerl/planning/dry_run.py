@@ -33,8 +33,7 @@ from moerl.config.validate import read_section
 from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
 from moerl.engine.host.adapter_slots import slot_arguments
-from moerl.engine.host.planned_layout import check_planned_layout
-from moerl.engine.host.server_args import arguments
+from moerl.engine.host.server_args import arguments, check_planned_layout
 from moerl.engine.node_span import NodeSpan
 from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun

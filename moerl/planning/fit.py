@@ -18,7 +18,7 @@ from moerl.config.clusters import is_local
 from moerl.config.mesh import check_mesh
 from moerl.config.schema import NodeGroup, ParallelConfig
 from moerl.core.errors import MoerlError
-from moerl.engine.host.planned_layout import check_planned_layout
+from moerl.engine.host.server_args import check_planned_layout
 from moerl.layout import model_spec
 from moerl.layout.spec import ModelSpec
 from moerl.planning.layout_check import engine_bytes

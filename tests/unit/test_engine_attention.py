@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moerl.engine.plugin import cpu_attention
+from moerl.engine.plugin import cpu_layers
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -20,7 +20,7 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
 def test_equals_each_request_alone(
     monkeypatch: pytest.MonkeyPatch, seed: int, group_tokens: int
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "_GROUP_TOKENS", group_tokens)
+    monkeypatch.setattr(cpu_layers, "_GROUP_TOKENS", group_tokens)
     torch.manual_seed(seed)
     lengths = torch.randint(1, 12, (7,))
     k_cache, v_cache = torch.full((2, 120, 2, 8), torch.nan).unbind()  # unused slots stay NaN
@@ -31,7 +31,7 @@ def test_equals_each_request_alone(
         k_cache[slots[i, :length]] = torch.randn(length, 2, 8)
         v_cache[slots[i, :length]] = torch.randn(length, 2, 8)
     query = torch.randn(7, 4, 8)
-    got = cpu_attention.attend(
+    got = cpu_layers.attend(
         query, torch.empty_like(query), k_cache, v_cache, slots, lengths, scale=0.3, gqa=True
     )
     own = [slots[i, :length] for i, length in enumerate(lengths)]
@@ -49,4 +49,4 @@ def test_unusual_attention_is_left_to_sglang(
         return "original"
 
     options = {"is_cross_attn": cross, "sliding_window_size": window}
-    assert cpu_attention.decode(original, *range(8), encoder_lens, **options) == "original"
+    assert cpu_layers.decode(original, *range(8), encoder_lens, **options) == "original"

@@ -15,7 +15,7 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
-from moerl.engine.host.planned_layout import check_planned_layout
+from moerl.engine.host.server_args import check_planned_layout
 from moerl.planning.dry_run import describe, model_shapes
 from moerl.planning.fit import what_fits
 

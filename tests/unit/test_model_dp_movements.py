@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zmq
 
 from moerl.engine.plugin import entry_points as plugin_entry_points
-from moerl.engine.plugin import private_sockets
+from moerl.engine.plugin import server_access
 from moerl.engine.plugin.hooks import HOOKS, Hook, When
 from moerl.engine.protocol import DP_ATTENTION, MODEL_FOLDER
 from moerl_cpu_sglang import dp_attention, registry
@@ -80,20 +80,20 @@ def test_an_idle_rank_naps() -> None:
 def test_ports_of_loopback_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = tmp_path / "moerl-engine-x"
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    assert private_sockets._private("tcp://127.0.0.1:81") == f"ipc://{scratch}/port-81"
-    assert private_sockets._private("tcp://10.0.0.1:81") == "tcp://10.0.0.1:81"
+    assert server_access._private("tcp://127.0.0.1:81") == f"ipc://{scratch}/port-81"
+    assert server_access._private("tcp://10.0.0.1:81") == "tcp://10.0.0.1:81"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert private_sockets._private("tcp://127.0.0.1:81") == "tcp://127.0.0.1:81"
+    assert server_access._private("tcp://127.0.0.1:81") == "tcp://127.0.0.1:81"
 
 
 def test_only_engines_that_ask_for_it_get_these_hooks() -> None:
-    def modules(*, cuda: bool, dp_attention: bool) -> set[str]:
+    def hooks(*, cuda: bool, dp_attention: bool) -> set[str]:
         own = (h for h in HOOKS if h.when.applies(cuda=cuda, dp_attention=dp_attention))
-        return {h.ours.__module__.rpartition(".")[2] for h in own}
+        return {h.ours.__name__ for h in own}
 
     for cuda in (False, True):
-        asked = modules(cuda=cuda, dp_attention=True)
-        assert asked - modules(cuda=cuda, dp_attention=False) == {"private_sockets"}
+        asked = hooks(cuda=cuda, dp_attention=True)
+        assert asked - hooks(cuda=cuda, dp_attention=False) == {"use_files", "bind_file"}
     assert When.ALWAYS.applies(cuda=True, dp_attention=False)
 
 

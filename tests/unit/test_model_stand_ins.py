@@ -22,8 +22,7 @@ from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
 from moerl.core.errors import ConfigError, EngineError
 from moerl.data.tiny_model import make_tiny_model
 from moerl.engine.host import cpu_kernels
-from moerl.engine.host.planned_layout import check_planned_layout
-from moerl.engine.host.server_args import arguments
+from moerl.engine.host.server_args import arguments, check_planned_layout
 from moerl.engine.plugin import entry_points
 from moerl.engine.plugin.hooks import When
 from moerl.engine.protocol import model_type_of

@@ -13,6 +13,7 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from moerl.core.errors import ConfigError
 from moerl.engine import feature_table
 from moerl.engine.host import cpu_kernels
 from moerl.engine.protocol import model_type_of
+from moerl.engine.weight_layout import LiveWeightLayout, check_model, layout_of_arguments
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +197,32 @@ def arguments(
             **cpu_kernels.arguments_of(model_type, config.args),
         }
     return args | config.args
+
+
+def check_planned_layout(
+    config: EngineConfig, model: Mapping[str, Any], *, cuda: bool, routing: bool
+) -> LiveWeightLayout:
+    """Layout of an engine that would be started, by the checks of a start and of a running server.
+
+    A dry run calls it, and a run before it starts anything.  Raises ConfigError as a start would.
+    model: its config.json; routing: routes are recorded.
+    """
+    check_model(model)
+    if not cuda:
+        cpu_kernels.check_kernels(config, model)
+    stored = (model.get("quantization_config") or {}).get("quant_method")
+    feature_table.check("quantization", stored, replay=routing)
+    stated = arguments(
+        config,
+        Path(),
+        routing=routing,
+        version="",
+        port=0,
+        nccl_port=0,
+        cuda=cuda,
+        model_type=str(model.get("model_type") or ""),
+    )
+    return layout_of_arguments(stated, model)
 
 
 def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:

@@ -13,15 +13,13 @@ from enum import StrEnum
 
 from moerl.engine.plugin import (
     adapter_hooks,
-    cpu_attention,
-    cpu_experts,
+    cpu_layers,
     grammars,
     in_flight,
     kv_slots_per_request,
     loaded_weights,
-    open_routes,
-    private_sockets,
     record_output,
+    server_access,
     update_hooks,
 )
 
@@ -123,7 +121,7 @@ HOOKS = (
         adapter_hooks.check_named,
         When.ALWAYS,
     ),
-    Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
+    Hook("sglang.srt.utils.auth.decide_request_auth", "around", server_access.decide, When.ALWAYS),
     Hook(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "replace",
@@ -138,18 +136,18 @@ HOOKS = (
         _then_fork,
         When.CPU,
     ),
-    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_layers.decode, When.CPU),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         "around",
-        cpu_experts.forward,
+        cpu_layers.run_experts,
         When.CPU,
     ),
-    Hook("sglang.srt.server_args.PortArgs.init_new", "around", private_sockets.use_files, When.DP),
+    Hook("sglang.srt.server_args.PortArgs.init_new", "around", server_access.use_files, When.DP),
     Hook(
         "sglang.srt.utils.network.get_zmq_socket_on_host",
         "around",
-        private_sockets.bind_file,
+        server_access.bind_file,
         When.DP,
     ),
 )
