@@ -1,6 +1,6 @@
 """The layout of a live engine's weights: its identity, and the refusal of unknown layouts.
 
-The precision of the head belongs to the identity, too: a trainer with another one is refused.
+The precision of the head belongs to the identity, too: a trainer with another precision is refused.
 
 A transfer plan is right for one layout only, and shapes do not identify it: SGLang may interleave,
 swap, transpose, pack or shuffle expert weights after loading and keep their shape.  So every server
@@ -241,17 +241,17 @@ def asks_fp32_head(args: Mapping[str, Any]) -> bool:
     return bool(args.get(_FP32_HEAD, False))
 
 
-def check_head(found: bool, *, asked: bool) -> None:
-    """Raises ConfigError where a head has another precision than the trainer's.
+def check_head(engine_fp32: bool, *, trainer_fp32: bool) -> None:
+    """Refuse an engine's head with another precision than the trainer's.  Raises ConfigError.
 
-    found: it multiplies in fp32; asked: the trainer's does.
+    Each argument says whether that side multiplies in fp32.
     """
-    if found != asked:
+    if engine_fp32 != trainer_fp32:
         raise ConfigError(
             f"engine.args.{_FP32_HEAD}",
-            found,
-            f"the trainer's model.fp32_lm_head is {asked}, and one side alone would have the fp32 "
-            "head",
+            engine_fp32,
+            f"the trainer's model.fp32_lm_head is {trainer_fp32}; both sides must have it, "
+            "or neither",
         )
 
 

@@ -1,4 +1,4 @@
-"""SGLang server arguments: ours, the user's `engine.args`, and what replay allows.
+"""SGLang server arguments: ours, and the values of `engine.args` that replay allows.
 
 Names are checked against the installed SGLang without importing it (its import takes seconds and a
 dozen packages): the ordered field list of ServerArgs is a plain tuple in one small file.

@@ -34,7 +34,7 @@ class BadRequest(EngineError):
 
 
 class FailedRequest(BadRequest):
-    """The server failed a batch of requests (HTTP 500), perhaps because of one of them."""
+    """The server failed a batch of requests (HTTP 500), perhaps because of a single request."""
 
 
 class EngineClient:

@@ -74,7 +74,10 @@ class EngineServer:
         port: int | None = None,
         span: NodeSpan = ALONE,
     ) -> None:
-        """span: the part of the engine that this node has."""
+        """Make the server's arguments; `start` starts its process.
+
+        span: the part of the engine that this node has.
+        """
         self.config, self.log, self.token, self.span = config, log, token, span
         self.port = free_port(config.host) if port is None else port
         self.args = server_args(
@@ -184,7 +187,7 @@ class EngineServer:
             )
             raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
         layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
-        check_head(layout.fp32_head, asked=asks_fp32_head(self.args))
+        check_head(layout.fp32_head, trainer_fp32=asks_fp32_head(self.args))
         return layout
 
     def _check_ranks(self) -> None:
@@ -330,7 +333,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def cause_in(lines: list[str]) -> str:
-    """The last exception line of a log; a follow-up error only when there is no other."""
+    """The last exception line of a log; a follow-up error only when no other is logged."""
     found = [match.group().strip() for line in lines if (match := _EXCEPTION.search(line))]
     first_hand = [line for line in found if not _SECONDARY.search(line)]
     return (first_hand or found or [""])[-1]

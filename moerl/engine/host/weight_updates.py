@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class WeightUpdater:
-    """Runs the weight updates of one engine; its version is what COMMIT confirmed.
+    """Runs the weight updates of one engine; its version is the last that COMMIT confirmed.
 
     Raises EngineError: refused, late, or the engine is broken.
     """
@@ -226,7 +226,7 @@ class WeightUpdater:
         return self._cost(done, start_s, idle_s, through=bool(mode))
 
     def _cost(self, done: Committed, start_s: float, idle_s: float, *, through: bool) -> UpdateDone:
-        """What an update has cost.  through: requests ran on."""
+        """The cost of an update.  through: requests ran on."""
         end_s = time.time()
         pause_s = done.seconds if through else end_s - idle_s
         self._tracer.add(

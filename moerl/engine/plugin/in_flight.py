@@ -1,7 +1,7 @@
-"""Weight updates under running requests: what the scheduler process does and records.
+"""Weight updates under running requests: the work and the records of the scheduler process.
 
-`exchange` runs between two forward passes and writes the new weights; the mode decides what happens
-to running requests:
+`exchange` runs between two forward passes and writes the new weights; the mode decides how running
+requests meet them:
 
     interrupt   the host has aborted all requests before; if one still runs it is retracted
     in_place    requests continue with the KV cache of the older weights
@@ -55,14 +55,17 @@ _audit = False
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """flushed: no prefix of older weights can be read; recomputed: tokens to prefill again."""
+    """Result of an exchange of weights.
+
+    flushed: no prefix of older weights can be read; recomputed: tokens to prefill again.
+    """
 
     flushed: bool
     recomputed: int = 0
 
 
 def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -> Exchanged:
-    """Write new weights in one of `protocol.MODES`; requests keep what they have sampled.
+    """Write new weights in a mode of `protocol.MODES`; requests keep the tokens sampled so far.
 
     manager: SGLang's SchedulerWeightUpdaterManager; request: carries the new version.
     """
@@ -203,7 +206,7 @@ def return_rows(_result: None, processor: Any, req: Any) -> None:
         req.routed_experts = torch.cat([req.routed_experts, *extra])
 
 
-def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -> list[Tensor]:
+def _recomputed_rows(processor: Any, req: Any, older: list[tuple[str, Tensor]]) -> list[Tensor]:
     """For each span of a later version, the rows of its prefix under that version, from row 0."""
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -215,7 +218,7 @@ def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -
         req_to_token_pool=processor.req_to_token_pool,
     )
     spans = compute_weight_version_spans(req.weight_version_events, _version(), outputs)
-    by_version = dict(kept) | {_version(): now}
+    by_version = dict(older) | {_version(): now}
     prompt = len(req.origin_input_ids)
     # Without the rows of a version the record is too short, and the host refuses it.
     found = [(by_version.get(span.version), prompt + span.start - 1) for span in spans[1:]]

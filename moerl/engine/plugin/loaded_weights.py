@@ -43,7 +43,7 @@ _WEIGHT_FLAGS = {
 def check_loaded(_result: None, runner: Any) -> None:
     """AFTER ModelRunner.load_model, in each scheduler process: check the modules and log it.
 
-    The head, too: a model's config.json can turn on what no server argument shows.
+    The precision of the head, too: a model's config.json can change it without a server argument.
     The log line shows that the hook ran: SGLang only logs a hook that it could not install.
     """
     modules = list(runner.model.named_modules())
@@ -51,9 +51,9 @@ def check_loaded(_result: None, runner: Any) -> None:
     asked = asks_fp32_head(runner.server_args.resolved_dict())
     heads = [module for _, module in modules if hasattr(module, "use_fp32_lm_head")]
     for head in heads:
-        check_head(head.use_fp32_lm_head or head.use_fp32_lm_head_output, asked=asked)
+        check_head(head.use_fp32_lm_head or head.use_fp32_lm_head_output, trainer_fp32=asked)
     if not heads:
-        check_head(False, asked=asked)
+        check_head(False, trainer_fp32=asked)
     sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
 
 

@@ -3,7 +3,7 @@
 The job is {"parent": pid, "args": {ServerArgs field: value}, "token": str}.  It comes by standard
 input so that the token is neither in the command line nor in the environment, and so that every
 server argument keeps its type.  The process dies with its parent (SIGKILL of the host leaves no
-server behind), and SGLang's own processes die with this one in the same way.
+server behind), and SGLang's own processes die with this process in the same way.
 
 Rejected: `python -m sglang.launch_server` (token on the command line, no import shim).
 """

@@ -2,11 +2,10 @@
 
 `after_start` opens the receiver of a scheduler process; `around_update` turns an
 /update_weights_from_tensor request with load_format "moerl_commit.MODE" into a COMMIT (MODE decides
-what happens to running requests: `moerl.engine.plugin.in_flight`).  SGLang passes the request to
-all ranks
-of the engine in the same iteration of their schedulers, between two forward passes, when weights
-may change.  Before writing, the ranks exchange whether they hold the verified version; if one does
-not, no rank writes.
+how running requests meet it: `moerl.engine.plugin.in_flight`).  SGLang passes the request to all
+ranks of the engine in the same iteration of their schedulers, between two forward passes, when
+weights may change.  Before writing, the ranks exchange whether they hold the verified version; if a
+rank does not, no rank writes.
 
 Only a server that moerl started (its scratch folder is private to it) gets a receiver.
 Rejected: a custom weight loader of SGLang (it cannot ask the other ranks), writing from our own
