@@ -5,7 +5,7 @@ Everything is flat: padding, packing order and row shapes do not appear here.
 
 A sequence is one row: all turns of an episode, unless `rollout.turn_rows` says otherwise.
 Statistics of a sequence need all of its sampled tokens; where context parallelism cuts a sequence
-over ranks, the trainer joins the tokens before the loss (docs/decisions.md, 14).
+over ranks, the trainer joins the tokens before the loss (docs/decisions/trainer.md, 14).
 
 Legend: N sampled tokens of a microbatch on this rank, Q sequences of it.
 """
