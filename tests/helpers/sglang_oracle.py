@@ -374,7 +374,7 @@ class Loaded:
 
 def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
     """SGLang's model on one rank, after its loader and its post-load hooks."""
-    from moerl.engine.plugin.loaded_weights import weights
+    from moerl.engine.plugin.update_hooks import weights
 
     with opened(folder, args, rank) as engine:
         parameters = {name: value.detach().clone() for name, value in weights(engine.model).items()}
@@ -408,7 +408,7 @@ def opened(folder: Path, args: dict[str, Any], rank: int) -> Iterator[Engine]:
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
     from sglang.srt.server_args import ServerArgs
 
-    from moerl.engine.plugin.loaded_weights import weights
+    from moerl.engine.plugin.update_hooks import weights
 
     server_args = ServerArgs(
         model_path=str(folder),

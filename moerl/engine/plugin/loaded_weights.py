@@ -1,4 +1,4 @@
-"""The weights that a scheduler process has loaded: the check of their layout, and their names.
+"""The check of the weights that a scheduler process has loaded: they keep the canonical layout.
 
 Covers choices of a release of SGLang that no server argument shows.
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/quantization/fp8.py,
@@ -22,7 +22,6 @@ _PLAIN_METHODS = (
 )
 _BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
 _CACHE_METHOD = "Fp8KVCacheMethod"  # of every attention layer in a checkpoint of fp8 blocks
-_BESIDE_ADAPTER = ".base_layer."
 _METHOD_FLAGS = {
     "use_flashinfer_cutlass": "keeps w13 as [up; gate]",
     "use_triton_kernels": "keeps expert weights transposed",
@@ -95,15 +94,3 @@ def _check_block_weights(name: str, module: Any, kind: str) -> None:
         for flag, effect in _WEIGHT_FLAGS.items():
             if getattr(parameter, flag, False):
                 raise LayoutError(f"{name}.{parameter_name}: {flag}, its values {effect}")
-
-
-def weights(model: Any) -> dict[str, Any]:
-    """The parameters that an update writes: all except scales of the cache, which stay 1.
-
-    A module with adapter slots keeps its weight inside, under its own name.
-    """
-    return {
-        name.replace(_BESIDE_ADAPTER, "."): parameter
-        for name, parameter in model.named_parameters()
-        if not getattr(parameter, "_skip_weight_check", False)
-    }

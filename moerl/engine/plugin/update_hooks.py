@@ -37,7 +37,7 @@ from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.engine.plugin import adapter_hooks, in_flight
-from moerl.engine.plugin.loaded_weights import check_modules, weights
+from moerl.engine.plugin.loaded_weights import check_modules
 from moerl.engine.protocol import ADAPTER
 from moerl.engine.weight_layout import engine_layout
 from moerl.layout import model_spec
@@ -55,6 +55,8 @@ from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make
 
 log = logging.getLogger(__name__)
+
+_BESIDE_ADAPTER = ".base_layer."
 
 
 _receiver: Receiver | None = None  # receiver of this process; a scheduler process serves one rank
@@ -193,6 +195,18 @@ def _refusing(cause: str) -> Callable[[Message], Message]:
         raise EngineError(cause)
 
     return handle
+
+
+def weights(model: Any) -> dict[str, Any]:
+    """The parameters that an update writes: all except scales of the cache, which stay 1.
+
+    A module with adapter slots keeps its weight inside, under its own name.
+    """
+    return {
+        name.replace(_BESIDE_ADAPTER, "."): parameter
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "_skip_weight_check", False)
+    }
 
 
 class SglangModel:
