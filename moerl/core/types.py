@@ -16,6 +16,7 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from moerl.core.errors import RecordError
 from moerl.core.grammar import Grammar
 from moerl.core.packed_ids import packed_state, set_packed_state
 
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8, "float32": 4}
 Array = np.ndarray
 
 
@@ -95,7 +97,7 @@ class BlobRef:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,11 +164,12 @@ class Microbatch:
     def pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
         """(row, slot, first position, count) of the rollout's fed-in tokens in some slots."""
         fed = self.rollouts[rollout].num_tokens - 1
-        for run in self.runs:
+        each = len(self.runs) // (self.runs[-1].rollout + 1)  # runs of a rollout, side by side
+        for run in self.runs[rollout * each : (rollout + 1) * each]:
             low, high = max(run.slot, first), min(run.slot + run.num, last)
             begin = run.begin + low - run.slot
             count = min(high - low, fed - begin)
-            if run.rollout == rollout and count > 0:
+            if count > 0:
                 yield run.row, low, begin, count
 
 

@@ -50,7 +50,7 @@ WEIGHTS = {
     "moerl.weight_sync.buckets": {"Bucket", "Piece", "Region"},
     "moerl.weight_sync.deliveries": {"Delivery", "Holding", "Tables"},
     "moerl.weight_sync.publisher": {"SyncContext"},
-    "moerl.core.messages": {"Destination", "Moved"},
+    "moerl.core.messages": {"Destination", "SendResult"},
     "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
     "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},

@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from moerl.engine.plugin import (
     adapter_hooks,
-    cpu_layers,
+    cpu_attention,
+    cpu_experts,
     grammars,
     in_flight,
     kv_slots_per_request,
@@ -136,11 +137,12 @@ HOOKS = (
         _then_fork,
         When.CPU,
     ),
-    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_layers.decode, When.CPU),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
+    Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_extend", "around", cpu_attention.extend, When.CPU),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         "around",
-        cpu_layers.run_experts,
+        cpu_experts.forward,
         When.CPU,
     ),
     Hook("sglang.srt.server_args.PortArgs.init_new", "around", server_access.use_files, When.DP),
