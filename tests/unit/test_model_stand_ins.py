@@ -342,7 +342,7 @@ def test_an_engine_without_kernels_is_refused_on_a_cpu(
     if not says:
         check_planned_layout(engine, model, cuda=False, routing=True)
         return
-    want = f"has no kernels for {says}; use GPUs, or .* set PYTHONPATH=tests/cpu_sglang"
+    want = f"has no kernels for {says}; use GPUs, or .* set PYTHONPATH=.PWD/tests/cpu_sglang"
     with pytest.raises(ConfigError, match=want):
         check_planned_layout(engine, model, cuda=False, routing=True)
 

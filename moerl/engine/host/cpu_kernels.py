@@ -50,8 +50,8 @@ def check_kernels(engine: EngineConfig, model: Mapping[str, Any]) -> None:
         raise ConfigError(
             "engine.platform",
             engine.platform,
-            f"without CUDA SGLang has no kernels for {' and '.join(missing)}; use GPUs, or in a "
-            "checkout of moerl set PYTHONPATH=tests/cpu_sglang, which has slow ones for tests",
+            f"without CUDA SGLang has no kernels for {' and '.join(missing)}; use GPUs, or in "
+            "a checkout of moerl set PYTHONPATH=$PWD/tests/cpu_sglang for the kernels of its tests",
         )
 
 
