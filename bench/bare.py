@@ -42,9 +42,8 @@ import one_rank  # noqa: F401  it sets what torch reads at its import
 from figures import Figure, of_ratios, report, result
 
 from moerl.config import load_config
-from moerl.launch.prepare import prepare
-from moerl.launch.root_process import set_ray_environment
 from moerl.launch.run_context import RunContext
+from moerl.launch.train import prepare, set_ray_environment
 from moerl.runtime.process_tree import become_subreaper, end_descendants
 from moerl.runtime.run_dir import RunDir
 

@@ -16,9 +16,9 @@ from moerl.controller.rollout_builder import sampling_params
 from moerl.core.types import BatchPlan, Episode, EpisodeGroup, PolicyVersion, Score, Turn
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.launch.run_context import RunContext
 from moerl.records import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 BARE, OURS = "bare", "moerl"
 ARMS = (BARE, OURS)

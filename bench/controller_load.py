@@ -167,9 +167,9 @@ class StubEngine:
         routing = sealed = None
         if count:
             uri = f"blob://n0/{request.rollout_id}.{request.segment}.0"
-            ref = BlobRef(uri, 0, "uint8", (len(LAYERS), end - first, TOP_K), "2:" + "0" * 16)
+            ref = BlobRef(uri, 0, "uint8", (len(LAYERS), end - first, TOP_K), "0" * 16)
             routing = RoutingBlob(ref, first, end, version, LAYERS, EXPERTS)
-            values = BlobRef(uri, ref.num_bytes, "float32", (count,), "2:" + "0" * 16)
+            values = BlobRef(uri, ref.num_bytes, "float32", (count,), "0" * 16)
             sealed = LogprobBlob(values, request.num_sampled, count)
         return Segment(
             rollout_id=request.rollout_id,

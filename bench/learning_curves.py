@@ -32,10 +32,10 @@ import ray
 from moerl.config import load_config, save_config
 from moerl.core.types import PolicyVersion
 from moerl.data.tiny_model import make_tiny_model
-from moerl.launch.nodes.torchrun_job import TorchrunJob
-from moerl.launch.prepare import prepare
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
+from moerl.launch.train import prepare
 from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.helpers of its importers
 
 from moerl.config.schema import ParallelConfig
 from moerl.distributed.store_server import StoreServer

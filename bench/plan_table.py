@@ -5,9 +5,9 @@
 Shapes alone, ten seconds on any machine.  Trainer TP4 PP4 EP8, 50 GB/s per rank, every engine is
 served by the trainer.  "Attention DP" cuts attention over one rank instead of eight.  With 32 ranks
 dense layers and shared experts are cut over 8 (32 would be inside an FP8 block); the head is cut
-over all ranks.  Printed: M the model on the wire; traffic of a broadcast, of the gather before it,
-and of the plan; ratio = broadcast / planned, into ranks and through cards (8 ranks per node); S the
-bytes of the largest receiver; T seconds at line rate of a broadcast, a hierarchical one, the plan.
+over all ranks.  Printed: M the model on the wire; traffic of the plan; ratio = bytes of a broadcast
+/ planned bytes, into ranks and through cards (8 ranks per node); S the bytes of the largest
+receiver; T seconds at line rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
-from moerl.planning.sync_cost import Links, forecast
+from moerl.planning.publish_forecast import Links, forecast
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 
@@ -57,16 +57,12 @@ def row(model: str, case: Case) -> dict[str, object]:
         "model": model,
         "layout": f"{trainer.world_size} -> {case.name}",
         "model_GB": round(found.model_bytes / 1e9, 1),
-        "broadcast_GB": round(found.broadcast_bytes / 1e9),
-        "gather_GB": round(found.gather_bytes / 1e9),
         "planned_GB": round(found.planned_bytes / 1e9),
         "rank_ratio": round(found.rank_ratio, 2),
-        "card_ratio": round(found.nic_ratio, 2),
+        "card_ratio": round(found.card_ratio, 2),
         "largest_receiver_GB": round(found.received.high / 1e9, 2),
         "largest_sender_over_mean": round(found.sent.high / found.sent.mean, 3),
-        "broadcast_s": round(found.broadcast_s, 2),
-        "hierarchical_s": round(found.hierarchical_s, 2),
-        "planned_s": round(found.planned_s, 3),
+        "planned_s": round(found.seconds, 3),
     }
 
 
@@ -83,11 +79,10 @@ def main() -> None:
                 print(json.dumps(found), flush=True)
                 continue
             print(
-                f"{model:<16}{found['layout']:<29}M {found['model_GB']:>6} GB  broadcast "
-                f"{found['broadcast_GB']:>7,} + gather {found['gather_GB']:>7,}  plan "
+                f"{model:<16}{found['layout']:<29}M {found['model_GB']:>6} GB  plan "
                 f"{found['planned_GB']:>6,} GB  ratio {found['rank_ratio']:>5} (cards "
                 f"{found['card_ratio']})  S {found['largest_receiver_GB']} GB  "
-                f"T {found['broadcast_s']} / {found['hierarchical_s']} / {found['planned_s']} s",
+                f"T {found['planned_s']} s",
                 flush=True,
             )
 

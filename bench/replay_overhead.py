@@ -43,8 +43,8 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.records import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 PROMPT, LENGTH, KEPT_MEAN = 32, 256, 32
 START = PolicyVersion(0, 0)

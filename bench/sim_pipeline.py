@@ -1,4 +1,4 @@
-"""The simulation of `moerl plan --costs` against the measured runs of bench/async_speedup.py.
+"""The simulation of `moerl.planning.simulate` against the measured runs of bench/async_speedup.py.
 
     python bench/async_speedup.py && python bench/sim_pipeline.py [--work DIR]
 

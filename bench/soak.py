@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moerl.launch.prepare import outside_folder
+from moerl.launch.train import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import read_spans

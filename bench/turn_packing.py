@@ -43,8 +43,8 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_reply
 from moerl.records import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_reply
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner

@@ -42,7 +42,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.core.errors import TransportError
 from moerl.layout import model_spec
 from moerl.layout.tiles import Box
-from moerl.planning.sync_cost import Links, forecast
+from moerl.planning.publish_forecast import Links, forecast
 from moerl.weight_sync.buckets import Piece, Region, WirePolicy, digest, seeds
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan

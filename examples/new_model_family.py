@@ -9,9 +9,9 @@ Megatron rules and its SGLang rules.
 
 The check runs on shapes: every parameter of every rank is tiled exactly, and every byte of an
 engine is covered once, or the tensor that is not is named.  It cannot see a swap of k and v, and it
-registers the family in this process only: `moerl check-layout` and `moerl train` start others, and
-refuse it.  A family becomes part of moerl with comparisons against transformers, Megatron-core and
-SGLang: CONTRIBUTING.md says which files, docs/layout.md walks through them.
+adds the family to the table of this process only: `moerl check-layout` and `moerl train` start
+others, which refuse it.  A family becomes part of moerl with comparisons against transformers,
+Megatron-core and SGLang: CONTRIBUTING.md names the files, docs/layout.md explains them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,28 @@ from moerl.config.schema import ParallelConfig
 from moerl.layout import model_spec
 from moerl.layout.attention_parts import GQA, QK_NORM, QKV_BIAS
 from moerl.layout.common_parts import NORM_GQA, NORM_MOE
-from moerl.layout.families import Family
+from moerl.layout.families import FAMILY_TABLES, Family
 from moerl.layout.ffn_parts import experts, router
-from moerl.layout.register import register_family
-from moerl.layout.spec_readers import Config
+from moerl.layout.spec_readers import Config, SpecReader
 from moerl.planning.layout_check import check_layout, describe
 from moerl.weight_sync.held_shards import EngineLayout
 
+
+def read(config: Config) -> dict[str, Any]:
+    """Fields of ModelSpec; sizes that every family names alike are read already."""
+    return {
+        "experts": config["num_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "moe_ffn": config["expert_size"],
+        "moe_layers": tuple(range(config["num_hidden_layers"])),
+        "norm_topk_prob": True,
+        "qkv_bias": True,
+        "qk_norm": True,
+    }
+
+
 ACME = Family(
+    SpecReader(read),
     every=(NORM_GQA, GQA, QKV_BIAS, QK_NORM),
     moe=(
         NORM_MOE,
@@ -51,20 +65,7 @@ CONFIG = {
 }
 
 
-def read(config: Config) -> dict[str, Any]:
-    """Fields of ModelSpec; sizes that every family names alike are read already."""
-    return {
-        "experts": config["num_experts"],
-        "experts_per_token": config["num_experts_per_tok"],
-        "moe_ffn": config["expert_size"],
-        "moe_layers": tuple(range(config["num_hidden_layers"])),
-        "norm_topk_prob": True,
-        "qkv_bias": True,
-        "qk_norm": True,
-    }
-
-
 if __name__ == "__main__":
-    register_family("acme_moe", read, ACME)
+    FAMILY_TABLES["acme_moe"] = ACME
     trainer, engines = ParallelConfig(tp=2, pp=2, dp=2, ep=4), EngineLayout(tp=4, ep=2, num=2)
     print(describe(check_layout(model_spec(CONFIG), trainer, engines, "local")))

@@ -8,7 +8,7 @@ right digits in the wrong order: a half for a rising answer, a half for the righ
 A reward runs in a worker process (`task.scorer_workers`) with a deadline (`task.score_timeout_s`).
 When one raises, hangs or returns something else than a number, the group is replaced and counted;
 `task.on_score_error=stop` stops the run and names the prompt.  A reward sees few environment
-variables, and those that `task.pass_environment` names (docs/isolation.md).  Rewards of steps or
+variables, and those that `task.pass_environment` names (docs/sandbox.md).  Rewards of steps or
 turns, and counted errors, are returned as a dict: docs/algorithms.md, "Advantages".
 """
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from moerl.audit.dump_command import check_dump
 from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
@@ -26,7 +27,7 @@ from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 if TYPE_CHECKING:
     from moerl.config import Config
 
-INSTALL = "use tools/setup.sh, or pip install 'moerl[cpu]' or 'moerl[gpu]' (README.md)"
+INSTALL = "in a checkout, use tools/setup.sh, or pip install '.[cpu]' or '.[gpu]' (README.md)"
 
 app = typer.Typer(
     add_completion=False,
@@ -137,8 +138,8 @@ def mismatch(
 ) -> None:
     """Measure the log-probability difference of trainer and engine, with and without replay.
 
-    Generates fresh rollouts with the real engine, or reads those of another system, and scores them
-    with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
+    Generates fresh rollouts with the real engine, or reads rollouts of another system, and scores
+    them with the real trainer, in fp32 and in bf16, replaying nothing, routes, masks and both.
     Differences are of log-probabilities, in nats.  Writes a page that breaks them down by cause,
     layer, position, weight version lag, and worst tokens.
 
@@ -163,7 +164,7 @@ def mismatch(
 
 
 app.command("check-layout")(shape_commands.check_layout)
-app.command("check-dump")(shape_commands.check_dump)
+app.command("check-dump")(check_dump)
 app.command()(shape_commands.plan)
 
 
@@ -204,20 +205,6 @@ def report(
 
     found = RunDir(find_run(run, "RUN"))
     typer.echo(write_report(found, load_saved(found.config), is_running=is_running(found)))
-
-
-@app.command()
-def manifest(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
-    """Print Kubernetes objects of a run (KubeRay and an indexed Job); applies nothing.
-
-    Example:
-
-      moerl manifest qwen3-30b-a3b cluster=kuberay run.root=/runs --run mine | kubectl apply -f -
-    """
-    from moerl.launch.cluster.manifest import manifest as objects
-
-    config = _checked(recipe, [*(overrides or []), *_named_run(run)], starts=False)
-    typer.echo(objects(config, [recipe, *(overrides or []), "--run", config.run.name]))
 
 
 @app.command()
@@ -277,7 +264,7 @@ def _checked(
 
 def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
-    from moerl.config.transport_rules import why_not
+    from moerl.config.transport_rules import why_not, with_transport
 
     group = next(iter(config.cluster.nodes.values()), None)
     if config.sync.transport != "auto" or group is None or not group.devices:
@@ -285,10 +272,10 @@ def _with_transport(config: Config) -> Config:
     if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
         return config
     from moerl.planning.dry_run import model_shapes
-    from moerl.planning.transport_choice import auto_transport, with_auto_transport
+    from moerl.planning.publish_forecast import auto_transport
 
     try:
-        return with_auto_transport(config, auto_transport(config, model_shapes(config)))
+        return with_transport(config, auto_transport(config, model_shapes(config)))
     except MoerlError:  # no readable model: the checks say it
         return config
 
@@ -310,10 +297,7 @@ def _named_run(name: str) -> list[str]:
 
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
-    try:
-        config = _checked(recipe, settings, starts=not dry_run)
-    except ConfigError as error:
-        raise _with_what_fits(error, recipe, settings) from error
+    config = _checked(recipe, settings, starts=not dry_run)
     if config.sync.transport == "cuda_ipc":  # by the plan: the run's own process reads no shapes
         settings += ["sync.transport=cuda_ipc"]
     name = config.run.name
@@ -332,19 +316,6 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         )
     request = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(request))
-
-
-def _with_what_fits(error: ConfigError, recipe: str, settings: list[str]) -> ConfigError:
-    """The error, and for one of placement also what would fit the cluster."""
-    if error.field not in ("engine.count", "engine.nodes", "trainer.parallel"):
-        return error
-    from moerl.config import load_config, resolve
-    from moerl.planning.dry_run import model_shapes
-    from moerl.planning.fit import what_fits
-
-    config = resolve(load_config(recipe, settings))
-    fits = what_fits(config, model_shapes(config))
-    return ConfigError(error.field, error.value, f"{error.allowed}; {fits}") if fits else error
 
 
 def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:
@@ -368,7 +339,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
     raise typer.Exit(_guarded(request))
 
 
-def _guarded(request: dict[str, Any], module: str = "moerl.launch.root_process") -> int:
+def _guarded(request: dict[str, Any], module: str = "moerl.launch.train") -> int:
     """Run the request in a guarded root process, then remove its scratch folder."""
     from moerl.runtime.process_tree import run_guarded
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,13 +29,15 @@ from tools.gpu_pack import pack, unpacked
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build" / "gpu-check.json"
-BARE = "MOERL_GPU_CHECK_BARE"  # read by tests/gpu/conftest.py
+PARTS = "MOERL_GPU_CHECK_PARTS"  # read by tests/gpu/conftest.py
+_PARTS_S = 540  # all checks of --parts; machines are lent for ten minutes
+_LEAST_S = 20  # a check that has less is not begun
 _HELP = """\
   tools/gpu-check            everything: needs the environment of `tools/setup.sh --gpu`
-  tools/gpu-check --bare     needs Python 3.11 or 3.12, torch with CUDA, nvcc, and the wheels that
+  tools/gpu-check --parts    needs Python 3.11 or 3.12, torch with CUDA, gcc, and the wheels that
                              `--pack` put into build/gpu-check/wheels; no network, no SGLang, no
-                             Transformer Engine, no Ray; about ten minutes on an H100
-  tools/gpu-check --bare --double     the same on the device double: no GPU, tiny sizes, seconds
+                             Transformer Engine, no Ray; ends after nine minutes
+  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, seconds
   tools/gpu-check --pack     on a machine with a package index, before the folder is copied
 
 A check that fails leaves the others as they are; the exit status is 1 if one failed.  Every figure
@@ -66,13 +69,14 @@ class Result:
 class Report:
     """The JSON."""
 
-    size: str  # bare | full
+    size: str  # parts | full
     double: bool
     command: str
     began: str  # UTC
     seconds: float = 0.0
     machine: dict[str, str] = field(default_factory=dict)
     checks: list[Result] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)  # what pytest printed; in a file of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class Case:
 def main(words: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(words)
     if asked.list:
-        _list(asked.bare)
+        _list(asked.parts)
         return 0
     if asked.pack:
         size = pack(asked.python)
@@ -98,9 +102,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.markdown:
         print(markdown(json.loads(Path(asked.markdown).read_text())))
         return 0
-    report = run(chosen(asked.only, bare=asked.bare), bare=asked.bare, double=asked.double)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    checks = chosen(asked.only, parts=asked.parts)
+    report = run(checks, asked.json, parts=asked.parts, double=asked.double)
     _print(report)
     print(f"written: {asked.json}")
     return int(any(check.state == "failed" for check in report.checks))
@@ -113,43 +116,62 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--bare", action="store_true", help="only what torch is enough for")
+    parser.add_argument("--parts", action="store_true", help="only what torch is enough for")
     parser.add_argument(
         "--double", action="store_true", help="on the device double of tests/double"
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
     parser.add_argument("--list", action="store_true", help="names of checks, and end")
     parser.add_argument("--json", type=Path, default=REPORT, help="file of the figures")
-    parser.add_argument("--pack", action="store_true", help="collect the wheels of --bare, and end")
+    parser.add_argument(
+        "--pack", action="store_true", help="collect the wheels of --parts, and end"
+    )
     parser.add_argument("--python", default="3.12", help="of the machine that is packed for")
     parser.add_argument("--markdown", metavar="JSON", help="print a report's tables, and end")
     return parser
 
 
-def chosen(names: Sequence[str], *, bare: bool) -> list[Check]:
+def chosen(names: Sequence[str], *, parts: bool) -> list[Check]:
     """Checks of these names, or all.  SystemExit for an unknown name."""
-    known = {check.name: check for check in CHECKS if check.bare or not bare}
+    known = {check.name: check for check in CHECKS if check.parts or not parts}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"gpu-check: no check {unknown[0]!r}; there are {', '.join(known)}")
     return [known[name] for name in names] or list(known.values())
 
 
-def run(checks: Sequence[Check], *, bare: bool, double: bool) -> Report:
-    """Run them in order."""
+def run(checks: Sequence[Check], file: Path, *, parts: bool, double: bool) -> Report:
+    """Run them in order; `file` gets the JSON.  Checks of --parts end after `_PARTS_S` seconds."""
     command = " ".join(["tools/gpu-check", *sys.argv[1:]])
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    report = Report("bare" if bare else "full", double, command, began)
+    report = Report("parts" if parts else "full", double, command, began)
     begin = time.monotonic()
-    environment = _environment(bare=bare)
+    end = begin + _PARTS_S if parts else math.inf
+    environment = _environment(parts=parts)
     if double:
         report.checks = _on_double(checks, environment, report)
     else:
         for check in checks:
             print(f"{check.name}: {check.about} ..", flush=True)
-            cases, why = _pytest(check.nodes(), environment, check.limit_s, report)
+            limit_s = min(check.limit_s, end - time.monotonic())
+            if limit_s < _LEAST_S:
+                why = f"{_PARTS_S} s of --parts are over"
+                report.checks.append(Result(check.name, check.about, reason=why))
+                continue
+            cases, why = _pytest(check.nodes(), environment, limit_s, report)
             report.checks.append(_judged(check, cases, why))
+            report.seconds = time.monotonic() - begin
+            _write(report, file)
     report.seconds = time.monotonic() - begin
+    _write(report, file)
     return report
+
+
+def _write(report: Report, file: Path) -> None:
+    """After each check, so that a machine that is taken away leaves what was measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = asdict(report)
+    file.with_suffix(".log").write_text("".join(found.pop("log")))
+    file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _on_double(
@@ -175,8 +197,8 @@ def _belongs(case: Case, wanted: set[str]) -> bool:
     return case.name in wanted or case.name.partition("[")[0] in wanted
 
 
-def _environment(*, bare: bool) -> dict[str, str]:
-    site = unpacked() if bare else None
+def _environment(*, parts: bool) -> dict[str, str]:
+    site = unpacked() if parts else None
     paths = [str(ROOT), *([str(site)] if site else [])]
     sys.path += paths[1:]  # the table is printed with a packed package
     own = {
@@ -186,7 +208,7 @@ def _environment(*, bare: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return os.environ | own | ({BARE: "1"} if bare else {})
+    return os.environ | own | ({PARTS: "1"} if parts else {})
 
 
 def _pytest(
@@ -206,8 +228,10 @@ def _pytest(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True,
                 timeout=limit_s, check=False,
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as late:
+            report.log.append((late.stdout or b"").decode(errors="replace"))
             return [], f"not done after {limit_s:.0f} s"
+        report.log += [done.stdout, done.stderr]
         why = "" if done.returncode in (0, 1) else _why(done)  # 1: a test failed
         if not file.exists():
             return [], why or _why(done)
@@ -261,9 +285,9 @@ def _judged(check: Check, cases: Sequence[Case], why: str) -> Result:
 
 
 # --- what is printed ------------------------------------------------------------------------------
-def _list(bare: bool) -> None:
-    for check in chosen([], bare=bare):
-        size = "bare" if check.bare else "full"
+def _list(parts: bool) -> None:
+    for check in chosen([], parts=parts):
+        size = "parts" if check.parts else "full"
         print(f"{check.name:14} {size}  {check.about}")
 
 

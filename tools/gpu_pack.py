@@ -1,7 +1,7 @@
-"""Wheels that `tools/gpu-check --bare` brings to a machine with torch, and their unpacking.
+"""Wheels that `tools/gpu-check --parts` brings to a machine with torch, and their unpacking.
 
     tools/gpu-check --pack [--python 3.12]      here: needs pip and its package index
-    tools/gpu-check --bare                      there: needs neither
+    tools/gpu-check --parts                      there: needs neither
 
 Versions are those that are installed here.  A wheel is an archive of importable files: it is
 unpacked, and nothing is installed.  torch and what it requires are the machine's.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make a tiny random-weight model: tools/make_tiny_model.py FOLDER [--seed N] [key=value].
 
-Keys are the fields of `moerl.config.schema.TinyModel`, for example `family=olmoe num_layers=4`.
+Keys are the fields of `moerl.config.schema.TinyModel`, for example `num_layers=4 num_experts=16`.
 """
 
 from __future__ import annotations

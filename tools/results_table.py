@@ -1,7 +1,8 @@
-"""README's table of what benches measured, of the files in docs/results; called by tools/results.
+"""README's table of measured figures, made of the files in docs/results; called by tools/results.
 
-A file is what `bench/*.py --json` wrote, with command, machine and commit.  A figure that misses
-its aim needs a reason there, in its field `why`; nothing else of a file is written by hand.
+The table has the figures with an aim, and the last figure of a file without aims.  A file is the
+output of `bench/*.py --json`, with command, machine and commit.  A figure that misses its aim needs
+a reason there, in its field `why`; nothing else of a file is written by hand.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def table(results: Iterable[Result]) -> str:
 def _rows(results: Iterable[Result]) -> Iterator[str]:
     for result in results:
         yield f"| **`{result.command}`** | {result.machine} |"
-        for figure in result.figures:
+        for figure in [f for f in result.figures if f.aim is not None] or result.figures[-1:]:
             yield f"| {figure.what} | {figure} |"
 
 

@@ -64,7 +64,6 @@ _LAYOUTS = (
 _TRAINER = (
     "tests/multi/test_checkpoint_writer.py",
     "tests/multi/test_critic.py",
-    "tests/multi/test_dithered_layouts.py",
     "tests/multi/test_gpu_checkpoint.py",
     "tests/multi/test_ref_model_ranks.py",
     "tests/multi/test_minibatch_training.py",
@@ -196,7 +195,7 @@ AREAS = (
     Area("models", 120, ("tests/*/test_model_*.py",)),
     Area("gpu", 120, ("tests/*/test_gpu_*.py",)),
     Area("agents", 90, ("tests/*/test_agent*.py",)),
-    Area("lora", 90, ("tests/*/test_lora*.py", "tests/*/test_dither*.py")),
+    Area("lora", 90, ("tests/*/test_lora*.py",)),
 )
 
 

@@ -27,7 +27,7 @@ from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
 from moerl.core.errors import RecordError
-from moerl.core.rollout_names import episode_of
+from moerl.core.ids import episode_of
 from moerl.core.types import (
     Array,
     GenerateRequest,

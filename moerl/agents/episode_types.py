@@ -12,8 +12,7 @@ from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.agents.turn_forest import RecordedTurn
 from moerl.controller.agent_episodes import TurnEngine
-from moerl.core.grammar import Grammar
-from moerl.core.types import Array, GraphTurn, Rollout, SamplingParams
+from moerl.core.types import Array, Grammar, GraphTurn, Rollout, SamplingParams
 
 Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
 

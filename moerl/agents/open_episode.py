@@ -36,7 +36,7 @@ from moerl.config.task_programs import POLICY
 from moerl.controller.rollout_builder import PartialRollout, blob_uris
 from moerl.controller.turn_rows import SampledTurn
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.rollout_names import without_life
+from moerl.core.ids import without_life
 from moerl.core.types import Array, GraphTurn, LeftOut, Prompt, SamplingParams
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moerl.agents.chat_messages import Json
-from moerl.core.grammar import Grammar
+from moerl.core.types import Grammar
 
 
 class AnswerParser(Protocol):

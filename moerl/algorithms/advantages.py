@@ -8,7 +8,7 @@ the configured function and lays the result out by plan row.
 Siblings that another batch trains (`EpisodeGroup.peers`) count in the baseline with their rewards
 as scored, and get no advantage.
 
-A group of one has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
+A single episode has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
 gives groups of one their raw reward; the configuration refuses group_size 1 for these baselines.
 
 Legend: E episodes of the step, K rewarded steps of them, M sampled tokens of all episodes in
@@ -164,11 +164,11 @@ def _decayed_sums(delta: Array, length: Array, ends: Array, decay: float) -> Arr
 
 
 def plan_outcomes(
-    config: AlgorithmConfig, plan: BatchPlan
+    algorithm: AlgorithmConfig, plan: BatchPlan
 ) -> tuple[Outcomes, dict[tuple[int, int], int]]:
     """Outcome rewards of a plan's episodes, and their indices by (group, episode)."""
     episodes = _episodes(plan)
-    outcomes = _outcomes(config, episodes, per_token=False)
+    outcomes = _outcomes(algorithm, episodes, per_token=False)
     return outcomes, {key: idx for idx, key in enumerate(episodes)}
 
 
@@ -181,7 +181,7 @@ def _episodes(plan: BatchPlan) -> dict[tuple[int, int], Episode]:
 
 
 def plan_gae(
-    config: AlgorithmConfig,
+    algorithm: AlgorithmConfig,
     plan: BatchPlan,
     values: Sequence[Array],
     drift: Sequence[Array] | None = None,
@@ -190,22 +190,24 @@ def plan_gae(
 
     values: of each row, the critic's value at each sampled token.  Rows of an episode follow one
     another, as do the turns in one: the next token may be behind an environment's reply.  The
-    (shaped) reward is that of the episode's last token.  Advantages are whitened over all sampled
+    (shaped) reward belongs to the episode's last token.  Advantages are whitened over all sampled
     tokens of the step, as in verl; returns are not, and the critic also learns from episodes that
     `mask_truncated` leaves out.  drift: as in `plan_advantages`.  Raises RecordError as it does.
     """
     episodes = _episodes(plan)
-    outcomes = _outcomes(config, episodes, per_token=False)
+    outcomes = _outcomes(algorithm, episodes, per_token=False)
     places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
     value_M = _in_order(plan, places, values)
     reward_M = torch.zeros_like(value_M)
     if drift is not None:
-        reward_M -= config.reward_kl_coef * _in_order(plan, places, drift)
+        reward_M -= algorithm.reward_kl_coef * _in_order(plan, places, drift)
     reward_M[outcomes.length.cumsum(0) - 1] += outcomes.reward
-    advantage, target = gae(reward_M, value_M, outcomes.length, config.gae_gamma, config.gae_lambda)
+    advantage, target = gae(
+        reward_M, value_M, outcomes.length, algorithm.gae_gamma, algorithm.gae_lambda
+    )
     deviation = advantage.var(unbiased=False) + _WHITEN_EPS
     advantage = (advantage - advantage.mean()) / deviation.sqrt()
-    cut = _left_out(config, episodes).repeat_interleave(outcomes.length)
+    cut = _left_out(algorithm, episodes).repeat_interleave(outcomes.length)
     advantage = advantage.masked_fill(cut, 0.0)
     sizes = [episodes[g, e].turns[turn].rollout.num_sampled for g, e, turn in places]
     split = dict(
@@ -235,7 +237,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def plan_advantages(
-    config: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
+    algorithm: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
 ) -> list[float | Array]:
     """Advantage of each row of `plan.rows`, in that order; rows of one episode share it.
 
@@ -244,18 +246,18 @@ def plan_advantages(
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
-    assert config.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
-    function = choose("algorithm.advantage", config.advantage, ADVANTAGES)
-    has_steps = "steps" in ADVANTAGES[config.advantage].needs
+    assert algorithm.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
+    function = choose("algorithm.advantage", algorithm.advantage, ADVANTAGES)
+    has_steps = "steps" in ADVANTAGES[algorithm.advantage].needs
     per_token = has_steps or drift is not None
     episodes = _episodes(plan)
-    outcomes = _outcomes(config, episodes, has_steps)
+    outcomes = _outcomes(algorithm, episodes, has_steps)
     if drift is not None:
         places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
-        reward_M = -config.reward_kl_coef * _in_order(plan, places, drift)
+        reward_M = -algorithm.reward_kl_coef * _in_order(plan, places, drift)
         outcomes = replace(outcomes, token_reward=reward_M)
     value = function(_with_peers(outcomes, plan))[: None if per_token else len(episodes)]
-    cut = _left_out(config, episodes)
+    cut = _left_out(algorithm, episodes)
     place = {key: idx for idx, key in enumerate(episodes)}
     if not per_token:
         numbers = value.masked_fill(cut, 0.0).tolist()
@@ -286,7 +288,7 @@ def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
 
 
 def _outcomes(
-    config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode], per_token: bool
+    algorithm: AlgorithmConfig, episodes: dict[tuple[int, int], Episode], per_token: bool
 ) -> Outcomes:
     rewards: list[float] = []
     steps: list[tuple[int, int, float]] = []  # episode, end, reward
@@ -294,7 +296,7 @@ def _outcomes(
     for idx, episode in enumerate(episodes.values()):
         if episode.score is None:
             raise RecordError("score_missing", f"episode {episode.episode_id} has no score")
-        penalty = _penalty(config, episode) if config.overlong_buffer else 0.0
+        penalty = _penalty(algorithm, episode) if algorithm.overlong_buffer else 0.0
         rewards.append(episode.score.reward + penalty)
         if per_token:
             steps += [(idx, *step) for step in _checked_steps(episode, lengths[idx])]
@@ -320,18 +322,18 @@ def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]
     return steps
 
 
-def _penalty(config: AlgorithmConfig, episode: Episode) -> float:
+def _penalty(algorithm: AlgorithmConfig, episode: Episode) -> float:
     """Penalty of the last turn: the limit is per response."""
     length, _ = episode.turn_lengths()[-1]
     longest = episode.turns[-1].rollout.sampling.max_new_tokens
-    return overlong_penalty(length, longest, config.overlong_buffer)
+    return overlong_penalty(length, longest, algorithm.overlong_buffer)
 
 
-def _left_out(config: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
+def _left_out(algorithm: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
     """[E] bool: episodes that get no advantage because a turn was cut by the length limit."""
     return torch.tensor(
         [
-            config.mask_truncated
+            algorithm.mask_truncated
             and any(finish == Finish.LENGTH for _, finish in episode.turn_lengths())
             for episode in episodes.values()
         ]

@@ -21,7 +21,7 @@ from moerl.config.schema import AlgorithmConfig
 from moerl.core.types import BatchPlan
 
 
-def seq_mean_token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+def seq_mean_token_mean(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     """1 / (E |o|): mean over sequences of the mean over tokens.
 
     GRPO (arXiv 2402.03300 eq. 3), DeepSeek-V3.2 (2512.02556 eq. 5), GSPO.
@@ -29,30 +29,30 @@ def seq_mean_token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list
     return [1.0 / (len(lengths) * length) for length in lengths]
 
 
-def token_mean(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+def token_mean(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     """1 / sum of |o|: mean over all sampled tokens of the step (DAPO, arXiv 2503.14476 eq. 12)."""
     return [1.0 / sum(lengths)] * len(lengths)
 
 
-def seq_mean_token_sum(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+def seq_mean_token_sum(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     """1 / E: mean over sequences of the sum over tokens (REINFORCE, Kimi k1.5)."""
     return [1.0 / len(lengths)] * len(lengths)
 
 
-def constant(lengths: Sequence[int], config: AlgorithmConfig) -> list[float]:
+def constant(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     """1 / (E constant_tokens): independent of lengths (Dr.GRPO, arXiv 2503.20783 section 3.2).
 
-    `constant_tokens` is the largest response length there, the same in every step.
+    `constant_tokens` is the largest response length in the paper, the same in every step.
     """
-    return [1.0 / (len(lengths) * config.constant_tokens)] * len(lengths)
+    return [1.0 / (len(lengths) * algorithm.constant_tokens)] * len(lengths)
 
 
-def plan_weights(config: AlgorithmConfig, plan: BatchPlan) -> list[float]:
+def plan_weights(algorithm: AlgorithmConfig, plan: BatchPlan) -> list[float]:
     """Weight of every sampled token of each row of `plan.rows`, in that order.
 
     Raises ConfigError for an unknown name.
     """
-    function = choose("algorithm.aggregation", config.aggregation, AGGREGATIONS)
+    function = choose("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
     episodes = [
         (group_idx, episode_idx)
         for group_idx, group in enumerate(plan.groups)
@@ -62,5 +62,5 @@ def plan_weights(config: AlgorithmConfig, plan: BatchPlan) -> list[float]:
         sum(turn.rollout.num_sampled for turn in plan.groups[group].episodes[episode].turns)
         for group, episode in episodes
     ]
-    weight = dict(zip(episodes, function(lengths, config), strict=True))
+    weight = dict(zip(episodes, function(lengths, algorithm), strict=True))
     return [weight[row.group, row.episode] for row in plan.rows]

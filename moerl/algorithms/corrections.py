@@ -4,7 +4,8 @@ All are against mu, the engine's recorded log-probability.  With theta the curre
 the weights at the start of the step, theta/mu = (theta/prox) (prox/mu): an objective with
 `ratio: proximal` holds the first factor and a weighing correction (`importance`, `tis_*`,
 `icepop`) the second, w = prox/mu; with `ratio: engine` the objective holds both, and only masks
-(`mis_*`, `opsm`, `lag`) may be added.  `moerl.config.algorithms` refuses what counts twice.
+(`mis_*`, `opsm`, `lag`) may be added.  `moerl.config.algorithms` refuses a weight that counts
+twice.
 
 Corrections multiply: weights as factors, masks as a logical and.  They are never in the graph.  A
 rejected token still counts in every denominator, so rejecting shrinks a gradient and does not

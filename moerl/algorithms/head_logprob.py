@@ -7,8 +7,8 @@ its part of the gradients, so neither logits nor their gradient exist as [tokens
 Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
 scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
 its own logits.  Rows that keep few entries are taken some at a time, and the head projects onto the
-union of what they keep.  Rows that keep more go through runs of the vocabulary, as rows without a
-mask do: a matrix product costs less there than the copy of so many rows of the weight.
+union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
+mask do: a matrix product costs less than the copy of so many rows of the weight.
 
 The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
 Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
@@ -21,7 +21,7 @@ fp32 until the gradients of hidden states and weight take their own dtype.
 Blocks are planned on the host, where the record is, so nothing here waits for the device.
 Rejected: a dense [S, V] mask; one dot product per kept entry (its gradient of the weight adds rows
 in no fixed order on CUDA); a kernel of its own (products of this size are the library's).
-The recomputation in backward is that of Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
+The recomputation in backward follows Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
 
 Legend: S sampled tokens, H hidden, V vocabulary entries of this shard, R rank of an adapter; of a
 block: N rows, U entries of the vocabulary, Z kept entries.
@@ -43,8 +43,10 @@ from moerl.core.errors import RecordError
 
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
-_UNION = 8192  # kept entries of the rows that share a block
+_UNION = 1 << 15  # kept entries of the rows that share a block
+_COPIED = 1 << 25  # numbers of the weight that such a block copies, at most: 64 MiB in bf16
 _UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
+_WIDTHS = 64  # widths of unions are multiples: a GPU has its fast products for aligned rows alone
 _WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape
 _FEW = 256  # rows that keep at most 1 / 256 of the vocabulary share blocks
 _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
@@ -168,7 +170,9 @@ def _kept_blocks(
     counts = torch.bincount(kept.owner, minlength=len(sampled))
     is_many = counts * _FEW > head.width
     few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
-    blocks = kept.unions(few, counts, on_cpu=device.type == "cpu")
+    on_cpu = device.type == "cpu"
+    most = min(_UNION, _UNION_CPU if on_cpu else _COPIED // head.weight.shape[1])
+    blocks = kept.unions(few, counts, most, _WIDTHS_CPU if on_cpu else _WIDTHS)
     for rows in many.split(_ROWS):
         blocks += kept.runs(rows, _runs(head, len(rows)))
     return blocks
@@ -181,11 +185,10 @@ class _Kept(NamedTuple):
     ids: Tensor  # [nnz] i64, local, ascending in a row
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
-    def unions(self, rows: Tensor, counts: Tensor, *, on_cpu: bool) -> list[_Block]:
-        """Blocks of rows with all that any of them keeps."""
+    def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
+        """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
         owner, ids = self._of(rows)
-        sizes = _sizes(counts[rows], min(_UNION, _UNION_CPU) if on_cpu else _UNION)
-        multiple = _WIDTHS_CPU if on_cpu else 1
+        sizes = _sizes(counts[rows], most)
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
         pieces = zip(rows.split(sizes), owner.split(lengths), ids.split(lengths), strict=True)
@@ -228,17 +231,21 @@ class _Kept(NamedTuple):
 
 
 def _sizes(counts: Tensor, union: int) -> list[int]:
-    """How many rows go together: as long as they keep at most `union` entries."""
+    """How many rows go together: as long as they keep at most `union` entries, and their logits
+    are no more than those of a block.
+    """
     sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
     while begin < len(counts):
-        end = max(int(torch.searchsorted(sums, before + union, right=True)), begin + 1)
+        end = int(torch.searchsorted(sums, before + union, right=True))
+        logits = (sums[begin:end] - before) * torch.arange(1, end - begin + 1)
+        end = begin + max(int(torch.searchsorted(logits, _BLOCK, right=True)), 1)
         sizes.append(end - begin)
         begin, before = end, int(sums[end - 1])
     return sizes
 
 
 def _runs(head: Head, num_rows: int) -> list[slice]:
-    """Runs of the vocabulary; what is cast of the weight is no larger than a block of logits."""
+    """Runs of the vocabulary; a cast part of the weight is no larger than a block of logits."""
     if not num_rows:
         return []
     size = max(1, _BLOCK // (max(num_rows, head.weight.shape[1]) if head.fp32 else num_rows))
@@ -394,14 +401,14 @@ def _about(after: Tensor, top: Tensor, total: Tensor, weighted: Tensor) -> tuple
 class _Product:
     """Gradients of `x @ w.T` from blocks of the gradient of the result.
 
-    Those of the weight go into Megatron's gradient buffer where there is one, as its own layers do
+    The weight's gradient goes into Megatron's gradient buffer if it exists, as its own layers do
     with `gradient_accumulation_fusion`.
     """
 
     def __init__(
         self, x: Tensor, weight: Tensor, sum_dtype: torch.dtype, *, sides: tuple[bool, bool]
     ) -> None:
-        """sides: whether the gradients of x and of w are wanted."""
+        """Allocate the sums.  sides: whether the gradients of x and of w are wanted."""
         self._x, self._weight = x, weight
         self._in_buffer = hasattr(weight, "grad_added_to_main_grad")
         self._d_x = torch.zeros_like(x, dtype=sum_dtype) if sides[0] else None

@@ -1,7 +1,7 @@
 """KL to a reference policy as a term of the loss, its estimators, and the entropy bonus.
 
-d = reference - theta, so every estimator below is of KL(theta, reference).  Which one has the
-right value and which the right gradient differs, and is checked by exact sums in
+d = reference - theta, so every estimator below is of KL(theta, reference).  Some estimators have
+the right value and others the right gradient; this is checked by exact sums in
 tests/unit/test_algorithms_exact.py:
 
 | name     | per token                 | value            | gradient as a loss           |
@@ -65,8 +65,8 @@ def entropy_bonus(t: Tokens) -> Tensor:
     """[N]: an estimate of the policy's entropy with the exact expected gradient, off policy too.
 
     r (-logprob - H) + H, r = theta / mu in the graph and the rest detached.  Its expectation over
-    a ~ mu is H, and that of its gradient is E_theta[grad logprob (-logprob - H)] = grad H; H only
-    lowers the variance.  No second pass over the vocabulary is differentiated.
+    a ~ mu is H, and the expectation of its gradient is E_theta[grad logprob (-logprob - H)] = grad
+    H; H only lowers the variance.  No second pass over the vocabulary is differentiated.
     """
     assert t.entropy is not None, "the entropy bonus needs the entropy of each token"
     entropy = t.entropy.detach()

@@ -57,26 +57,28 @@ SUM_NAMES = (
 )
 
 
-def policy_loss(config: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyLoss:
+def policy_loss(algorithm: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyLoss:
     """Loss of one microbatch.  weight_N: [N], the aggregation's weight of each token.
 
     Without sampled tokens the loss is a zero that is still connected to `t.logprob`, so that
     backward runs on every rank.  Raises ConfigError for an unknown name.
     """
-    if config.distill_coef:
-        t = replace(t, advantage=t.advantage + config.distill_coef * distillation(t))
-    old = t.engine if config.ratio == "engine" else t.prox
-    token: TokenLoss = choose("algorithm.objective", config.objective, OBJECTIVES)(t, old, config)
-    corrections = correct(config, t)
+    if algorithm.distill_coef:
+        t = replace(t, advantage=t.advantage + algorithm.distill_coef * distillation(t))
+    old = t.engine if algorithm.ratio == "engine" else t.prox
+    token: TokenLoss = choose("algorithm.objective", algorithm.objective, OBJECTIVES)(
+        t, old, algorithm
+    )
+    corrections = correct(algorithm, t)
     factor = torch.ones_like(t.engine)
     for correction in corrections.values():
         factor = factor * correction.weight
     pg = (weight_N * factor * token.loss).sum()
     kl = entropy = torch.zeros_like(pg)
-    if config.kl != "off":
-        kl = config.kl_coef * (weight_N * choose("algorithm.kl", config.kl, KLS)(t)).sum()
-    if config.entropy_coef:
-        entropy = -config.entropy_coef * (weight_N * entropy_bonus(t)).sum()
+    if algorithm.kl != "off":
+        kl = algorithm.kl_coef * (weight_N * choose("algorithm.kl", algorithm.kl, KLS)(t)).sum()
+    if algorithm.entropy_coef:
+        entropy = -algorithm.entropy_coef * (weight_N * entropy_bonus(t)).sum()
     sums = _token_sums(t, token, factor, corrections)
     sums |= {"pg": pg, "kl": kl, "entropy_bonus": entropy}
     return PolicyLoss(pg + kl + entropy, _packed(sums, pg.device))
@@ -98,8 +100,8 @@ def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
 def distillation(t: Tokens) -> Tensor:
     """Advantage of on-policy distillation: sg(teacher - theta) per token, [N].
 
-    With an importance ratio its policy gradient is exactly that of -KL(theta, teacher), the reverse
-    KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
+    With an importance ratio its policy gradient is exactly the gradient of -KL(theta, teacher), the
+    reverse KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
     on-policy-distillation).  Trap: as a plain loss, theta - teacher has no gradient at all in
     expectation; it has to be an advantage.  The teacher is scored over the student's sampling mask.
     """
@@ -107,15 +109,15 @@ def distillation(t: Tokens) -> Tensor:
     return (t.teacher - t.logprob).detach()
 
 
-def correct(config: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
+def correct(algorithm: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
     """Each configured correction separately; the loss multiplies their weights."""
     return {
-        name: choose("algorithm.corrections", name, CORRECTIONS)(t, config)
-        for name in config.corrections
+        name: choose("algorithm.corrections", name, CORRECTIONS)(t, algorithm)
+        for name in algorithm.corrections
     }
 
 
-def loss_metrics(config: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> dict[str, float]:
+def loss_metrics(algorithm: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> dict[str, float]:
     """Metrics of a batch from its summed sums (names of docs/metrics.md); empty without tokens.
 
     num_steps: optimizer steps in the sums; weighted terms, which have one denominator per
@@ -137,23 +139,23 @@ def loss_metrics(config: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> d
     }
     if num_steps > 1:
         metrics["loss/moved_k3"] = value["moved_k3"] / tokens
-    if config.objective in ("ppo_dual_clip", "dppo_tv", "dppo_kl"):
+    if algorithm.objective in ("ppo_dual_clip", "dppo_tv", "dppo_kl"):
         metrics["loss/clip_dual_frac"] = value["clip_dual"] / tokens
-    if config.kl != "off":
+    if algorithm.kl != "off":
         metrics["loss/kl_ref"] = value["kl"]
-    if config.kl != "off" or config.reward_kl_coef:
+    if algorithm.kl != "off" or algorithm.reward_kl_coef:
         metrics["loss/kl_ref_k3"] = value["kl_value"] / tokens
-    if config.distill_coef:
+    if algorithm.distill_coef:
         metrics["loss/kl_teacher"] = value["teacher_kl"] / tokens
-    if config.entropy_coef:
+    if algorithm.entropy_coef:
         metrics["loss/entropy_bonus"] = value["entropy_bonus"]
-    if config.corrections:
+    if algorithm.corrections:
         metrics["loss/reject_frac"] = value["rejected"] / tokens
         metrics["loss/seq_reject_frac"] = value["rejected_seqs"] / sequences
-    for name in config.corrections:
+    for name in algorithm.corrections:
         metrics[f"loss/cut_frac/{name}"] = value[f"cut/{name}"] / tokens
         metrics[f"loss/cut_seq_frac/{name}"] = value[f"cut_seqs/{name}"] / sequences
-    if "opsm" in config.corrections:
+    if "opsm" in algorithm.corrections:
         metrics["loss/opsm_frac"] = metrics["loss/cut_seq_frac/opsm"]
     return metrics
 
@@ -185,3 +187,11 @@ def _token_sums(
         sums[f"cut/{name}"] = correction.cut.sum()
         sums[f"cut_seqs/{name}"] = (share * correction.cut).sum()
     return sums
+
+
+def value_loss(value_N: Tensor, return_N: Tensor) -> Tensor:
+    """The critic's loss: 1/2 (V - R)^2 of each token, to be weighted like a policy loss.
+
+    value_N: in the graph; returns are not.  Values are not clipped, as in PPO (arXiv 1707.06347).
+    """
+    return 0.5 * (value_N - return_N.detach()).square()

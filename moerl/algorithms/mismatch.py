@@ -4,8 +4,8 @@ d = trainer - engine, per sampled token; tokens are drawn by the engine, so mean
 estimates KL(engine, trainer).  Everything is kept as sums, counts and a histogram with fixed
 edges, added over microbatches and ranks and divided once: a mean of means would depend on the
 split.  Binned by token lag: bin 0 is pure engine mismatch, the others add staleness.  Tokens behind
-a change of weights inside their row have bins of their own, because the rows of their prefix are
-those of older weights and no forward pass reproduces them.
+a change of weights inside their row have bins of their own, because the rows of their prefix come
+from older weights and no forward pass reproduces them.
 
 Sums are taken of exp(d) - 1 rather than exp(d), so that a standard error of 1e-6 survives.
 Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of value / length; they
@@ -145,12 +145,12 @@ class MismatchSums:
 
 
 def _reduced(
-    parts: list[Tensor], op: ReduceOp.RedOpType, group: ProcessGroup | None, device: str
+    tensors: list[Tensor], op: ReduceOp.RedOpType, group: ProcessGroup | None, device: str
 ) -> list[Tensor]:
-    packed = torch.cat([part.reshape(-1) for part in parts]).to(device)
+    packed = torch.cat([part.reshape(-1) for part in tensors]).to(device)
     dist.all_reduce(packed, op, group=group)
-    split = packed.cpu().split([part.numel() for part in parts])
-    return [new.view(part.shape) for new, part in zip(split, parts, strict=True)]
+    split = packed.cpu().split([part.numel() for part in tensors])
+    return [new.view(part.shape) for new, part in zip(split, tensors, strict=True)]
 
 
 def _describe(suffix: str, sums: Tensor, histogram: Tensor, peaks: Tensor) -> dict[str, float]:

@@ -61,8 +61,9 @@ def ppo_dual_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def gspo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-min(s A, clip(s) A) with s = exp(mean over the sequence of logprob - old), s in the graph.
 
-    GSPO (arXiv 2507.18071 eq. 5-7), sequence form; clip_low 3e-4 and clip_high 4e-4 there, three
-    orders below token ratios.  With seq_mean_token_mean every token carries 1/|o| of the loss.
+    GSPO (arXiv 2507.18071 eq. 5-7), sequence form; clip_low 3e-4 and clip_high 4e-4 in the paper,
+    three orders below token ratios.  With seq_mean_token_mean every token carries 1/|o| of the
+    loss.
     """
     ratio = _exp(t.sequences.mean(t.logprob - old))
     return _clipped(ratio, t.advantage, s)
@@ -83,7 +84,7 @@ def gmpo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A exp(mean over the sequence of x), x = log r clipped pessimistically in log space.
 
     GMPO (arXiv 2507.20673 eq. 4): x is bounded by clip_high where A > 0 and by -clip_low where
-    A < 0 (0.4 and 0.4 there).  Trap: bounds are logarithms, not log(1 - clip_low).
+    A < 0 (0.4 and 0.4 in the paper).  Trap: bounds are logarithms, not log(1 - clip_low).
     """
     log_r = t.logprob - old
     high = (t.advantage > 0) & (log_r > s.clip_high)
@@ -113,8 +114,8 @@ def cispo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def sapo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A (4 / k) sigmoid(k (r - 1)), k = sapo_tau_pos where A > 0, else sapo_tau_neg.
 
-    SAPO (arXiv 2511.20347 eq. 5-6): a soft gate instead of a clip, its gradient is that of r A at
-    r = 1.  1.0 and 1.05 there.
+    SAPO (arXiv 2511.20347 eq. 5-6): a soft gate instead of a clip, its gradient is the gradient of
+    r A at r = 1.  The paper uses 1.0 and 1.05.
     """
     ratio = _ratio(t.logprob, old)
     k = torch.full_like(ratio, s.sapo_tau_neg).masked_fill(t.advantage > 0, s.sapo_tau_pos)
@@ -126,7 +127,7 @@ def topr(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A logprob where A > 0, else -sg(min(R, 1)) A logprob, R the ratio of the whole sequence.
 
     TOPR (arXiv 2503.14286 eq. 8-9): positives need no importance weight, negatives are tapered so
-    that a sequence the policy has already left is not pushed further.  The paper's sign is that of
+    that a sequence the policy has already left is not pushed further.  The paper takes the sign of
     the reward: use `advantage: reward`, or a baseline and accept its sign.  R underflows to 0 on
     long sequences, which the paper intends.
     """

@@ -24,18 +24,18 @@ from moerl.core.types import BatchPlan
 
 
 def plan_pairs(
-    config: AlgorithmConfig, plan: BatchPlan, gains: Sequence[float]
+    algorithm: AlgorithmConfig, plan: BatchPlan, gains: Sequence[float]
 ) -> tuple[list[float], dict[str, float]]:
     """Advantage of each row of `plan.rows`, and metrics of the pairs before the optimizer step.
 
     gains: of each row, the sum over its sampled tokens of theta - ref.  Raises RecordError
     `score_missing`.
     """
-    outcomes, place = plan_outcomes(config, plan)
+    outcomes, place = plan_outcomes(algorithm, plan)
     gain_E = torch.zeros_like(outcomes.reward)
     for row, gain in zip(plan.rows, gains, strict=True):
         gain_E[place[row.group, row.episode]] += gain
-    advantage_E, margin_P = pair_advantages(outcomes, gain_E, config.dpo_beta)
+    advantage_E, margin_P = pair_advantages(outcomes, gain_E, algorithm.dpo_beta)
     metrics = {"dpo/pairs": float(len(margin_P))}
     if len(margin_P):
         metrics["dpo/loss"] = -float(torch.nn.functional.logsigmoid(margin_P).mean())

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from moerl.config.algorithms import Entry, entry
-from moerl.config.functions import look_up
+from moerl.config.functions import load_below, look_up
 
 
 def choose(field: str, name: str, table: Mapping[str, Entry]) -> Callable[..., Any]:
@@ -20,17 +19,11 @@ def choose(field: str, name: str, table: Mapping[str, Entry]) -> Callable[..., A
     found = entry(field, name, table)
     if name not in table:
         return _own(field, name, tuple(sorted(table)))
-    return _load(found.function)
+    function: Callable[..., Any] = load_below("moerl.algorithms", found.function)
+    return function
 
 
 @cache
 def _own(field: str, path: str, named: tuple[str, ...]) -> Callable[..., Any]:
     function: Callable[..., Any] = look_up(field, path, named)
     return function
-
-
-@cache
-def _load(path: str) -> Callable[..., Any]:
-    module, _, function = path.partition(":")
-    loaded: Callable[..., Any] = getattr(import_module(f"moerl.algorithms.{module}"), function)
-    return loaded

@@ -16,8 +16,8 @@ def resample_correct(
 
     rewards: of all episodes of one prompt, correct when above 0.  errors: of each
     episode, such as the share of failed tool calls plus a format penalty, >= 0.  Both kinds are cut
-    in the same proportion, keep / len: incorrect ones uniformly, so that failures stay diverse;
-    correct ones without replacement with probability falling in their errors, 1 / (errors + c)
+    in the same proportion, keep / len: incorrect answers uniformly, so that failures stay diverse;
+    correct answers without replacement with probability falling in their errors, 1 / (errors + c)
     with c the mean error, so that clean successes are preferred and none is excluded.
     Example: 4 correct and 4 incorrect episodes with keep = 4 leave 2 and 2.
     """

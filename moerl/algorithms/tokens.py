@@ -75,6 +75,9 @@ class Tokens:
 
     @property
     def prox(self) -> Tensor:
-        """[N], detached.  In the first optimizer step of a batch the weights of this forward are
-        the proximal ones, so with one step per batch no further forward is needed."""
+        """[N], detached.
+
+        In the first optimizer step of a batch the weights of this forward are the proximal weights,
+        so with one step per batch no further forward is needed.
+        """
         return (self.logprob if self.proximal is None else self.proximal).detach()

@@ -17,7 +17,7 @@ import numpy as np
 
 from moerl.core.types import Array
 
-NEEDED = ("none", "routing", "mask", "both")
+VARIANTS = ("none", "routing", "mask", "both")
 CAUSES = ("routing", "mask", "numerics")
 NUM_POSITION_BINS = 16
 
@@ -25,7 +25,7 @@ NUM_POSITION_BINS = 16
 def attribute(gaps: Mapping[str, Array]) -> dict[str, dict[str, float]]:
     """Shares of the gap by two measures: {measure: {cause or total: value}}.
 
-    gaps: d [S] for each name of NEEDED. Measures: `k3` (mean of exp(d) - 1 - d) and
+    gaps: d [S] for each name of VARIANTS. Measures: `k3` (mean of exp(d) - 1 - d) and
     `abs_dlogp_mean`, both in nats.  A share is negative when replay widened the gap.
     """
     measures = {

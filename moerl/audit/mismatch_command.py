@@ -24,28 +24,34 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.audit.attribution import CAUSES, NEEDED, attribute, by_lag, by_position, cause_of_tokens
+from moerl.audit.attribution import (
+    CAUSES,
+    VARIANTS,
+    attribute,
+    by_lag,
+    by_position,
+    cause_of_tokens,
+)
 from moerl.audit.dumps import NEWEST, read_dump
 from moerl.audit.mismatch_page import write_page
 from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
-from moerl.config.clusters import placement
+from moerl.config.clusters import placement, visible_devices
 from moerl.config.schema import Precision
 from moerl.config.task_mixture import entries_of
-from moerl.config.visible_devices import visible_devices
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
 from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
-from moerl.launch.nodes.torchrun_job import TorchrunJob
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.records.header_check import check as check_rollout
-from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.plan_check import check_plan
 
-VARIANTS = NEEDED
 _WORST = 24  # rows of the table of worst tokens
 DTYPES: tuple[Precision, ...] = get_args(Precision)
 
@@ -66,17 +72,17 @@ def measure(
     "where": {dtype: {"attribution", "layers", "position", "lag", "worst"}}}; "where" only with all
     of VARIANTS.  Raises MoerlError.
     """
-    plan = _plan(config, folder)
+    context = _context(config, folder)
     if dump is None:
-        rollouts, source = asyncio.run(_generate(plan, num_tokens)), "fresh rollouts"
+        rollouts, source = asyncio.run(_generate(context, num_tokens)), "fresh rollouts"
     else:
-        rollouts, source = read_dump(dump, plan.blobs(), plan.model_shape()), dump.name
-    job = score(plan, rollouts, folder, variants=variants, dtypes=dtypes)
+        rollouts, source = read_dump(dump, context.blobs(), context.model_shape()), dump.name
+    job = score(context, rollouts, folder, variants=variants, dtypes=dtypes)
     scores = np.load(job.out)
-    found = {"source": source} | _compare(plan, scores, rollouts, variants, dtypes)
+    found = {"source": source} | _compare(context, scores, rollouts, variants, dtypes)
     if dump is not None:
         found["engine_dtype"] = "unknown precision"
-    if set(NEEDED) <= set(variants):
+    if set(VARIANTS) <= set(variants):
         newest = NEWEST if dump else max(span.version for r in rollouts for span in r.versions)
         tokens = _tokens(rollouts, newest.step)
         found["where"] = {dtype: _where(scores, dtype, tokens) for dtype in dtypes}
@@ -84,7 +90,7 @@ def measure(
 
 
 def score(
-    plan: RunContext,
+    context: RunContext,
     rollouts: Sequence[Rollout],
     folder: Path,
     *,
@@ -97,20 +103,22 @@ def score(
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(list(rollouts)))
     out = folder / f"scores{version and '-' + version}.npz"
-    model = model or plan.model_path
+    model = model or context.model_path
     job = make_job(
-        plan, records, out, variants=variants, dtypes=dtypes, model=model, version=version
+        context, records, out, variants=variants, dtypes=dtypes, model=model, version=version
     )
     job.save(folder / "job.json")
     log = folder / "score.log"
-    ranks = TorchrunJob(scoring_command(plan, folder / "job.json"), trainer_environment(plan), log)
+    ranks = TorchrunJob(
+        scoring_command(context, folder / "job.json"), trainer_environment(context), log
+    )
     if ranks.wait():
         raise TrainerError(f"scoring failed: {ranks.cause()}")
     return job
 
 
 def make_job(
-    plan: RunContext,
+    context: RunContext,
     records: Path,
     out: Path,
     *,
@@ -120,12 +128,12 @@ def make_job(
     version: str,
 ) -> ScoreJob:
     """The job that scores the rollouts in the file `records` as the trainer of a run would."""
-    trainer = plan.config.trainer
+    trainer = context.config.trainer
     return ScoreJob(
         model=str(model),
         rollouts=str(records),
-        blob_dir=str(plan.blob_dir),
-        blob_node=plan.node,
+        blob_dir=str(context.blob_dir),
+        blob_node=context.node,
         out=str(out),
         variants=list(variants),
         dtypes=list(dtypes),
@@ -135,11 +143,11 @@ def make_job(
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         version=version,
         megatron=dict(trainer.megatron),
-        fp32_head=plan.config.model.fp32_lm_head,
+        fp32_head=context.config.model.fp32_lm_head,
     )
 
 
-def _plan(config: Config, folder: Path) -> RunContext:
+def _context(config: Config, folder: Path) -> RunContext:
     if config.checkpoint.start:
         raise ConfigError(
             "checkpoint.start",
@@ -167,21 +175,21 @@ def _plan(config: Config, folder: Path) -> RunContext:
     )
 
 
-async def _generate(plan: RunContext, num_tokens: int) -> list[Rollout]:
+async def _generate(context: RunContext, num_tokens: int) -> list[Rollout]:
     """Rollouts of fresh prompts from one engine, at least `num_tokens` sampled tokens."""
     _say("starting the engine")
-    devices = visible_devices(placement(plan.config).engines[0].devices)
-    host = plan.engine_host(0, plan.config.engine.tp, devices=devices)
+    devices = visible_devices(placement(context.config).engines[0].devices)
+    host = context.engine_host(0, context.config.engine.tp, devices=devices)
     await host.start(PolicyVersion(0, 0))
     try:
-        await check_plan(plan.config, 0, host.session)
-        return await _sample(plan, host, num_tokens)
+        await check_plan(context.config, 0, host.session)
+        return await _sample(context, host, num_tokens)
     finally:
         await host.stop()
 
 
-async def _sample(plan: RunContext, host: Any, num_tokens: int) -> list[Rollout]:
-    config, model, prompts = plan.config, plan.model_shape(), plan.prompts()
+async def _sample(context: RunContext, host: Any, num_tokens: int) -> list[Rollout]:
+    config, model, prompts = context.config, context.model_shape(), context.prompts()
     sampling = {task.label: sampling_params(task.sampling, model) for task in entries_of(config)}
     rollouts: list[Rollout] = []
     sampled, index, count = 0, 0, config.rollout.groups_per_request
@@ -222,7 +230,7 @@ def _tokens(rollouts: Sequence[Rollout], newest_step: int) -> dict[str, np.ndarr
 def _where(scores: Any, dtype: str, tokens: dict[str, np.ndarray]) -> dict[str, Any]:
     """The gap of one precision by cause, layer, position and lag; and the worst tokens."""
     engine = scores["engine"].astype(np.float64)
-    gaps = {name: scores[f"{dtype}/{name}"] - engine for name in NEEDED}
+    gaps = {name: scores[f"{dtype}/{name}"] - engine for name in VARIANTS}
     cause = cause_of_tokens(gaps)
     largest = np.maximum(np.abs(gaps["none"]), np.abs(gaps["both"]))
     by_both = np.argsort(-np.abs(gaps["both"]), kind="stable")[: _WORST // 2]
@@ -270,7 +278,7 @@ def _layers(scores: Any, dtype: str) -> list[dict[str, Any]]:
 
 
 def _compare(
-    plan: RunContext,
+    context: RunContext,
     scores: Any,
     rollouts: Sequence[Rollout],
     variants: Sequence[str],
@@ -302,14 +310,14 @@ def _compare(
         }
         if f"{dtype}/executed" in scores:
             routing[dtype]["executed"] = float(scores[f"{dtype}/executed"])
-    head = " and fp32 head" if plan.config.model.fp32_lm_head else ""
+    head = " and fp32 head" if context.config.model.fp32_lm_head else ""
     return {
-        "model": str(plan.model_path),
+        "model": str(context.model_path),
         "tokens": len(engine),
-        "engine_dtype": plan.config.engine.dtype + head,
-        "sampling": {e.label: asdict(e.sampling) for e in entries_of(plan.config)}
-        if plan.config.tasks
-        else asdict(plan.config.sampling),
+        "engine_dtype": context.config.engine.dtype + head,
+        "sampling": {e.label: asdict(e.sampling) for e in entries_of(context.config)}
+        if context.config.tasks
+        else asdict(context.config.sampling),
         "results": results,
         "routing": routing,
     }
@@ -362,7 +370,6 @@ def _say(text: str) -> None:
 
 def main() -> int:
     request = json.loads(sys.argv[1])
-    die_with_parent()
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     config = resolve(load_config(request["recipe"], request["overrides"]))

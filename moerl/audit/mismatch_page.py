@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moerl.audit.attribution import CAUSES, VARIANTS
 from moerl.observe.charts import Chart, draw_bars
 from moerl.observe.page import Column, Figure, Page, PageSection, Table, figure, write_html
 
-VARIANTS = ("none", "routing", "mask", "both")
 MEASURES = {"k3": "k3, nats", "abs_dlogp_mean": "mean |d|, nats"}
-CAUSES = ("routing", "mask", "numerics", "interaction")
 QUANTILES = ("5 %", "50 %", "95 %")  # of the margin of the k-th expert
 _METRICS = (  # title, name, format
     ("k3", "k3", ".2e"),
@@ -39,53 +38,37 @@ _WORST = (
     "live router differs from the record at this token or before it."
 )
 _BARS = "Bars add up to the gap without replay; a negative one: this replay widens it."
+# fmt: off
 _AGREEMENT = Chart(
-    "Live router against the record, by layer",
-    "share of tokens",
+    "Live router against the record, by layer", "share of tokens",
     {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
-    scale="below_one",
-    x="layer",
-    x_label="layer",
-    marks=True,
+    scale="below_one", x="layer", x_label="layer", marks=True,
     text="A difference changes what later layers and tokens read; on equal inputs only the first "
     "of a chain counts.",
 )
 _MARGIN = Chart(
-    "Margin of the k-th expert, by layer",
-    "router score",
-    {name: name for name in QUANTILES},
-    scale="log",
-    x="layer",
-    x_label="layer",
-    marks=True,
+    "Margin of the k-th expert, by layer", "router score", {name: name for name in QUANTILES},
+    scale="log", x="layer", x_label="layer", marks=True,
     text="Quantiles of score k less score k + 1: near ties are where routes flip.",
 )
 _POSITION = tuple(
     Chart(
-        f"{title} along the response",
-        "nats",
-        {name + suffix: name for name in VARIANTS},
-        scale="log",
-        x_label="position in the response",
-        marks=True,
+        f"{title} along the response", "nats", {name + suffix: name for name in VARIANTS},
+        scale="log", x_label="position in the response", marks=True,
         text="A seam, a cut prompt or a shifted row shows as a step.",
     )
     for title, suffix in (("Mean |d|", ""), ("Largest |d|", "_max"))
 )
 _LAG = Chart(
-    "Mean |d| by age of the weights",
-    "nats",
-    {name: name for name in VARIANTS},
-    scale="log",
-    x="lag",
-    x_label="versions",
-    marks=True,
+    "Mean |d| by age of the weights", "nats", {name: name for name in VARIANTS},
+    scale="log", x="lag", x_label="versions", marks=True,
     text="Version lag against the newest weights in the records.",
 )
+# fmt: on
 
 
 def write_page(path: Path, found: Mapping[str, Any]) -> Path:
-    """Write the page of what `moerl.audit.mismatch_command.measure` returned."""
+    """Write the page of the result of `moerl.audit.mismatch_command.measure`."""
     subtitle = (
         f"{found['tokens']:,} sampled tokens of {found['source']}, "
         f"recorded by an engine in {found['engine_dtype']}"
@@ -132,7 +115,7 @@ def _figures(where: Mapping[str, Any]) -> list[Figure]:
 def _shares(measure: str, shares: Mapping[str, float]) -> Figure:
     """Each cause's share of one measure as a bar."""
     unit = MEASURES[measure]
-    svg = draw_bars(measure, unit, {name: shares[name] for name in CAUSES})
+    svg = draw_bars(measure, unit, {name: shares[name] for name in (*CAUSES, "interaction")})
     return Figure(f"Where {unit.split(',')[0]} comes from", svg, _BARS)
 
 

@@ -19,8 +19,8 @@ the order of the rollouts file:
     kept [S]                            size of the sampling mask, 0 without one
     DTYPE/executed                      pairs whose executed experts equal the record (all of them)
 
-Executed experts are read from the map that the dispatcher acts on, not from what replay returned; a
-pair that differs from the record ends the job with an error.
+Executed experts are read from the map that the dispatcher acts on, not from the return value of
+replay; a pair that differs from the record ends the job with an error.
 
 Legend: R rollouts, S sampled tokens, N tokens of a microbatch in router order, K experts per token.
 """
@@ -296,7 +296,7 @@ class _Scorer:
                 self.totals.logprobs[name][rollout.rollout_id] = values
 
     def _altered(self, kind: str) -> Routes:
-        """The recorded routes, or those of a control."""
+        """The recorded routes, or the routes of a control."""
         recorded, rows = self.recorded, len(self.batch.tokens)
         if kind == "recorded" or kind.startswith("indexer"):
             return recorded

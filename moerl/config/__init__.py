@@ -1,4 +1,4 @@
-"""Settings: schema (dataclasses), load (YAML and overrides), checks (what fits together)."""
+"""Settings: schema (dataclasses), load (YAML and overrides), checks (across settings)."""
 
 from moerl.config.load import load_config, resolve, save_config
 from moerl.config.schema import Config

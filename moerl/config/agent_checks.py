@@ -1,4 +1,4 @@
-"""Checks of `task.agent`: what a run whose episodes a program or an environment plays cannot do."""
+"""Checks of `task.agent`: a program or an environment plays the episodes of such a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator
 from shutil import which
 
-from moerl.config.algorithms import PROCESS_REWARDS
 from moerl.config.clusters import is_local
-from moerl.config.functions import check_is_there
+from moerl.config.functions import check_importable
 from moerl.config.schema import Config
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.task_programs import POLICY, AgentConfig, OtherModelConfig
+from moerl.config.task_tables import STEP_REWARDS
 from moerl.core.errors import ConfigError
 
 Problem = tuple[str, object, str]
@@ -63,7 +63,7 @@ def _of_task(task: TaskEntry) -> Iterator[Problem]:
             task.reward,
             "the agent gives the reward; leave it out, or task.agent.reward=task",
         )
-    if task.reward in PROCESS_REWARDS:
+    if task.reward in STEP_REWARDS:
         yield "task.reward", task.reward, "rewards of steps have no place in an agent's branches"
     if task.environment:
         yield "task.environment", task.environment, "the agent answers between turns; leave it out"
@@ -79,7 +79,7 @@ def _of_task(task: TaskEntry) -> Iterator[Problem]:
 def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
     agent = task.agent
     if not agent.environment:
-        yield from _of_program(config, agent)
+        yield from _of_program(config, task)
         return
     if agent.command:
         yield (
@@ -108,14 +108,21 @@ def _of_player(config: Config, task: TaskEntry) -> Iterator[Problem]:
         names = f"{SANDBOX_TOOLS}, http or package.module:Class"
         yield "task.agent.environment", agent.environment, f"use {names}"
     elif is_local(config.cluster):
-        check_is_there("task.agent.environment", agent.environment)
+        check_importable("task.agent.environment", agent.environment, [SANDBOX_TOOLS, "http"])
 
 
-def _of_program(config: Config, agent: AgentConfig) -> Iterator[Problem]:
-    default = AgentConfig()
+def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    agent, default = task.agent, AgentConfig()
     name = agent.command[0]
     if is_local(config.cluster) and program_path(name) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
+    if task.isolation == "bwrap":
+        yield (
+            "task.isolation",
+            "bwrap",
+            "the program of task.agent.command is not isolated by it, and needs a network; "
+            "use process",
+        )
     for field in ("options", "environment_workers", "environment_s", "tools", "tool_s"):
         if (value := getattr(agent, field)) != getattr(default, field):
             yield f"task.agent.{field}", value, "it needs task.agent.environment"

@@ -5,7 +5,8 @@ line here.  An objective may also be a user's own `package.module:function`.  Th
 data without torch, so that a dry run on a login node can refuse, before anything starts, a setting
 that no algorithm reads or data that no component provides.
 
-Rejected: a decorator at the function (the check would import torch), a second table there.
+Rejected: a decorator at the function (the check would import torch), a second table in that
+package.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from moerl.config.functions import check_is_there
+from moerl.config.functions import check_importable
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
+from moerl.config.task_tables import STEP_REWARDS
 from moerl.core.errors import ConfigError
 
 
@@ -105,10 +107,6 @@ AGGREGATIONS = _table(
     seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
     constant=Entry("aggregation:constant", ("constant_tokens",)),
 )
-PROCESS_REWARDS = (
-    "position_steps",
-    "turn_gains",
-)  # of moerl.data.rewards; a user's function may be one too
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
     | {"distill_coef"}
@@ -120,7 +118,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """Every rule about `algorithm`: names, settings that are not read, data that is not provided.
 
     folders: require the folders of the reference models, and load an objective of the user.
-    Raises ConfigError naming the field, its value and what is allowed.
+    Raises ConfigError naming the field, its value and the allowed values.
     """
     a = config.algorithm
     chosen = _chosen(a)
@@ -133,7 +131,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     if folders:
         _check_folders(config)
         if a.objective not in OBJECTIVES:
-            check_is_there("algorithm.objective", a.objective)
+            check_importable("algorithm.objective", a.objective, list(OBJECTIVES))
 
 
 def needed(a: AlgorithmConfig) -> set[str]:
@@ -231,12 +229,12 @@ def _refuse_unmet(config: Config) -> None:
 
 def _check_steps(task: TaskEntry, a: AlgorithmConfig) -> None:
     reward = task.reward
-    if reward not in PROCESS_REWARDS and ":" not in reward:
+    if reward not in STEP_REWARDS and ":" not in reward:
         raise ConfigError(
             "task.reward",
             reward,
             f"algorithm.advantage={a.advantage} needs a reward per step: use "
-            f"{', '.join(PROCESS_REWARDS)} or package.module:function that returns steps "
+            f"{', '.join(STEP_REWARDS)} or package.module:function that returns steps "
             "(docs/algorithms.md)",
         )
 

@@ -1,22 +1,22 @@
-"""Cross-field checks: every rule that one field alone cannot express, each with one sentence.
+"""Cross-field checks: every rule about several fields, each with one sentence.
 
 `check` needs no model and no heavy package, so a dry run on a login node can use it;
-`check_model` adds what depends on the model's config.json.
+`check_model` adds the rules that depend on the model's config.json.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moerl.config.agent_checks import check_agent
-from moerl.config.algorithms import PROCESS_REWARDS, check_algorithm, ref_models_of
+from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
-from moerl.config.evaluating import check_isolation
-from moerl.config.lora_checks import check_lora
+from moerl.config.functions import check_importable, functions
+from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.schema import (
@@ -27,14 +27,13 @@ from moerl.config.schema import (
     SamplingConfig,
 )
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
+from moerl.config.task_tables import ENVIRONMENTS, REWARDS, SOURCES, check_isolation
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.core.errors import ConfigError, ModelError
 from moerl.core.json_files import read_model_config
 
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
-_REWARDS = ("exact_match", "math_verify", *PROCESS_REWARDS)
-_ENVIRONMENTS = ("calculator", "check_digits")
 _EXPERTS = (  # by family
     "num_experts",
     "num_local_experts",
@@ -61,10 +60,7 @@ MODEL_MAKERS = {  # of model folders that recipes name
     "models/smollm2-moe": _SMOLLM2,
     "runs/tool-use-start/hf": "moerl sft tool-use-start --run tool-use-start makes this folder",
 }
-_FILES = {  # what task.path is
-    "jsonl": "a readable JSONL file of prompts",
-    "hf_dataset": "a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
-}
+_FILES = {name: source.files for name, source in SOURCES.items() if source.files}
 _LEAST_CACHE = 64  # tokens of an engine's KV cache
 
 
@@ -110,7 +106,7 @@ def _check_start(config: Config) -> None:
 
 
 def check_model(config: Config) -> dict[str, Any]:
-    """Check the model folder and what depends on it; returns its config.json.
+    """Check the model folder and the settings that depend on it; returns its config.json.
 
     Raises ConfigError naming `model.path` or the setting that does not divide.
     """
@@ -134,6 +130,7 @@ def check_model(config: Config) -> dict[str, Any]:
         check_model_sizes(config.trainer.parallel, tp, hf)
     if hf.get("index_topk"):
         _check_sparse(config)
+    check_quantised_base(config, hf)
     if config.ref_models.placement == "separate":
         for path in ref_models_of(config).values():
             other = read_model_config(Path(path))
@@ -258,7 +255,7 @@ def _check_nodes(config: Config) -> None:
 
 
 def _check_sampling(sampling: SamplingConfig, *, kept: bool) -> None:
-    """kept: sampling masks are recorded."""
+    """Check one task's sampling settings.  kept: sampling masks are recorded."""
     if sampling.top_k == 1:
         raise ConfigError(
             "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
@@ -447,17 +444,19 @@ def _truncates(sampling: SamplingConfig) -> bool:
 
 
 def _check_task(task: TaskEntry) -> None:
+    if task.name not in SOURCES:
+        raise ConfigError("task.name", task.name, f"use {either(tuple(SOURCES))}")
     if task.columns and task.name not in _FILES:
         raise ConfigError("task.columns", task.columns, f"only {either(tuple(_FILES))} reads it")
     if task.name in _FILES:
         if not _has_file(task.name, task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
         if not task.reward and not (task.agent.plays and task.agent.reward == "agent"):
-            raise ConfigError("task.reward", "", f"use {_functions(_REWARDS)}")
-    for field, named in (("reward", _REWARDS), ("environment", _ENVIRONMENTS)):
-        value = getattr(task, field)
-        if value and value not in named and ":" not in value:
-            raise ConfigError(f"task.{field}", value, f"use {_functions(named)}")
+            raise ConfigError("task.reward", "", f"use {functions(REWARDS)}")
+    if task.reward and task.reward not in REWARDS:
+        check_importable("task.reward", task.reward, list(REWARDS))
+    if task.environment and task.environment not in ENVIRONMENTS:
+        check_importable("task.environment", task.environment, list(ENVIRONMENTS))
     if (task.max_turns > 1) != bool(task.environment):
         raise ConfigError(
             "task.environment",
@@ -480,7 +479,3 @@ def _has_file(name: str, path: str) -> bool:
     if name == "jsonl" or not path:
         return found.is_file()
     return found.exists() or any(found.parent.glob(found.name))
-
-
-def _functions(named: Sequence[str]) -> str:
-    return either((*named, "package.module:function"))

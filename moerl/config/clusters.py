@@ -6,21 +6,27 @@ Ray gets exactly these requests, and torchrun's ranks follow from it.
 - One engine stays on one node (its ranks communicate in every layer), or spans `engine.nodes` of
   them with equal parts; nodes with GPUs are filled in order, nodes without GPUs take turns.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun requires.
-- On a node with several roles, engines take its first GPUs, the trainer the next ones, and the
-  reference ranks (`ref_models.placement: separate`) those after.
+- On a node with several roles, engines take its first GPUs, the trainer the next GPUs, and the
+  reference ranks (`ref_models.placement: separate`) the GPUs after these.
 
 Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
+
+import psutil
 
 from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
 from moerl.core.errors import ConfigError
 
-_GPU_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ def is_local(cluster: ClusterConfig) -> bool:
 
 
 def check_cluster(config: Config) -> None:
-    """Every rule about `cluster`.  Raises ConfigError naming field, value and what is allowed."""
+    """Every rule about `cluster`.  Raises ConfigError naming field, value and allowed values."""
     cluster = config.cluster
     for name in sorted(_GPU_VARIABLES & cluster.environment.keys()):
         raise ConfigError(
@@ -145,7 +151,7 @@ def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
 
 
 def _check_network(config: Config) -> None:
-    """Refuse what works, or is safe, on one machine only."""
+    """Refuse settings that work, or are safe, on one machine only."""
     cluster, ports = config.cluster, config.cluster.ports
     if cluster.address:
         raise ConfigError(
@@ -165,7 +171,7 @@ def _check_network(config: Config) -> None:
         numbers["ref_models"] = ports.ref_models
         if cluster.launcher == "kuberay":
             raise ConfigError(
-                "ref_models.placement", "separate", "moerl manifest starts one trainer: use trainer"
+                "ref_models.placement", "separate", "Kubernetes starts one trainer: use trainer"
             )
     for name, port in numbers.items():
         taken = [other for other, used in numbers.items() if used == port and other != name]
@@ -181,30 +187,30 @@ def _check_network(config: Config) -> None:
             )
 
 
-def _controller(found: tuple[Node, ...]) -> Node:
+def _controller(nodes: tuple[Node, ...]) -> Node:
     """The first node of the role; it needs Ray, so an engine node or a node without other roles."""
-    for node in found:
+    for node in nodes:
         if node.has("controller"):
             return node
-    raise ConfigError("cluster.nodes", [n.name for n in found], "one needs the role controller")
+    raise ConfigError("cluster.nodes", [n.name for n in nodes], "one needs the role controller")
 
 
-def _place_engines(config: Config, found: list[Node]) -> tuple[EngineSlot, ...]:
+def _place_engines(config: Config, nodes: list[Node]) -> tuple[EngineSlot, ...]:
     count = config.engine.count
-    if count and not found:
+    if count and not nodes:
         raise ConfigError("cluster.nodes", "no engine", "a group needs the role engine")
-    free = {node.name: list(range(node.group.devices)) for node in found}
+    free = {node.name: list(range(node.group.devices)) for node in nodes}
     slots = []
     span = config.engine.nodes
     for engine, tp in config.engine.sizes.items():
         each = tp // span
-        fits = [n for n in found if not n.group.devices or len(free[n.name]) >= each]
+        fits = [n for n in nodes if not n.group.devices or len(free[n.name]) >= each]
         if len(fits) < span:
-            total = sum(node.group.devices for node in found)
+            total = sum(node.group.devices for node in nodes)
             raise ConfigError(
                 "engine.count",
                 count,
-                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(found)} nodes "
+                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(nodes)} nodes "
                 f"with {total} GPUs",
             )
         bare = all(not node.group.devices for node in fits)
@@ -248,3 +254,62 @@ def _place_trainer(
         ranks = tuple(range(index * each, (index + 1) * each))
         slots.append(TrainerSlot(node, index, ranks, devices))
     return tuple(slots)
+
+
+# --- settings of a process on its node ------------------------------------------------------------
+def own_address(cluster: ClusterConfig) -> str:
+    """`cluster.address`, else this node's IPv4 address on `cluster.interface`.
+
+    Raises ConfigError when the interface does not exist or has no address.
+    """
+    if cluster.address:
+        return cluster.address
+    found = psutil.net_if_addrs()
+    for entry in found.get(cluster.interface, ()):
+        if entry.family == socket.AF_INET:
+            return str(entry.address)
+    raise ConfigError(
+        "cluster.interface",
+        cluster.interface,
+        f"this node has no IPv4 address there; its interfaces are {', '.join(sorted(found))}",
+    )
+
+
+def bind_node_address(config: Config) -> Config:
+    """The configuration as this node's processes use it: bound to its own address."""
+    if config.cluster.address:
+        return config
+    address = own_address(config.cluster)
+    return replace(
+        config,
+        cluster=replace(config.cluster, address=address),
+        engine=replace(config.engine, host=address),
+    )
+
+
+def visible_devices(
+    devices: Sequence[int], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables of a process on these GPUs of its node; none for a process without GPUs.
+
+    The GPUs of a node count from 0.  A process that starts others may have CUDA_VISIBLE_DEVICES
+    itself (a scheduler or a person set it): then they count in that list.
+    environment: of the process that starts this process.  Raises ConfigError when it sees too few.
+    """
+    if not devices:
+        return {}
+    inherited = environment.get(VISIBLE)
+    if inherited is None:
+        named = [str(device) for device in devices]
+    else:
+        seen = [entry for entry in inherited.split(",") if entry]
+        if len(seen) <= max(devices):
+            raise ConfigError(
+                VISIBLE,
+                inherited,
+                f"GPU {max(devices)} of the node is needed, counted from 0 in this list; unset it, "
+                "or set cluster.nodes.*.devices to the number of GPUs in it",
+            )
+        named = [seen[device] for device in devices]
+    # nvidia-smi counts in this order too; CUDA's own puts the fastest GPU first
+    return {VISIBLE: ",".join(named), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -1,4 +1,4 @@
-"""A user's own function, named in a setting as `package.module:function`."""
+"""Functions that settings name: a user's own `package.module:function`, or a line of a table."""
 
 from __future__ import annotations
 
@@ -6,23 +6,39 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 
+_FORM = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 
-def look_up(field: str, path: str, named: Sequence[str]) -> Any:
-    """A user's `package.module:function`, looked up from the working directory too.
 
-    Raises ConfigError naming `field` and what else it may be.
+def functions(named: Iterable[str]) -> str:
+    """The values that a setting with a function may have, for an error message."""
+    return either((*named, "package.module:function"))
+
+
+def load_below(package: str, path: str) -> Any:
+    """The object `module:name` of a table, from a package of moerl."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def look_up(field: str, path: str, named: Iterable[str]) -> Any:
+    """Import a user's `package.module:function`, from the working directory too.
+
+    named: other values that the setting may have.
+    Raises ConfigError naming `field`, the value and the allowed values.
     """
-    allowed = f"use {', '.join(named)} or package.module:function"
-    module, colon, name = path.partition(":")
-    if not (colon and module and name):
+    allowed = f"use {functions(named)}"
+    module, _, name = path.partition(":")
+    if not _FORM.fullmatch(path):
         raise ConfigError(field, path, allowed)
     _search_working_directory()
     try:
@@ -31,25 +47,28 @@ def look_up(field: str, path: str, named: Sequence[str]) -> Any:
         raise ConfigError(field, path, f"{error}; {allowed}") from error
 
 
-def check_is_there(field: str, path: str) -> None:
+def check_importable(field: str, path: str, named: Iterable[str]) -> None:
     """Refuse a `package.module:function` whose module, or a function in it, cannot be found.
 
-    Nothing is imported, because the module may import torch: its file is read.  A name that a file
-    could make in another way (`from x import *`, `__getattr__`) is left to `look_up`.
-    Raises ConfigError naming `field`.
+    The file of the module is read and not imported, because it may import torch.  A name that the
+    file could define in another way (`from x import *`, `__getattr__`) is left to `look_up`.
+    named: other values that the setting may have.
+    Raises ConfigError naming `field`, the value and the allowed values.
     """
+    allowed = f"use {functions(named)}"
+    if not _FORM.fullmatch(path):
+        raise ConfigError(field, path, allowed)
     module, _, name = path.partition(":")
     spec = _find(module)
     if spec is None:
-        raise ConfigError(
-            field, path, f"there is no module {module} on PYTHONPATH or in {os.getcwd()}"
-        )
+        where = f"PYTHONPATH and {os.getcwd()} have no module {module}"
+        raise ConfigError(field, path, f"{where}; {allowed}")
     if spec.origin and spec.origin.endswith(".py") and not _may_define(Path(spec.origin), name):
-        raise ConfigError(field, path, f"{spec.origin} defines no {name}")
+        raise ConfigError(field, path, f"{spec.origin} defines no {name}; {allowed}")
 
 
 def source_of(path: str) -> Path | None:
-    """The file or folder of the top-level module of `package.module:function`, if it is there."""
+    """The file or folder of the top-level module of `package.module:function`, if it exists."""
     spec = _find(path.partition(":")[0].partition(".")[0])
     if spec is None:
         return None

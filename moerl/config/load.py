@@ -19,7 +19,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moerl.config.renamed import refuse_old_keys
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.task_mixture import with_changes, with_finite_top_k
@@ -40,7 +39,7 @@ _OTHERWISE = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Compose a recipe (a path, or a name under configs/recipes) with key=value overrides.
 
-    Raises ConfigError naming the field, the value and what is allowed.
+    Raises ConfigError naming the field, the value and the allowed values.
     """
     path = find_recipe(recipe)
     parts = _parts(overrides)
@@ -77,7 +76,7 @@ def printed(config: Config) -> str:
 
 
 def resolve(config: Config) -> Config:
-    """Fill in derived settings: top_k of the mask, decay steps, lag, head, rounding, transport."""
+    """Fill in derived settings: top_k of the mask, decay steps, lag, head, transport."""
     optimizer = config.trainer.optimizer
     sampling = with_finite_top_k(config.sampling, kept=config.replay.sampling_mask)
     config = replace(config, sampling=sampling)
@@ -91,7 +90,6 @@ def resolve(config: Config) -> Config:
     if config.model.fp32_lm_head:
         args = {"enable_fp32_lm_head": True} | config.engine.args
         config = replace(config, engine=replace(config.engine, args=args))
-    config = replace(config, lora=config.lora.with_rounding(config.trainer.dtype))
     if config.sync.transport == "auto":
         config = with_transport(config, default_transport(config))
     return config
@@ -122,11 +120,11 @@ def _parts(overrides: Sequence[str]) -> dict[str, Path]:
 
 
 def _with_includes(
-    path: Path, above: tuple[Path, ...], parts: dict[str, Path]
+    path: Path, above: tuple[Path, ...], replacements: dict[str, Path]
 ) -> list[dict[str, Any]]:
     """The file's own includes first, depth first, then the file itself, then remaining parts.
 
-    parts: files that replace includes from their folder; each is used once.
+    replacements: files that replace includes from their folder; each is used once.
     """
     if path in above:
         raise ConfigError("include", str(path), "a file cannot include itself")
@@ -137,10 +135,10 @@ def _with_includes(
         raise ConfigError("include", own, f"a list of files is needed in {path}")
     for name in map(str, own):
         found = _find_include(name, path)
-        for key in [key for key in parts if found.parent == CONFIG_ROOT / PARTS[key]]:
-            found = parts.pop(key)
-        layers += _with_includes(found, (*above, path), parts)
-    left = [_read_yaml(found) for found in parts.values()] if not above else []
+        for key in [key for key in replacements if found.parent == CONFIG_ROOT / PARTS[key]]:
+            found = replacements.pop(key)
+        layers += _with_includes(found, (*above, path), replacements)
+    left = [_read_yaml(found) for found in replacements.values()] if not above else []
     return [*layers, data, *left]
 
 
@@ -237,7 +235,6 @@ def _override(items: Sequence[str]) -> dict[str, Any]:
 def _merge(layers: Sequence[dict[str, Any]]) -> Config:
     merged = OmegaConf.create(asdict(Config()))
     for layer in layers:
-        refuse_old_keys(layer)
         if isinstance(tasks := layer.get("tasks"), Mapping):
             entries = OmegaConf.to_container(merged.tasks, resolve=False)
             assert isinstance(entries, list), type(entries)

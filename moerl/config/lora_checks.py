@@ -1,9 +1,11 @@
-"""Checks of `lora`: its own settings, and what cannot run beside adapters."""
+"""Checks of `lora`: its own settings, and settings that cannot run beside adapters."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moerl.config.lora_settings import SLOT_TARGETS
 from moerl.config.schema import Config
@@ -51,19 +53,6 @@ def check_lora(config: Config) -> None:
     for pattern, rank in lora.ranks.items():
         if rank < 1:
             raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
-    if lora.rounding == "dither" and config.trainer.dtype != "bf16":
-        raise ConfigError(
-            "lora.rounding",
-            lora.rounding,
-            f"weights in {config.trainer.dtype} keep small updates; use nearest, or trainer.dtype "
-            "= bf16",
-        )
-    if config.trainer.optimizer.rounding == "dither":
-        raise ConfigError(
-            "trainer.optimizer.rounding",
-            "dither",
-            "factors are rounded to the nearest; set lora.rounding for the weights, or use nearest",
-        )
     if config.algorithm.advantage == "gae":
         raise ConfigError(
             "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
@@ -84,8 +73,25 @@ def check_lora(config: Config) -> None:
         _check_sending(config)
 
 
+def check_quantised_base(config: Config, model: Mapping[str, Any]) -> None:
+    """Refuse a quantised model folder under engines that would merge factors, or serve adapters.
+
+    model: config.json of the folder that engines load.  Raises ConfigError.
+    """
+    stored = (model.get("quantization_config") or {}).get("quant_method")
+    if stored and config.lora.sends_factors and config.engine.count:
+        other = "lora.delivery=merged lora.send=weights"
+        raise ConfigError(
+            "lora.send",
+            "factors",
+            f"engines keep the {stored} weights of {config.model.path} and cannot add factors to "
+            f"them; set {other if config.lora.serves_adapters else 'lora.send=weights'}, or "
+            "model.path to a folder with the weights in bf16",
+        )
+
+
 def _check_slots(config: Config) -> None:
-    """What SGLang's adapter slots can serve, and how versions change under them."""
+    """Check that SGLang's adapter slots can serve the adapters and their changes of version."""
     lora = config.lora
     others = [name for name in lora.targets if re.split(r"[.*]", name)[-1] not in SLOT_TARGETS]
     if others:
@@ -101,7 +107,6 @@ def _check_slots(config: Config) -> None:
             lora.send != "factors",
             f"lora.send = {lora.send}: an adapter is its factors; use factors",
         ),
-        (lora.dithers, "lora.rounding = dither: no weight is rounded; use nearest"),
         (
             in_flight in ("in_place", "retract"),
             f"rollout.in_flight_mode = {in_flight}: a request ends under the adapter that it began "
@@ -142,5 +147,5 @@ def _check_sending(config: Config) -> None:
     )
     for holds, reason in refused:
         if holds:
-            other = "set lora.delivery = merged" if slots else "use weights"
+            other = f"set lora.{'delivery = merged' if slots else 'send = weights'}"
             raise ConfigError("lora.send", config.lora.send, f"{reason}, or {other}")

@@ -8,7 +8,7 @@ Idea: LoRA, Hu et al., 2106.09685; rsLoRA, Kalajdzievski, 2312.03732.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
@@ -39,12 +39,6 @@ class LoraConfig:
     """Engines serve W0 + s B A as their weights, or W0 with an adapter of SGLang per version."""
 
     slots: Several = 4  # adapters that an engine holds at once; with delivery = adapter
-    rounding: Literal["auto", "nearest", "dither"] = "auto"
-    """How W becomes bf16: `dither` keeps small updates on average (`moerl.weight_sync.dither`).
-
-    auto: a dither where weights in bf16 are merged, else nearest.
-    """
-
     base: BasePlace = field(default="host", compare=False)
     """Where W0 is kept: page-locked host memory, or beside the weights that it makes."""
 
@@ -59,17 +53,6 @@ class LoraConfig:
     @property
     def shares(self) -> bool:
         return self.experts == "shared"
-
-    @property
-    def dithers(self) -> bool:
-        return self.rounding == "dither"
-
-    def with_rounding(self, dtype: str) -> LoraConfig:
-        """The same, saying what `auto` means where the trainer's weights have a dtype."""
-        if self.rounding != "auto":
-            return self
-        merges = self.rank > 0 and self.delivery == "merged" and dtype == "bf16"
-        return replace(self, rounding="dither" if merges else "nearest")
 
     @property
     def scale(self) -> float:

@@ -1,126 +1,68 @@
-"""`trainer.ddp` and `trainer.optimizer_args`: fields of megatron-core that a recipe may set.
+"""`trainer.ddp`, `trainer.optimizer_args`: settings of megatron-core's gradient buffers and Adam.
 
-Every field of DistributedDataParallelConfig and OptimizerConfig of megatron-core 0.19.2 is listed
-here, either with its type or with the reason why it is refused; tests compare both lists with the
-installed classes.  The lists need no torch, so a dry run on a login node refuses what a trainer
-rank would refuse later, combinations included.
+Any field of DistributedDataParallelConfig and OptimizerConfig may be set, except the fields below:
+moerl sets them itself, or a step, publish or checkpoint would be wrong with them.  Names and types
+are compared with the installed megatron-core, whose source is read without importing it, so a dry
+run needs no torch.  Without megatron-core on the machine a trainer rank compares them.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError
 
-Kind = type | tuple[str, ...]  # a type, or the names that a dtype may have
-
-DDP_FIELDS: dict[str, Kind] = {
-    "overlap_grad_reduce": bool,
-    "overlap_param_gather": bool,
-    "bucket_size": int,  # parameters
-    "pad_buckets_for_high_nccl_busbw": bool,
-}
-OPTIMIZER_FIELDS: dict[str, Kind] = {
-    "optimizer_cpu_offload": bool,
-    "overlap_cpu_optimizer_d2h_h2d": bool,
-    "pin_cpu_grads": bool,
-    "pin_cpu_params": bool,
-    "use_precision_aware_optimizer": bool,
-    "store_param_remainders": bool,
+_DTYPES = {  # of fields that name a torch.dtype; others take any of moerl's names
     "main_params_dtype": ("fp32", "fp16"),
     "exp_avg_dtype": ("fp32", "bf16", "fp16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "bf16", "fp16", "fp8"),
-    "decoupled_weight_decay": bool,
-    "apply_wd_to_qk_layernorm": bool,
 }
-
-
-def _because(reason: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, reason)
-
-
-DDP_REFUSED: dict[str, str] = {
-    **_because(
-        "moerl sums gradients in fp32, in megatron-core's own buffers",
-        *("grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"),
-        *("param_name_patterns_for_fp32_local_accumulation", "average_in_collective"),
-    ),
-    **_because("use trainer.optimizer.distributed", "use_distributed_optimizer"),
-    **_because(
-        "moerl ends a step whose gradient is not finite",
-        *("check_for_nan_in_grad", "check_for_large_grads"),
-    ),
-    **_because("DistributedDataParallel does not read it; use bucket_size", "num_buckets"),
-    **_because("each pipeline stage gathers when it needs its parameters", "align_param_gather"),
-    **_because(
-        "the optimizer is cut over all data-parallel ranks",
-        "num_distributed_optimizer_instances",
-    ),
-    **_because(
-        "parameters are fp32 or bf16, see trainer.dtype",
-        *("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
-    ),
-    **_because(
-        "Megatron-FSDP is not supported",
-        *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
-        *("outer_dp_sharding_strategy", "suggested_communication_unit_size"),
-        *("keep_fp8_transpose_cache", "gradient_reduce_div_fusion", "fsdp_double_buffer"),
-        *("fsdp_db_use_persist_buf_on_alloc_fail", "fsdp_all_gather_in_start_param_sync"),
-        *("fsdp_manual_registration", "megatron_fsdp_main_params_dtype"),
-        *("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"),
-        *("megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode"),
-        "megatron_fsdp_enable_fine_grained_param_gather",
-        "megatron_fsdp_max_pool_double_buffer",
-    ),
-    **_because(
-        "buffers registered with NCCL were never tried",
-        *("nccl_ub", "disable_symmetric_registration"),
-    ),
-    **_because("it belongs to overlapped expert parallelism, refused", "delay_wgrad_compute"),
+DDP_REFUSED = {  # patterns of fields -> the reason
+    "grad_reduce_in_fp32 reduce_scatter_with_fp32_accumulation average_in_collective "
+    "param_name_patterns_for_fp32_local_accumulation": "moerl sums gradients in fp32, in "
+    "megatron-core's own buffers",
+    "use_distributed_optimizer": "use trainer.optimizer.distributed",
+    "check_for_*": "moerl ends a step whose gradient is not finite",
+    "num_buckets": "DistributedDataParallel does not read it; use bucket_size",
+    "align_param_gather": "each pipeline stage gathers when it needs its parameters",
+    "num_distributed_optimizer_instances": "the optimizer is cut over all data-parallel ranks",
+    "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag": "parameters are fp32 or "
+    "bf16, see trainer.dtype",
+    "*fsdp* data_parallel_sharding_strategy outer_dp_sharding_strategy keep_fp8_transpose_cache "
+    "suggested_communication_unit_size gradient_reduce_div_fusion": "Megatron-FSDP is not "
+    "supported",
+    "nccl_ub disable_symmetric_registration": "buffers registered with NCCL were never tried",
+    "delay_wgrad_compute": "it belongs to overlapped expert parallelism, refused",
 }
-OPTIMIZER_REFUSED: dict[str, str] = {
-    **_because(
-        "use the field of trainer.optimizer",
-        *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
-        "use_distributed_optimizer",
+OPTIMIZER_REFUSED = {
+    "lr min_lr weight_decay adam_* clip_grad use_distributed_optimizer": "use the field of "
+    "trainer.optimizer",
+    "fp16 bf16 params_dtype fp8_recipe reuse_grad_buf_for_mxfp8_param_ag *loss_scale* hysteresis": (
+        "it follows from trainer.dtype, fp32 or bf16"
     ),
-    **_because(
-        "it follows from trainer.dtype, fp32 or bf16",
-        *("fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
-        *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
-        "hysteresis",
+    "main_grads_dtype": "moerl sums gradients in fp32",
+    "overlap_param_gather": "set trainer.ddp.overlap_param_gather",
+    "overlap_param_gather_with_optimizer_step": "the gather of the first model chunk would start "
+    "inside the step",
+    "optimizer use_layer_wise_distributed_optimizer sgd_* *muon_* lion_* soap_*": (
+        "Adam is the only optimizer"
     ),
-    **_because("moerl sums gradients in fp32", "main_grads_dtype"),
-    **_because("set trainer.ddp.overlap_param_gather", "overlap_param_gather"),
-    **_because(
-        "the gather of the first model chunk would start inside the step",
-        "overlap_param_gather_with_optimizer_step",
-    ),
-    **_because(
-        "Adam is the only optimizer",
-        *("optimizer", "sgd_momentum", "use_layer_wise_distributed_optimizer"),
-        *("muon_momentum", "muon_split_qkv", "muon_nesterov", "muon_scale_mode"),
-        *("muon_fp32_matmul_prec", "muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode"),
-        *("muon_extra_scale_factor", "muon_scalar_optimizer", "lion_beta1", "lion_beta2"),
-        *("soap_shampoo_beta", "soap_precondition_frequency", "soap_use_kl_shampoo"),
-        *("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps"),
-    ),
-    **_because("all parameters have one rate", "decoupled_lr", "decoupled_min_lr"),
-    **_because("a skipped update would be published", "grad_norm_skip_threshold"),
-    **_because("on the CPU it is torch's AdamW anyway", "use_torch_optimizer_for_cpu_offload"),
-    **_because(
-        # Transformer Engine's Adam counts steps in its groups, which Megatron's offload overwrites
-        "all is offloaded: after a resume, a part on the device would not count its steps",
-        "optimizer_offload_fraction",
-    ),
-    **_because("CUDA graphs of a step were never tried", "optimizer_cuda_graph"),
-    **_because(
-        "nothing reads it",
-        *("log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"),
-    ),
+    "decoupled_lr decoupled_min_lr": "all parameters have one rate",
+    "grad_norm_skip_threshold": "a skipped update would be published",
+    "use_torch_optimizer_for_cpu_offload": "on the CPU it is torch's AdamW anyway",
+    # Transformer Engine's Adam counts steps in its groups, which Megatron's offload overwrites
+    "optimizer_offload_fraction": "all is offloaded: after a resume, a part on the device would "
+    "not count its steps",
+    "optimizer_cuda_graph": "CUDA graphs of a step were never tried",
+    "timers log_num_zeros_in_grad barrier_with_L1_time config_logger_dir": "nothing reads it",
 }
 
 
@@ -154,39 +96,70 @@ def optimizer_args(trainer: TrainerConfig) -> dict[str, Any]:
 
 def check_optimizer_settings(trainer: TrainerConfig) -> None:
     """Raises ConfigError with field, value and what is allowed."""
-    _check_fields("trainer.ddp", trainer.ddp, DDP_FIELDS, DDP_REFUSED)
-    _check_fields(
-        "trainer.optimizer_args", trainer.optimizer_args, OPTIMIZER_FIELDS, OPTIMIZER_REFUSED
-    )
+    file = "distributed/distributed_data_parallel_config.py"
+    ddp = installed_fields(file, "DistributedDataParallelConfig")
+    _check_fields("trainer.ddp", trainer.ddp, ddp, DDP_REFUSED)
+    optimizer = installed_fields("optimizer/optimizer_config.py", "OptimizerConfig")
+    _check_fields("trainer.optimizer_args", trainer.optimizer_args, optimizer, OPTIMIZER_REFUSED)
     _check_overlap(trainer)
     _check_offload(trainer)
     _check_precision(trainer)
-    _check_rounding(trainer)
+
+
+@cache
+def installed_fields(file: str, name: str) -> Mapping[str, str]:
+    """Annotations by field of a dataclass of the installed megatron-core; empty without it.
+
+    file: path below megatron/core.
+    """
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(folder) / "core" / file).is_file():
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    return {
+                        ast.unparse(part.target): ast.unparse(part.annotation)
+                        for part in node.body
+                        if isinstance(part, ast.AnnAssign)
+                    }
+    return {}
+
+
+def refusal(name: str, refused: Mapping[str, str]) -> str:
+    """The reason why a field cannot be set; "" if it can.  refused: reason by patterns."""
+    for patterns, reason in refused.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return reason
+    return ""
 
 
 def _check_fields(
-    section: str,
-    user: Mapping[str, Any],
-    allowed: Mapping[str, Kind],
-    refused: Mapping[str, str],
+    section: str, user: Mapping[str, Any], fields: Mapping[str, str], refused: Mapping[str, str]
 ) -> None:
     for name, value in user.items():
         field = f"{section}.{name}"
-        if name in refused:
-            raise ConfigError(field, value, f"{refused[name]}; remove it")
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=3)
+        if reason := refusal(name, refused):
+            raise ConfigError(field, value, f"{reason}; remove it")
+        if fields and name not in fields:
+            free = [other for other in fields if not refusal(other, refused)]
+            near = difflib.get_close_matches(name, free, n=3)
             hint = f"; did you mean {', '.join(near)}" if near else ""
-            raise ConfigError(field, value, f"megatron-core 0.19.2 has no such field{hint}")
-        _check_value(field, value, allowed[name])
+            raise ConfigError(field, value, f"the installed megatron-core has no such field{hint}")
+        _check_value(field, name, value, fields.get(name, ""))
 
 
-def _check_value(field: str, value: object, kind: Kind) -> None:
-    if isinstance(kind, tuple):
-        if value not in kind:
-            raise ConfigError(field, value, f"use {', '.join(kind)}")
-    elif type(value) is not kind:
-        raise ConfigError(field, value, f"a {kind.__name__} is needed")
+def _check_value(field: str, name: str, value: object, annotation: str) -> None:
+    names = _DTYPES.get(name)
+    if names is not None:
+        if value not in names:
+            raise ConfigError(field, value, f"use {', '.join(names)}")
+        return
+    kinds = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
+    inner = annotation.removeprefix("Optional[").removesuffix("]")
+    if (kind := kinds.get(inner)) is None or (value is None and inner != annotation):
+        return
+    if type(value) not in kind:
+        raise ConfigError(field, value, f"a {inner} is needed")
 
 
 def _check_overlap(trainer: TrainerConfig) -> None:
@@ -273,19 +246,4 @@ def _check_precision(trainer: TrainerConfig) -> None:
             f"{section}.store_param_remainders",
             user["store_param_remainders"],
             "only the precision-aware optimizer reads it; set use_precision_aware_optimizer=true",
-        )
-
-
-def _check_rounding(trainer: TrainerConfig) -> None:
-    if trainer.optimizer.rounding == "nearest":
-        return
-    field, value = "trainer.optimizer.rounding", trainer.optimizer.rounding
-    if trainer.dtype != "bf16":
-        raise ConfigError(field, value, "there are no bf16 weights; use nearest, or dtype = bf16")
-    if optimizer_args(trainer).get("use_precision_aware_optimizer"):
-        raise ConfigError(
-            field,
-            value,
-            "Transformer Engine's Adam rounds its own masters; use nearest, or "
-            "use_precision_aware_optimizer = false without optimizer_cpu_offload",
         )

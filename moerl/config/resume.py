@@ -48,8 +48,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapters(lora: LoraConfig) -> dict[str, Any] | None:
-    """What the factors are; not how they begin, travel, are served and rounded, or where W0 is."""
-    left_out = ("send", "start", "rounding", "delivery", "slots", "base")
+    """Settings of the factors, without start, transfer, delivery or the place of W0."""
+    left_out = ("send", "start", "delivery", "slots", "base")
     return (
         {name: value for name, value in asdict(lora).items() if name not in left_out}
         if lora.rank

@@ -31,32 +31,12 @@ Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
 Column = Literal["prompt", "messages", "answer"]
 
-TinyFamily = Literal[
-    "qwen3_moe",
-    "qwen2_moe",
-    "olmoe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v2_lite",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "moonlight",
-    "gpt_oss",
-    "minimax_m2",
-    "ernie4_5_moe",
-    "llama4",
-    "qwen3_next",
-]
-
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A random-weight model, made when `model.path` names no existing folder."""
+    """A random-weight Qwen3-MoE, made when `model.path` names no existing folder."""
 
     enabled: bool = False
-    family: TinyFamily = "qwen3_moe"
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4
@@ -80,9 +60,8 @@ class ModelConfig:
 class TaskConfig:
     """Source of prompts and reward."""
 
-    name: Literal["sort_digits", "calculator", "reasoning_gym", "jsonl", "hf_dataset"] = (
-        "sort_digits"
-    )
+    # sort_digits | calculator | reasoning_gym | jsonl | hf_dataset (`moerl.config.task_tables`)
+    name: str = "sort_digits"
     digits: Count = 4  # sort_digits: how many to sort; calculator: of each number
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
@@ -105,7 +84,7 @@ class TaskConfig:
     score_timeout_s: Positive = 10.0
     # drop: replace the group and count it, unless more than half of them fail; stop: end the run
     on_score_error: Literal["drop", "stop"] = "drop"
-    # Where rewards and environments run (docs/isolation.md); bwrap: no network, read-only files
+    # Where rewards and environments run (docs/sandbox.md); bwrap: no network, read-only files
     isolation: Literal["process", "bwrap"] = "process"
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
@@ -257,7 +236,6 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     clip_grad: NonNegative = 1.0
     distributed: bool = False  # Megatron's distributed optimizer (ZeRO-1)
-    rounding: Literal["nearest", "dither"] = "nearest"  # of fp32 masters to bf16 weights
 
 
 @dataclass(frozen=True)
@@ -388,7 +366,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SupervisionConfig:
-    """What happens when the trainer, an engine, the scorer or the controller dies."""
+    """Reactions to the death of the trainer, an engine, the scorer or the controller."""
 
     # Restarts of one process without a new step in between; 0 = end the run at once
     max_restarts: Natural = 3
@@ -455,7 +433,6 @@ class ClusterConfig:
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
-    kubernetes: dict[str, str] = field(default_factory=dict)  # image, namespace, claim, user
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tasks of a run: the entries of `tasks`, each laid over `task` and `sampling`.
 
 A recipe with `task` alone has one entry without a label.  Entries are stored as they were written
-(only what differs), so `task.score_timeout_s=20` still reaches each entry that does not set it.
+(only the differences), so `task.score_timeout_s=20` still reaches each entry that does not set it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def longest_turn(config: Config) -> int:
 
 
 def with_finite_top_k(sampling: SamplingConfig, *, kept: bool) -> SamplingConfig:
-    """kept: sampling masks are recorded, and a truncating recipe needs a bound for them."""
+    """Give a truncating recipe without top_k a bound.  kept: sampling masks are recorded."""
     truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0
     if kept and truncates and sampling.top_k == -1:
         return replace(sampling, top_k=sampling.mask_top_k)

@@ -46,8 +46,8 @@ ToolName = Literal["python", "shell", "read_file", "write_file"]
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What plays each episode (docs/agents.md): an external program through OpenAI's interface, or
-    a stateful environment that answers the policy.
+    """The player of each episode (docs/agents.md): an external program through OpenAI's interface,
+    or a stateful environment that answers the policy.
     """
 
     # Program and arguments; python is moerl's own interpreter
@@ -79,5 +79,5 @@ class AgentConfig:
 
     @property
     def plays(self) -> bool:
-        """Whether there is an agent."""
+        """Whether an agent plays the episodes."""
         return bool(self.command or self.environment)

@@ -6,7 +6,7 @@
     RDMA cards, no GPUs     mooncake, where it is installed
     otherwise               gloo
 
-`auto` needs shapes for cuda_ipc: `moerl.planning.transport_choice` has them and asks first.
+`auto` needs shapes for cuda_ipc: `moerl.planning.publish_forecast` has them and asks first.
 Rejected: mooncake as the default between GPUs (no token, and a package of its own on every node).
 """
 
@@ -30,7 +30,7 @@ _ROLES = ("engine", "trainer")
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """A transport and why it is the one."""
+    """A transport and the reason for its choice."""
 
     name: TransportName
     reason: str
@@ -47,7 +47,7 @@ def default_transport(config: Config) -> TransportChoice:
     if mooncake_protocol(config) == "rdma":
         if importlib.util.find_spec("mooncake") is not None:
             return TransportChoice("mooncake", "all nodes name RDMA cards, and not all have GPUs")
-        return TransportChoice("gloo", "RDMA without GPUs needs moerl[mooncake-cpu], not installed")
+        return TransportChoice("gloo", "RDMA without GPUs needs pip install '.[mooncake-cpu]'")
     return TransportChoice("gloo", "not all nodes have GPUs, or RDMA cards in cluster.nodes.*.rdma")
 
 
@@ -68,7 +68,7 @@ def check_transport(config: Config) -> None:
 
 
 def why_not(config: Config, name: TransportName) -> str:
-    """Why a transport cannot work here, and what can; empty when it can."""
+    """Why a transport cannot work here, with a transport that can; empty when it can."""
     if name in SAME_MACHINE and not is_local(config.cluster):
         others = either(tuple(n for n in NAMES if n not in SAME_MACHINE))
         return f"it ends at the machine; use {others}"

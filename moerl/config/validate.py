@@ -26,16 +26,16 @@ def validate(config: Config) -> None:
     read_section(Config, asdict(config))
 
 
-def read_section(schema: Callable[..., T], data: Mapping[str, Any], above: str = "") -> T:
-    """An instance of `schema`; fields missing in `data` keep their default.
+def read_section(schema: Callable[..., T], settings: Mapping[str, Any], above: str = "") -> T:
+    """An instance of `schema`; fields missing in `settings` keep their default.
 
     above: the section's own dotted name with a dot behind it; empty for the whole configuration.
-    Raises ConfigError naming the field, its value and what is allowed.
+    Raises ConfigError naming the field, its value and the allowed values.
     """
     values = {}
     for name, kind in _fields(schema).items():
-        if name in data:
-            values[name] = _read(f"{above}{name}", kind, data[name])
+        if name in settings:
+            values[name] = _read(f"{above}{name}", kind, settings[name])
     return schema(**values)
 
 

@@ -23,7 +23,7 @@ from moerl.controller.producer import Partials, Producer
 from moerl.controller.rollout_builder import sealed_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.errors import ScoreError
-from moerl.core.rollout_names import name_rollout
+from moerl.core.ids import name_rollout
 from moerl.core.types import GraphTurn, Prompt
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from moerl.core.id_sets import IdSet, Ranges, ranges
+from moerl.core.ids import IdSet, Ranges, ranges
 from moerl.core.types import EpisodeGroup
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import RecoveredState
-from moerl.core.id_sets import IdSet
+from moerl.core.ids import IdSet
 from moerl.core.types import EpisodeGroup
 
 

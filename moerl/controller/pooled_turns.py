@@ -23,7 +23,7 @@ from moerl.controller.context import Context
 from moerl.controller.engine_pool import EnginePhase, EngineState
 from moerl.controller.rollout_builder import blob_refs, blob_uris
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.rollout_names import episode_of
+from moerl.core.ids import episode_of
 from moerl.core.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 from moerl.records.blob_store import sizes_of
 

@@ -31,7 +31,7 @@ from moerl.controller.rollout_builder import (
 )
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.errors import EngineError, RecordError, ScoreError
-from moerl.core.rollout_names import group_of, name_rollout
+from moerl.core.ids import group_of, name_rollout
 from moerl.core.types import Segment
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from moerl.controller.journal import write_retry
 from moerl.controller.journal.write_retry import WriteRetry
 from moerl.controller.rollout_builder import blob_uris, group_uris, wasted_uris
 from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
-from moerl.core.rollout_names import without_life
+from moerl.core.ids import without_life
 from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.records.header_check import check
 

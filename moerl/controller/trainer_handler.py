@@ -22,7 +22,7 @@ from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.step_metrics import StepReport, batch_metrics, samples_of
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import JournalError, ProtocolError, TrainerError
-from moerl.core.id_sets import IdSet
+from moerl.core.ids import IdSet
 from moerl.core.messages import (
     AbortUpdate,
     AskEngine,

@@ -4,8 +4,9 @@ The data goes to a hidden file in the same folder, which is then renamed to the 
 random, so several writers do not conflict: the last one to finish wins.  A killed process can leave
 the hidden file; an error removes it.
 
-After a power cut a name can be on the disk without its bytes.  So what must survive one is flushed
-in this order: bytes of the files, entries of their folder, rename, entries of the parent folder.
+After a power cut a name can be on the disk without its bytes.  So data that must survive a power
+cut is flushed in this order: bytes of the files, entries of their folder, rename, entries of the
+parent folder.
 """
 
 from __future__ import annotations

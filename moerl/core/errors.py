@@ -1,6 +1,6 @@
 """Errors that a user can act on.
 
-Every error here is one sentence that names what is wrong, the value found, and what is allowed.  A
+Every error here is one sentence that names the fault, the value found, and the allowed values.  A
 user's mistake is a `ConfigError`; data that breaks the record contract is a `RecordError`; a failed
 process or endpoint is an `EngineError` or `TrainerError`; a tensor that cannot be placed is a
 `LayoutError`.  Invariants inside the program are `assert`s.
@@ -14,7 +14,7 @@ class MoerlError(Exception):
 
 
 class ConfigError(MoerlError):
-    """A setting that cannot work: names the field, the value and what is allowed."""
+    """A setting that cannot work: names the field, the value and the allowed values."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -43,7 +43,7 @@ class LayoutError(MoerlError):
 
 
 class ModelError(MoerlError):
-    """A model folder that cannot be used: names the folder or tensor and what is wrong."""
+    """A model folder that cannot be used: names the folder or tensor and the fault."""
 
 
 class BlobError(MoerlError):

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moerl.config.lora_settings import LoraConfig
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.id_sets import Ranges
+from moerl.core.ids import Ranges
 from moerl.core.types import (
     Array,
     BatchPlan,
@@ -28,6 +27,9 @@ from moerl.core.types import (
     Score,
     Segment,
 )
+
+# A value of `moerl.config.lora_settings.LoraConfig`
+LoraField = bool | int | float | str | list[str] | dict[str, int]
 
 
 # --- trainer rank 0 -> the sender threads of all ranks ------------------------------------------
@@ -78,7 +80,7 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    moved: dict[int, SendResult]  # by engine rank
+    results: dict[int, SendResult]  # by engine rank
 
 
 # --- trainer -> controller ---------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Hello:
 
     consumed: group ids trained before the checkpoint that the trainer loaded; the controller never
     plans them again.
-    begins: first version of each trainer in the history of its weights, this one last; it comes
+    begins: first version of each trainer in the history of its weights, this trainer last; it comes
     from the checkpoint, because the controller's journal may be of another node.
     pair_cost: of the model (`moerl.data.row_cost`).
     """
@@ -106,7 +108,7 @@ class Hello:
 class TakePlan:
     """Ask for the plan of one optimizer step.
 
-    Reply: Plan; SamePlan when the one that came ahead stands; Stop when the run is over; Refresh
+    Reply: Plan; SamePlan when the plan that came ahead stands; Stop when the run is over; Refresh
     when an engine must be published to first; SetEngines when the set of engines has changed; Ok
     when answers take longer (ask again).
     """
@@ -131,8 +133,8 @@ class StepDone:
 class PrepareUpdate:
     """Begin a session: agree on one version for one engine.  Reply: UpdatePrepared.
 
-    Forwarded to the receiver of every engine rank, which derives what it will receive from the same
-    inputs as the trainer.  Refused, with nothing changed, when an input differs.
+    Forwarded to the receiver of every engine rank, which derives its own receiver plan from the
+    same inputs as the trainer.  Refused, with nothing changed, when an input differs.
     """
 
     engine: int
@@ -147,7 +149,9 @@ class PrepareUpdate:
     timeout_s: float
     folder: str = ""  # only for the transport disk
     delta: bool = False  # the staging buffer also takes deltas: each follows its region
-    lora: LoraConfig | None = None  # factors are sent, of these adapters; None = weights
+    # Fields of `moerl.config.lora_settings.LoraConfig` of the adapters whose factors are sent;
+    # None = weights are sent
+    lora: dict[str, LoraField] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,7 @@ class Failed:
 class TakeRecords:
     """Ask for groups without reference scores, in training order.
 
-    Reply: Plan; Ok when there was none in time (ask again); Stop when the run is over.
+    Reply: Plan; Ok when none came in time (ask again); Stop when the run is over.
     """
 
     start: int  # earlier starts of these ranks
@@ -278,7 +282,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """An engine restarted with old weights and there is no batch: publish again, then ask again."""
+    """An engine restarted with old weights and no batch is ready: publish again, then ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +319,10 @@ class UpdatePrepared:
 
 @dataclass(frozen=True, slots=True)
 class UpdateVerified:
-    """failed: per engine rank, numbers of the buckets that differ; the session stays open."""
+    """The result of a comparison; the session stays open.
+
+    failed: per engine rank, numbers of the buckets that differ.
+    """
 
     failed: tuple[tuple[int, ...], ...]
     # of the staged version, of factors: of the weights that they give, 16 hex digits; empty when
@@ -381,7 +388,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Replies of an engine host since the controller asked last; each is given out once.
+    """Replies of an engine host since the controller's last call; each is given out once.
 
     A record that breaks the contract is replaced by its RecordError; EngineError: the engine failed
     while it ran the request.
@@ -403,7 +410,7 @@ class Engine(Protocol):
         ...
 
     async def collect(self) -> Answers:
-        """Replies that are there; waits some seconds for the first one.
+        """Replies that have arrived; waits some seconds for the first.
 
         Every record is checked and sealed.
         """
@@ -425,9 +432,9 @@ class Engine(Protocol):
         """A new controller takes over: abort the earlier one's calls and seal none of their
         records.
 
-        kept: blobs that it knows; others that earlier controllers asked for are deleted from the
+        kept: blobs that it knows; other blobs of earlier controllers are deleted from the
         engine's store.  None: delete none.
-        life: number of controllers before it; the message of an earlier one is ignored.
+        life: number of controllers before it; the message of an earlier controller is ignored.
         """
         ...
 
@@ -442,7 +449,7 @@ class Scorer(Protocol):
     async def score(
         self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
     ) -> list[Score]:
-        """responses: text of the policy in each episode, turn by turn."""
+        """Score the episodes of a prompt.  responses: texts of the policy in each, turn by turn."""
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:

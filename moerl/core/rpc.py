@@ -11,7 +11,7 @@ Legend: a client asks, a server answers.  Client and server hold the run's `Keys
   restarted at the same endpoint.  A server does not start a request twice while it is in progress,
   keeps the last answer to each client for repeats, and ignores requests older than the last.
 - A client drops replies to earlier requests.  It never blocks in a send: nothing is queued for a
-  server that is not connected, and a repeat is sent only when the one before has left.
+  server that is not connected, and a repeat is sent only when the message before has left.
 
 A frame is a header (client, number, part, parts) and a part of a message of
 `moerl.core.serialization`.
@@ -201,7 +201,7 @@ class RpcServer:
     def __init__(
         self, endpoint: str, keys: Keys, handle: Callable[[Message], Awaitable[Message]]
     ) -> None:
-        """endpoint: tcp://HOST:PORT, tcp://HOST:* for any free port, or ipc://PATH.
+        """Listen at an endpoint: tcp://HOST:PORT, tcp://HOST:* for any free port, or ipc://PATH.
 
         handle: its error is sent as Refused.  Requests of different clients are handled at once.
         """
@@ -320,7 +320,10 @@ class RpcClient:
     def __init__(
         self, endpoint: str, keys: Keys, *, timeout_s: float = 60.0, peer: str = "the controller"
     ) -> None:
-        """timeout_s: longest wait for a reply, unless a call sets its own; peer: for errors."""
+        """A client of an endpoint.  peer: name for errors.
+
+        timeout_s: longest wait for a reply, unless a call sets its own.
+        """
         self.endpoint, self.timeout_s, self._peer = endpoint, timeout_s, peer
         self.socket = _client_socket(keys, endpoint)
         self._client = secrets.token_bytes(8)
@@ -369,7 +372,7 @@ class RpcClient:
 
     # --- steps of a request, for callers that wait on several sockets -----------------------------
     def begin(self, message: Message) -> None:
-        """The next request; replies to the one before are dropped from here on."""
+        """Begin the next request; replies to the request before are dropped from here on."""
         number = self._parts.number + 1
         self._parts = _Parts(number)
         self._frames = _cut(self._client, number, encode(message))
@@ -377,7 +380,7 @@ class RpcClient:
         self._repeat_at = time.monotonic() + _REPEAT_S
 
     def advance(self) -> bytes | None:
-        """Send what is due and read what has come; the reply, once it is whole."""
+        """Send due frames and read arrived frames; returns the reply, once it is whole."""
         if not self._unsent and time.monotonic() >= self._repeat_at:
             self._unsent.extend(self._frames)
         self._send_due()
@@ -385,7 +388,7 @@ class RpcClient:
 
     @property
     def events(self) -> int:
-        """What to wait for before the next `advance`."""
+        """The events to wait for before the next `advance`."""
         return zmq.POLLIN | zmq.POLLOUT if self._unsent else zmq.POLLIN
 
     @property

@@ -24,8 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moerl.core.errors import RecordError
-from moerl.core.grammar import Grammar
-from moerl.core.packed_ids import packed_state, set_packed_state
+from moerl.core.ids import packed_state, set_packed_state
 
 _ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8, "float32": 4}
 Array = np.ndarray
@@ -62,6 +61,20 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that a client gives: the texts that an answer may be, in the form of SGLang.
+
+    It is part of a request.  A record has none: its sampling mask holds the allowed tokens.
+    """
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Every parameter of a request; engine defaults are never used.
@@ -93,7 +106,7 @@ class BlobRef:
     offset: int  # bytes from the start of the blob
     dtype: str  # numpy name, little-endian: uint8, uint16, int32, int64
     shape: tuple[int, ...]
-    digest: str  # of the table of chunk digests: "2:" and 16 hex digits
+    digest: str  # of the table of chunk digests: 16 hex digits
 
     @property
     def num_bytes(self) -> int:
@@ -233,10 +246,10 @@ class Rollout:
 
     @property
     def joined_from(self) -> int:
-        """First sampled token (0..S-1) behind a change of weights; S = there is none.
+        """First sampled token (0..S-1) behind a change of weights; S = no change.
 
-        Rows of the tokens before it are those of other weights than its own, so no forward pass
-        reproduces the row from there on.
+        Rows of the tokens before it come from other weights than its own, so no forward pass
+        reproduces the row from that token on.
         """
         first, *later = self.versions
         prompt_len = self.prompt_len
@@ -298,9 +311,9 @@ class GenerateRequest:
     def rows_from(self) -> int:
         """First fed-in token whose routing row is new.
 
-        A first call needs every row that no earlier turn delivered, the one of the earlier turn's
-        last token included.  A partial of T' tokens already delivered rows 0..T'-2: the row of its
-        last token is produced by the resumed call, under the resumed call's weights.
+        A first call needs every row that no earlier turn delivered, including the row of the
+        earlier turn's last token.  A partial of T' tokens already delivered rows 0..T'-2: the row
+        of its last token is produced by the resumed call, under the resumed call's weights.
         """
         return self.num_tokens - 1 if self.num_sampled else self.rows_known
 
@@ -309,8 +322,8 @@ class GenerateRequest:
 class Segment:
     """Output of one request under one policy version, checked and sealed by the engine host.
 
-    n = len(output_ids) may be 0 when the request was aborted before its first token; then there are
-    no rows of any kind and the same request is sent again.
+    n = len(output_ids) may be 0 when the request was aborted before its first token; then it has no
+    rows of any kind and the same request is sent again.
     """
 
     rollout_id: str
@@ -387,7 +400,7 @@ LeftOut = Literal[
 
 @dataclass(frozen=True, slots=True)
 class GraphTurn:
-    """A turn that was asked for in an episode, whichever model was to answer.
+    """A requested turn of an episode, whichever model was to answer.
 
     Two turns: `("7.0.t2", "7.0.t1", "policy", "", (PolicyVersion(0, 4),), 31)`, and the call of
     a judge behind it: `("7.0.t3", "", "judge", "other_model")`.

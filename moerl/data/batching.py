@@ -1,12 +1,12 @@
 """Placement of rows in microbatches and ranks: one plan per optimizer step, by the controller.
 
-A bin is what one rank trains in one microbatch; there are as many as data-parallel ranks x
+A bin holds the rows that one rank trains in one microbatch; their number is data-parallel ranks x
 microbatches.  Its tokens have a bound, for memory: right-padded, rows x the longest row; packed,
 the sum of its rows.  Its cost (`moerl.data.row_cost`) has none, but the largest is kept small, and
 bins of one microbatch have similar cost, because ranks of an expert-parallel exchange wait for each
 other.  Padded, rows sorted by length are cut into consecutive bins: neighbours have similar
 lengths.  Packed, the next row by cost goes to the cheapest bin that has room for its tokens (the
-longest-processing-time rule, Graham 1969), so long rows share bins with short ones.
+longest-processing-time rule, Graham 1969), so long rows share bins with short rows.
 Rejected: best-fit by token count (it ignores padding, and attention, which grows with the square);
 set differencing (Karmarkar and Karp), which cannot keep the bound on tokens.
 
@@ -14,7 +14,7 @@ One batch may become several optimizer steps: whole groups in each, one plan per
 the trainer's own matter, so the split is made on every rank from the plan and the seed, and no
 message carries it.  Each part is planned like a batch of its own: global denominators, microbatch
 numbers and shapes follow from it, equal on all data-parallel ranks.  Groups are dealt by chance in
-each batch: their order in the plan is that of their age.
+each batch: their order in the plan is the order of their age.
 Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
 """
 
@@ -165,7 +165,7 @@ def _into(items: Sequence[_Item], num_bins: int, cap: int) -> list[list[_Item]] 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What one optimizer step trains."""
+    """The share of one optimizer step."""
 
     plan: BatchPlan  # its groups, under the batch's step and version
     rows: tuple[int, ...]  # for each row of `plan`, its number among the rows of the batch

@@ -4,8 +4,8 @@ A demonstration is a `Rollout` without an engine: the prompt, then the answer's 
 token, both of which count in the loss.  Any task with text answers works: a JSONL file of
 {"prompt" or "messages", "answer"}, or sort_digits.  Where an item has the field "demonstration", a
 list, it is the texts of policy and environment in turn, and takes the answer's place: every text of
-the policy is learned with an end token, as one row.  The stream is that of training: step s takes
-the next `batch` prompts, and the seed shuffles a file again in each epoch.
+the policy is learned with an end token, as one row.  The stream is the same as in training: step s
+takes the next `batch` prompts, and the seed shuffles a file again in each epoch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _group(
 
 
 def _texts(prompt: Prompt) -> Sequence[str]:
-    """What policy and environment say in turn, the policy first and last."""
+    """Texts of policy and environment in turn, the policy first and last."""
     if "demonstration" not in prompt.extra:
         if not isinstance(prompt.answer, str) or not prompt.answer:
             problem = f"its answer is {prompt.answer!r}; sft needs a text to learn"

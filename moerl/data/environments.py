@@ -6,26 +6,29 @@ appended to the turn unchanged: the environment writes the markup that the model
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moerl.config.functions import look_up
+from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import ENVIRONMENTS, PACKAGE
 from moerl.core.types import Prompt
-from moerl.data.calculator import calculator
 
 Environment = Callable[[Prompt, Sequence[str]], str]
 # A user's function: function(prompt text, answer, turns so far, extra fields) -> text.
 UserEnvironment = Callable[[str, Any, Sequence[str], dict[str, Any]], str]
 
 
-def make_environment(config: TaskConfig) -> Environment | None:
+def make_environment(task: TaskConfig) -> Environment | None:
     """The environment of a task, if it has one.  Raises ConfigError for an unknown one."""
-    if not config.environment:
+    if not task.environment:
         return None
-    if config.environment in NAMED:
-        return NAMED[config.environment]
-    function: UserEnvironment = look_up("task.environment", config.environment, list(NAMED))
+    if task.environment in ENVIRONMENTS:
+        named: Environment = load_below(PACKAGE, ENVIRONMENTS[task.environment])
+        return named
+    function: UserEnvironment = look_up("task.environment", task.environment, ENVIRONMENTS)
     return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 
@@ -36,4 +39,37 @@ def check_digits(prompt: Prompt, responses: Sequence[str]) -> str:
     return "" if responses[-1] == want else f"\n{right} of {len(want)}\n{prompt.text}"
 
 
-NAMED: dict[str, Environment] = {"calculator": calculator, "check_digits": check_digits}
+# --- a calculator ---------------------------------------------------------------------------------
+# A call is `<calc>127*348</calc>`, anywhere in a turn.  Expressions are texts of a policy and never
+# run as code: any text but a short chain of short whole numbers is answered with `error`.
+_CALL = re.compile(r"<calc>([^<>]*)</calc>")
+# At most 8 numbers of 9 digits, so a result has at most 72.
+_CHAIN = re.compile(r"[0-9]{1,9}(?:[-+*][0-9]{1,9}){0,7}")
+_TERM = re.compile(r"([-+]?)([0-9*]+)")
+
+
+def calculator(prompt: Prompt, responses: Sequence[str]) -> str:
+    """The result of the last turn's first call; a turn without a call ends the episode."""
+    call = _CALL.search(responses[-1])
+    return _reply(calculate(call[1])) if call else ""
+
+
+def calculate(expression: str) -> str:
+    """The value of whole numbers joined by + - *, as text; `error` for everything else."""
+    if not _CHAIN.fullmatch(expression):
+        return "error"
+    terms = ((sign, factors.split("*")) for sign, factors in _TERM.findall(expression))
+    return str(sum(math.prod(map(int, factors), start=_SIGNS[sign]) for sign, factors in terms))
+
+
+def demonstration(expression: str) -> list[str]:
+    """Texts of policy and environment in turn: the call, the reply, the answer."""
+    answer = calculate(expression)
+    return [f"<calc>{expression}</calc>", _reply(answer), answer]
+
+
+def _reply(result: str) -> str:
+    return f"\n{result}\n"
+
+
+_SIGNS = {"": 1, "+": 1, "-": -1}

@@ -45,7 +45,7 @@ class Grid:
     def place(self, fed: Sequence[int]) -> tuple[list[Run], list[int]]:
         """Runs of this rank, and the padded length of each rollout over all cp ranks.
 
-        fed: fed-in tokens of each rollout.  A padding-only rollout may follow the real ones.
+        fed: fed-in tokens of each rollout.  A rollout of padding alone may follow the others.
         """
         pieces = 2 * self.cp_size if self.cp_size > 1 else 1
         unit = pieces * self.multiple_of

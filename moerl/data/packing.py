@@ -1,7 +1,7 @@
-"""From planned rollouts to the tensors of one microbatch: the one place that shifts tokens.
+"""From planned rollouts to the tensors of one microbatch: the only place that shifts tokens.
 
 The alignment law (docs/alignment.md) in code: `tokens = token_ids[:-1]` are fed in, `labels =
-token_ids[1:]` are produced, and the logits that produced sampled token t are those of position t-1.
+token_ids[1:]` are produced, and the logits of position t-1 produced sampled token t.
 Routing rows (indexed by fed-in token) therefore line up with `tokens`, mask rows (indexed by
 produced token) with `sampled_rows`.  No other file shifts anything.
 
@@ -38,7 +38,7 @@ from moerl.records.sampling_mask import concat
 
 @dataclass(slots=True)
 class BytesRead:
-    """What a microbatch has read from the blobs (shows that a rank reads only its share)."""
+    """Reads of a microbatch from the blobs (they show that a rank reads only its share)."""
 
     mask: int = 0
     routing: int = 0
@@ -48,7 +48,7 @@ class BytesRead:
     experts: dict[int, Array] = field(default_factory=dict)  # layer -> how often each is named
 
     def count_experts(self, layer: int, ids: Array) -> None:
-        """ids: [rows, K] of tokens that are not padding."""
+        """Count tokens by expert.  ids: [rows, K] of tokens that are not padding."""
         before = self.experts.get(layer, np.zeros(0, np.int64))
         self.experts[layer] = np.bincount(ids.reshape(-1), minlength=len(before))
         self.experts[layer][: len(before)] += before
@@ -330,12 +330,12 @@ def rollout_at(plan: BatchPlan, idx: int) -> Rollout:
     return plan.groups[row.group].episodes[row.episode].turns[row.turn].rollout
 
 
-def _join(parts: Sequence[Array], dtype: type[np.generic]) -> Array:
-    return np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)
+def _join(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
+    return np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)
 
 
-def _tensor(parts: Sequence[Array], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(_join(parts, dtype))
+def _tensor(arrays: Sequence[Array], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(_join(arrays, dtype))
 
 
 def _spread(

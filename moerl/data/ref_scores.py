@@ -78,7 +78,7 @@ def check_scores(scores: RefScores, rollout: Rollout, roles: Mapping[str, str]) 
 def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
     """Role -> log-probabilities by row of the plan, as received with it.
 
-    Raises RecordError (`ref_scores_...`) for a row without scores, or with those of another row.
+    Raises RecordError (`ref_scores_...`) for a row without scores, or with scores of another row.
     """
     roles, basis = ref_models_of(config), basis_of(config)
     if len(plan.ref_models) != len(plan.rows):

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from moerl.config.functions import look_up
+from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
 from moerl.core.errors import ConfigError
 from moerl.core.types import Prompt, Score
 from moerl.data.tasks import reasoning_gym_dataset
@@ -29,25 +30,23 @@ Reward = Callable[[Prompt, Sequence[str]], Score]
 UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
-def make_reward(config: TaskConfig) -> Reward:
+def make_reward(task: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
-    if config.name in _OWN and not config.reward:
-        return _outcome(_OWN[config.name])
-    if config.name == "reasoning_gym":
-        return GymReward(config)
-    if config.reward in NAMED:
-        _require(config.reward)
-        return _outcome(NAMED[config.reward])
-    if config.reward in PROCESS:
-        return PROCESS[config.reward]
-    return _dotted(config.reward, with_turns=config.max_turns > 1)
+    own = SOURCES[task.name].reward
+    if own and not task.reward:
+        return _outcome(load_below(PACKAGE, own))
+    if task.name == "reasoning_gym":
+        return GymReward(task)
+    if task.reward in REWARDS:
+        return _named(task.reward)
+    return _dotted(task.reward, with_turns=task.max_turns > 1)
 
 
-def prepare_reward(config: TaskConfig, reward: Reward, prompt: Prompt) -> None:
-    """Do once for a prompt what a reward does before it reads a response: imports and its entry."""
+def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
+    """Do a reward's work that needs no response once for a prompt: imports and its entry."""
     if isinstance(reward, GymReward):
         reward.entry(prompt)
-    elif config.reward == "math_verify":
+    elif task.reward == "math_verify":
         _parsed_gold(str(prompt.answer))
 
 
@@ -102,21 +101,18 @@ def math_verify(prompt: Prompt, response: str) -> float:
     return float(verify(gold, parse(response)))
 
 
-NAMED: dict[str, Callable[[Prompt, str], float]] = {
-    "exact_match": exact_match,
-    "math_verify": math_verify,
-}
-_OWN = {"sort_digits": right_positions, "calculator": exact_match}  # by name of the task
-PROCESS: dict[str, Reward] = {"position_steps": position_steps, "turn_gains": turn_gains}
+def _named(name: str) -> Reward:
+    """A reward of the table.  Raises ConfigError when the package that it needs is missing."""
+    entry = REWARDS[name]
+    if entry.requires and importlib.util.find_spec(entry.requires) is None:
+        package = entry.requires.replace("_", "-")
+        raise ConfigError("task.reward", name, f"the package {package} is not installed")
+    function = load_below(PACKAGE, entry.function)
+    return function if entry.scores_steps else _outcome(function)
 
 
 def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
     return lambda prompt, responses: Score(float(function(prompt, responses[-1])))
-
-
-def _require(reward: str) -> None:
-    if reward == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("task.reward", reward, "the package math-verify is not installed")
 
 
 @lru_cache(maxsize=64)
@@ -140,7 +136,7 @@ def last_number(response: str) -> str:
 
 
 def tagged(response: str) -> str:
-    """What stands inside <answer>, or all of it."""
+    """The text inside <answer>, or all of it."""
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response)
@@ -153,10 +149,10 @@ EXTRACTS: dict[str, Callable[[str], str]] = {"tags": tagged, "last_number": last
 class GymReward:
     """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
-    def __init__(self, config: TaskConfig) -> None:
-        self._extract = EXTRACTS[config.extract]
+    def __init__(self, task: TaskConfig) -> None:
+        self._extract = EXTRACTS[task.extract]
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
-        self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, config))
+        self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, task))
 
     def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
         dataset, item = self.entry(prompt)
@@ -172,7 +168,7 @@ class GymReward:
 
 
 def _dotted(path: str, *, with_turns: bool) -> Reward:
-    function: UserReward = look_up("task.reward", path, [*NAMED, *PROCESS])
+    function: UserReward = look_up("task.reward", path, REWARDS)
 
     def reward(prompt: Prompt, responses: Sequence[str]) -> Score:
         extra = prompt.extra | ({"turns": list(responses)} if with_turns else {})

@@ -1,4 +1,5 @@
-"""What a row costs a trainer rank: arithmetic that grows with its tokens, and with their pairs.
+"""The cost of a row for a trainer rank: arithmetic that grows with its tokens, and with their
+pairs.
 
 A token passes the weights of the layers, of the experts as many as it is sent to: 2 operations per
 weight.  In a layer of attention it meets each token before it: 2 heads (qk + v) operations per pair

@@ -2,7 +2,7 @@
 
 pyarrow reads them in place: nothing is downloaded, copied into a cache or executed, which
 `datasets.load_dataset` could do.  The layout of a saved folder (state.json lists its files, each an
-Arrow stream) is that of `datasets` 5; a test compares with what it reads.
+Arrow stream) follows `datasets` 5; a test compares the rows with its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moerl.data.tasks import Item, item_of
 class TableRows:
     """The rows of a data set: a prompt or messages, an answer, further columns for the reward."""
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._path, self._columns = config.path, config.columns
-        self._table = _read(config.path)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._path, self._columns = task.path, task.columns
+        self._table = _read(task.path)
         self.size = int(self._table.num_rows)
         if not self.size:
-            raise ConfigError("task.path", config.path, "the data set has no row")
+            raise ConfigError("task.path", task.path, "the data set has no row")
 
     def item(self, index: int) -> Item:
         (row,) = self._table.slice(index, 1).to_pylist()
@@ -38,7 +38,9 @@ def _read(path: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise ConfigError(
-            "task.name", "hf_dataset", "the package pyarrow is not installed; install moerl[tables]"
+            "task.name",
+            "hf_dataset",
+            "the package pyarrow is not installed; in a checkout, pip install '.[tables]'",
         ) from error
     files = _files(path)
     try:

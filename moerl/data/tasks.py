@@ -4,14 +4,14 @@ A prompt is a function of (settings, seed, index) alone.  A resumed run therefor
 exactly the prompts that were not consumed, without a saved state of a data loader.  Rewards are in
 `moerl.data.rewards`, because they run in other processes.
 
-A new task is one source class and one line of SOURCES (and its reward in `rewards`).
+A new task is one source class and its line of SOURCES in `moerl.config.task_tables`.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from moerl.config.functions import load_below
 from moerl.config.schema import Column, TaskConfig
+from moerl.config.task_tables import PACKAGE, SOURCES
 from moerl.core.errors import ConfigError, ModelError
 from moerl.core.types import Prompt
-from moerl.data.calculator import demonstration
+from moerl.data.environments import demonstration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-WITH_FILES = ("jsonl", "hf_dataset")  # tasks whose prompts are in task.path
 _COLUMNS: tuple[Column, ...] = ("prompt", "messages", "answer")
 _NO_NAMES: Mapping[Column, str] = MappingProxyType({})
 _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
@@ -60,8 +61,8 @@ class SortDigits:
 
     size: int | None = None
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._digits, self._seed = config.digits, seed
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._digits, self._seed = task.digits, seed
 
     def item(self, index: int) -> Item:
         draw = random.Random(f"{self._seed}/{index}")
@@ -77,8 +78,8 @@ class Products:
 
     size: int | None = None
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._least, self._seed = 10 ** (config.digits - 1), seed
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._least, self._seed = 10 ** (task.digits - 1), seed
 
     def item(self, index: int) -> Item:
         draw = random.Random(f"{self._seed}/{index}")
@@ -98,9 +99,9 @@ class ReasoningGym:
     entries hold tuples and other things that do not survive a message.
     """
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._seed = int(config.dataset_args.get("seed", seed))
-        self._dataset = reasoning_gym_dataset(config, self._seed)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._seed = int(task.dataset_args.get("seed", seed))
+        self._dataset = reasoning_gym_dataset(task, self._seed)
         self.size = len(self._dataset)
 
     def item(self, index: int) -> Item:
@@ -112,27 +113,12 @@ class ReasoningGym:
 class Jsonl:
     """A user's file: {"prompt" or "messages", "answer", any further fields} per line."""
 
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._items = read_jsonl(config.path, config.columns)
+    def __init__(self, task: TaskConfig, seed: int) -> None:
+        self._items = read_jsonl(task.path, task.columns)
         self.size = len(self._items)
 
     def item(self, index: int) -> Item:
         return self._items[index]
-
-
-def _table_rows(config: TaskConfig, seed: int) -> Source:
-    from moerl.data.table_files import TableRows
-
-    return TableRows(config, seed)
-
-
-SOURCES: dict[str, Callable[[TaskConfig, int], Source]] = {
-    "sort_digits": SortDigits,
-    "calculator": Products,
-    "reasoning_gym": ReasoningGym,
-    "jsonl": Jsonl,
-    "hf_dataset": _table_rows,
-}
 
 
 class PromptStream:
@@ -140,14 +126,12 @@ class PromptStream:
 
     def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
         """Raises ConfigError for every fault that shows before the first prompt is drawn."""
-        if task.name not in SOURCES:
-            raise ConfigError("task.name", task.name, f"known tasks are {', '.join(SOURCES)}")
         if task.chat_template and not tokenizer.chat_template:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
-        self._source = SOURCES[task.name](task, seed)
+        self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
-        if task.name in WITH_FILES:  # a bad line must not end the run in its tenth hour
+        if SOURCES[task.name].files:  # a bad line must not end the run in its tenth hour
             for place in range(self._source.size or 0):
                 self._make(place, self._source.item(place))
 
@@ -207,7 +191,7 @@ class PromptStream:
         )
 
 
-def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
+def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:
     """The named dataset.  Raises ConfigError: not installed, unknown name, bad arguments."""
     try:
         import reasoning_gym
@@ -216,18 +200,18 @@ def reasoning_gym_dataset(config: TaskConfig, seed: int) -> Any:
         raise ConfigError(
             "task.name", "reasoning_gym", "the package reasoning-gym is not installed"
         ) from error
-    if config.dataset not in DATASETS:
-        near = get_close_matches(config.dataset, DATASETS)
+    if task.dataset not in DATASETS:
+        near = get_close_matches(task.dataset, DATASETS)
         hint = f"; close names are {', '.join(near)}" if near else ""
         raise ConfigError(
-            "task.dataset", config.dataset, f"it must be a dataset of reasoning-gym{hint}"
+            "task.dataset", task.dataset, f"it must be a dataset of reasoning-gym{hint}"
         )
     try:
         return reasoning_gym.create_dataset(
-            config.dataset, **({"seed": seed, "size": _GYM_SIZE} | config.dataset_args)
+            task.dataset, **({"seed": seed, "size": _GYM_SIZE} | task.dataset_args)
         )
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError("task.dataset_args", config.dataset_args, str(error)) from error
+        raise ConfigError("task.dataset_args", task.dataset_args, str(error)) from error
 
 
 def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Item]:
@@ -278,15 +262,15 @@ def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -
     return Item(prompt or "", answer, tuple(messages or ()), fields, f"{where} of {path}")
 
 
-def _are_messages(value: object) -> bool:
+def _are_messages(messages: object) -> bool:
     return (
-        isinstance(value, list)
-        and bool(value)
+        isinstance(messages, list)
+        and bool(messages)
         and all(
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
-            for message in value
+            for message in messages
         )
     )
 

@@ -22,12 +22,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 
 from moerl.config.schema import TinyModel
-from moerl.config.tiny_configs import MAX_POSITIONS, tiny_config
+from moerl.config.tiny_config import MAX_POSITIONS, tiny_config
 from moerl.core.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes, model_spec, stacked_forms, transposed_stacks
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punctuation
+_SYMBOLS = tuple(dict.fromkeys((*_SPECIAL, *_CHARACTERS)))
+VOCAB_SIZE = len(_SYMBOLS)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -35,8 +37,15 @@ _CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
-    """Write config, weights (fp32 safetensors) and tokenizer; `folder` gets its name at the end.
+    """Write a random Qwen3-MoE.  Raises ModelError when the folder exists."""
+    pad, eos = (_SPECIAL.index(symbol) for symbol in ("<pad>", "<eos>"))
+    make_model(folder, tiny_config(shape, VOCAB_SIZE, pad=pad, eos=eos), seed)
 
+
+def make_model(folder: Path, hf_config: dict[str, Any], seed: int) -> None:
+    """Write a config, random weights (fp32 safetensors) and the tokenizer.
+
+    hf_config: of any known family, with `vocab_size` VOCAB_SIZE.  `folder` appears at the end.
     The files are as transformers writes them.  It is not imported, because that takes longer
     than all the rest and every run of a tiny recipe would wait for it.
 
@@ -46,17 +55,14 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
 
     if folder.exists():
         raise ModelError(f"{folder} exists already; a tiny model is made in a new folder only")
-    tokenizer = _tokenizer()
-    pad, eos = (_SPECIAL.index(symbol) for symbol in ("<pad>", "<eos>"))
-    config = tiny_config(shape, tokenizer.get_vocab_size(), pad=pad, eos=eos)
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
-        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "config.json", hf_config)
         _write_json(temporary / "tokenizer_config.json", _tokenizer_config())
-        tokenizer.save(str(temporary / "tokenizer.json"))
+        _tokenizer().save(str(temporary / "tokenizer.json"))
         (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
-        weights = dict(_weights(config, seed))
+        weights = dict(_weights(hf_config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
     except BaseException:
@@ -64,14 +70,13 @@ def make_tiny_model(folder: Path, shape: TinyModel, seed: int) -> None:
         raise
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _tokenizer() -> Tokenizer:
     """One token per character, no merges, no added start token."""
-    symbols = dict.fromkeys((*_SPECIAL, *_CHARACTERS))
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    vocabulary = {symbol: i for i, symbol in enumerate(_SYMBOLS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, _SPECIAL[2]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
@@ -93,17 +98,17 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+def _weights(hf_config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Norms scale by one; everything else is normal with `initializer_range`."""
     generator = torch.Generator().manual_seed(seed)
-    spec = model_spec(config)
+    spec = model_spec(hf_config)
     for name, shape in _file_shapes(spec).items():
         if name.endswith("norm.weight"):
             # the norm inside a delta net scales by its weight, where others add one to it
             around_one = spec.zero_centred_norm and "linear_attn" not in name
             yield name, torch.zeros(shape) if around_one else torch.ones(shape)
         else:
-            yield name, torch.randn(shape, generator=generator) * config["initializer_range"]
+            yield name, torch.randn(shape, generator=generator) * hf_config["initializer_range"]
 
 
 def _file_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

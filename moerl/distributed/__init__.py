@@ -1,1 +1,1 @@
-"""How the ranks of one job find each other, and what they exchange besides tensors."""
+"""How the ranks of one job find each other, and the values that they exchange besides tensors."""

@@ -110,7 +110,7 @@ class MoerlRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         self._closed = True
-        self._let_go()
+        self._close_channel()
         if self._server is not None:
             self._server.close()
             if self._place.file is not None:
@@ -134,7 +134,7 @@ class MoerlRendezvous(RendezvousHandler):
                 self._channel = open_channel(self._address, deadline)
             return cast(int, ask(self._channel, request, deadline))
         except (TransportError, OSError, ValueError):
-            self._let_go()
+            self._close_channel()
             self._next_try = time.monotonic() + _AWAY_S
             return 0
 
@@ -145,7 +145,7 @@ class MoerlRendezvous(RendezvousHandler):
         assert self._place.file is not None, "creator has checked"
         return msgspec.json.decode(self._place.file.read_bytes(), type=ServerAddress)
 
-    def _let_go(self) -> None:
+    def _close_channel(self) -> None:
         if self._channel is not None:
             with suppress(OSError):
                 self._channel.close()
@@ -153,7 +153,10 @@ class MoerlRendezvous(RendezvousHandler):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun calls for `--rdzv-backend moerl`.  Raises ConfigError, TransportError."""
+    """The factory that torchrun calls for `--rdzv-backend moerl`.
+
+    Raises ConfigError, TransportError.
+    """
     slot = params.get_as_int("slot", 0)
     port = params.get_as_int("port", 0)
     assert slot is not None, "it has a default"

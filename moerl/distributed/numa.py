@@ -4,7 +4,7 @@ nvidia-smi names the PCI address of each GPU; Linux names the NUMA node of that 
 cores of that node.  Threads get the cores by sched_setaffinity, and pages follow their threads,
 since Linux allocates on the node of the first touch.  Nothing is bound on a machine of one node.
 SGLang binds each rank to the node of its own GPU where the numactl program is installed; that
-narrows what is bound here.
+narrows the binding of this module.
 
 Rejected: torchrun's --numa-binding (torch 2.13 ends the job where numactl is not installed).
 """
@@ -47,7 +47,7 @@ def of_rank(local_rank: int, environment: Mapping[str, str] = os.environ) -> lis
 
 
 def near(visible: Iterable[str], addresses: Mapping[str, str], sys: Path) -> frozenset[int]:
-    """Cores of the NUMA nodes of these GPUs; none if one of them is not known.
+    """Cores of the NUMA nodes of these GPUs; none if any of them is not known.
 
     addresses: PCI address by index and by UUID.
     """

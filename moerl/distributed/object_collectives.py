@@ -1,6 +1,6 @@
 """Collectives over values: msgpack in tensors of bytes.
 
-torch's `*_object` collectives pickle, and what a rank unpickles runs code.  Groups are of gloo, or
+torch's `*_object` collectives pickle, and unpickling runs code.  Groups are of gloo, or
 of NCCL with the current CUDA device.  A value has a type that `moerl.core.serialization` knows; all
 ranks of the group name the same.
 """

@@ -1,10 +1,10 @@
 """The key-value store in which the ranks of one job meet, and the rounds of its torchrun agents.
 
-It does what torch's TCPStore does for them, with three differences: every caller proves the token
+It takes the place of torch's TCPStore, with three differences: every caller proves the token
 first, it listens on one address, and nothing that it holds is ever unpickled by us.
 
-A round forms when every slot (node of the job) has asked to join.  A new round drops the keys of
-the one before: all ranks of that one have ended, because an agent ends its ranks before it joins.
+A round forms when every slot (node of the job) wants to join.  A new round drops the keys of the
+round before, whose ranks have all ended, because an agent ends its ranks before it joins.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class JoinRound(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class WaitingSlots(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How many slots wait for a round after this one."""
+    """How many slots wait for the next round."""
 
     number: int
 

@@ -3,7 +3,7 @@
 The token is part of an endpoint, which travels in control messages only.  It is never sent here:
 both sides prove that they know it, by HMACs over two random numbers.  So a process that listens in
 place of ours learns nothing and is refused.  An unauthenticated caller holds a thread for a few
-seconds, and there is a limit on such callers.  A stopped process does not answer, so a sender
+seconds, and their number is limited.  A stopped process does not answer, so a sender
 learns that within its own deadline and not from a library's time-out.
 """
 
@@ -14,7 +14,6 @@ import hmac
 import logging
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +21,10 @@ from collections.abc import Callable
 import msgspec
 
 from moerl.core.errors import TransportError
+from moerl.runtime.frames import HEAD, framed, size_in
 
 log = logging.getLogger(__name__)
 
-_FRAME = struct.Struct("<BI")  # kind, bytes that follow
 _MAX_FRAME = 1 << 20
 _TOKEN_BYTES = 16
 _NONCE = _DIGEST = 32  # bytes
@@ -51,7 +50,9 @@ class TokenServer:
     def __init__(
         self, address: str, serve: Callable[[Channel], None], port: int = 0, token: str = ""
     ) -> None:
-        """serve: talks to one caller until it returns or raises; both end that caller only.
+        """Listen on a port.
+
+        serve: talks to one caller until it returns or raises; both end that caller only.
 
         port: 0 = any free one.  token: empty = a random one.
         Raises TransportError when no port, descriptor or thread is left.
@@ -185,15 +186,14 @@ class Channel:
         self._socket.close()
 
     def send(self, kind: int, payload: bytes, deadline: float | None) -> None:
-        self.write(_FRAME.pack(kind, len(payload)) + payload, deadline)
+        self.write(framed(bytes([kind]) + payload), deadline)
 
     def receive(self, deadline: float | None) -> tuple[int, bytes]:
-        kind, size = _FRAME.unpack(self.read(_FRAME.size, deadline))
-        if size > _MAX_FRAME:
-            raise TransportError(
-                "refused", f"a control frame of {size} bytes; {_MAX_FRAME} at most"
-            )
-        return kind, self.read(size, deadline)
+        size = size_in(self.read(HEAD, deadline))
+        if not 0 < size <= _MAX_FRAME:
+            raise TransportError("refused", f"a control frame of {size} bytes; 1 to {_MAX_FRAME}")
+        data = self.read(size, deadline)
+        return data[0], data[1:]
 
     def check(self) -> None:
         """Raise TransportError (peer) if the other side has closed; reads nothing."""

@@ -6,8 +6,8 @@ A feature whose records were not compared is refused.  SGLang's defaults on CUDA
 without a GPU: each such row names the allowed values and their comparison in tests/gpu, and every
 other value is refused with replay.
 
-`check` reads the table when a server's arguments are made; `tools/family_table.py` prints it in
-docs/replay-support.md, before the table of model families.  The table has the arguments that change
+`check` reads the table when a server's arguments are made; docs/replay-support.md has it before the
+table of model families.  The table has the arguments that change
 routing rows, sampling masks or log-probabilities.  Rejected: a list of allowed arguments (SGLang
 has 546).
 """
@@ -465,7 +465,7 @@ def markdown() -> str:
     lines = [
         "# Deployment features and replay",
         "",
-        "Made from `moerl/engine/feature_table.py` by `python tools/family_table.py`;",
+        "Made from `moerl/engine/feature_table.py` by `python -m tests.helpers.family_table`;",
         "a test keeps them equal. *Proven* means that a test compares the records with another",
         "implementation. *Allowed on CUDA, comparison not run* means that SGLang does it by",
         "default on GPUs, that the test in the row compares it, and that no GPU has run that test.",

@@ -26,7 +26,7 @@ from typing import Any
 
 from moerl.core.errors import ConfigError
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
-from moerl.layout.spec_readers import LLAMA4_TEXT
+from moerl.layout.families import LLAMA4_TEXT
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")

@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSlot, is_local, mapped_gpus, placement
-from moerl.config.network import bind_node_address, own_address
+from moerl.config.clusters import (
+    TrainerSlot,
+    bind_node_address,
+    is_local,
+    mapped_gpus,
+    own_address,
+    placement,
+    visible_devices,
+)
 from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import first_group, transport_environment
-from moerl.config.visible_devices import visible_devices
 from moerl.core.types import ModelShape
+from moerl.distributed.torchrun import TRAINER_JOB
 from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
@@ -49,8 +56,6 @@ _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Environment variable of every process of one trainer: its incarnation, or REF_MODELS.
-TRAINER_JOB = "MOERL_TRAINER_JOB"
 REF_MODELS = "ref_models"
 
 
@@ -134,7 +139,7 @@ class RunContext:
         followers: Sequence[Follower] = (),
         devices: Mapping[str, str] | None = None,
     ) -> EngineHost:
-        """followers: on the engine's other nodes; devices: see `EngineContext`."""
+        """The host of an engine.  followers: on its other nodes.  devices: see `EngineContext`."""
         from moerl.engine.host.host import EngineHost
 
         engine, blobs = (
@@ -229,50 +234,50 @@ def _held_out(task: TaskEntry) -> TaskEntry:
     return replace(task, weight=1.0, path=path, dataset_args=args, shuffle=False)
 
 
-def trainer_command(plan: RunContext, endpoint: str) -> list[str]:
+def trainer_command(context: RunContext, endpoint: str) -> list[str]:
     """The torchrun command of the trainer; the token is passed in the environment.
 
     On a cluster the trainer nodes run torchrun (`moerl.launch.cluster.node_commands`), and the
     command returned here watches them.
     """
-    if not is_local(plan.config.cluster):
+    if not is_local(context.config.cluster):
         watch = [sys.executable, "-m", "moerl.launch.nodes.trainer_watch"]
-        return [*watch, "--run-dir", str(plan.run.root), "--controller", endpoint]
-    command = _rank(plan, plan.config.trainer.parallel, endpoint, plan.incarnation)
-    if plan.checkpoint is not None:
-        command += ["--checkpoint", str(plan.checkpoint)]
-    if plan.reset_optimizer:
+        return [*watch, "--run-dir", str(context.run.root), "--controller", endpoint]
+    command = _rank(context, context.config.trainer.parallel, endpoint, context.incarnation)
+    if context.checkpoint is not None:
+        command += ["--checkpoint", str(context.checkpoint)]
+    if context.reset_optimizer:
         command += ["--reset-optimizer"]
     return command
 
 
-def ref_model_command(plan: RunContext, endpoint: str, start: int) -> list[str]:
+def ref_model_command(context: RunContext, endpoint: str, start: int) -> list[str]:
     """The torchrun command of the reference ranks.  start: number of earlier starts."""
-    return [*_rank(plan, plan.config.ref_models.parallel, endpoint, start), "--ref-models"]
+    return [*_rank(context, context.config.ref_models.parallel, endpoint, start), "--ref-models"]
 
 
-def _rank(plan: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
-    command = _torchrun(plan, sizes.world_size)
-    command += ["-m", "moerl.trainer.main", "--run-dir", str(plan.run.root)]
+def _rank(context: RunContext, sizes: ParallelConfig, endpoint: str, incarnation: int) -> list[str]:
+    command = _torchrun(context, sizes.world_size)
+    command += ["-m", "moerl.trainer.main", "--run-dir", str(context.run.root)]
     command += ["--controller", endpoint, "--incarnation", str(incarnation)]
-    return [*command, "--blob-dir", str(plan.blob_dir), "--blob-node", plan.node]
+    return [*command, "--blob-dir", str(context.blob_dir), "--blob-node", context.node]
 
 
-def scoring_command(plan: RunContext, job: Path) -> list[str]:
+def scoring_command(context: RunContext, job: Path) -> list[str]:
     """The torchrun command of `moerl mismatch`: data and expert parallel as in training."""
-    command = _torchrun(plan, plan.config.trainer.parallel.dp)
+    command = _torchrun(context, context.config.trainer.parallel.dp)
     return [*command, "-m", "moerl.audit.score_ranks", "--job", str(job)]
 
 
-def supervised_command(plan: RunContext) -> list[str]:
+def supervised_command(context: RunContext) -> list[str]:
     """The torchrun command of supervised training (`moerl.trainer.sft`)."""
-    command = _torchrun(plan, plan.config.trainer.parallel.world_size)
-    return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(plan.run.root)]
+    command = _torchrun(context, context.config.trainer.parallel.world_size)
+    return [*command, "-m", "moerl.trainer.sft", "--run-dir", str(context.run.root)]
 
 
-def _torchrun(plan: RunContext, ranks: int) -> list[str]:
+def _torchrun(context: RunContext, ranks: int) -> list[str]:
     command = [sys.executable, "-m", "moerl.distributed.torchrun", "--nproc-per-node", str(ranks)]
-    return [*command, "--local-addr", plan.config.cluster.address]
+    return [*command, "--local-addr", context.config.cluster.address]
 
 
 def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -283,18 +288,21 @@ def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def trainer_environment(plan: RunContext) -> dict[str, str]:
+def trainer_environment(context: RunContext) -> dict[str, str]:
     """Environment of a trainer rank."""
-    return _environment(plan, placement(plan.config).trainers[0], str(plan.incarnation))
+    return _environment(context, placement(context.config).trainers[0], str(context.incarnation))
 
 
-def ref_model_environment(plan: RunContext) -> dict[str, str]:
+def ref_model_environment(context: RunContext) -> dict[str, str]:
     """Environment of a reference rank."""
-    return _environment(plan, placement(plan.config).ref_models[0], REF_MODELS)
+    return _environment(context, placement(context.config).ref_models[0], REF_MODELS)
 
 
-def _environment(plan: RunContext, slot: TrainerSlot, mark: str) -> dict[str, str]:
-    return rank_environment(plan.config, slot) | {"MOERL_TOKEN": plan.token, TRAINER_JOB: mark}
+def _environment(context: RunContext, slot: TrainerSlot, mark: str) -> dict[str, str]:
+    return rank_environment(context.config, slot) | {
+        "MOERL_TOKEN": context.token,
+        TRAINER_JOB: mark,
+    }
 
 
 def engine_environment(config: Config) -> dict[str, str]:

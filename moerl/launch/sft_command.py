@@ -13,11 +13,12 @@ from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.core.errors import MoerlError, TrainerError, printable
-from moerl.launch.nodes.torchrun_job import TorchrunJob
-from moerl.launch.prepare import prepare
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
+from moerl.launch.train import prepare
 from moerl.observe.metrics import MetricsWriter
-from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
@@ -26,15 +27,15 @@ def sft(config: Config) -> RunDir:
     """Train all steps; returns the run directory, with the model in hf/.  Raises MoerlError."""
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
-    plan = prepare(supervised(config), run, resume=False)
-    save_config(plan.config, run.config)
+    context = prepare(supervised(config), run, resume=False)
+    save_config(context.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)
-    job = TorchrunJob(supervised_command(plan), trainer_environment(plan), log, pipe=True)
+    job = TorchrunJob(supervised_command(context), trainer_environment(context), log, pipe=True)
     with log.open("a", encoding="utf-8") as file:
         for line in io.TextIOWrapper(job.output, encoding="utf-8", errors="replace"):
             if line.startswith(STEP):
-                _report(plan, writer, json.loads(line.removeprefix(STEP)))
+                _report(context, writer, json.loads(line.removeprefix(STEP)))
             else:
                 file.write(line)
     writer.close()
@@ -43,12 +44,12 @@ def sft(config: Config) -> RunDir:
     return run
 
 
-def _report(plan: RunContext, writer: MetricsWriter, metrics: dict[str, float]) -> None:
+def _report(context: RunContext, writer: MetricsWriter, metrics: dict[str, float]) -> None:
     last = writer.last_step
     step = 0 if last is None else last + 1
     writer.write(step, f"0.{step + 1}", metrics)
     print(
-        f"step {step + 1}/{plan.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
+        f"step {step + 1}/{context.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
         f"tok/s {metrics['perf/train_tokens_per_s']:.0f}",
         flush=True,
     )
@@ -56,7 +57,6 @@ def _report(plan: RunContext, writer: MetricsWriter, metrics: dict[str, float]) 
 
 def main() -> int:
     request = json.loads(sys.argv[1])
-    die_with_parent()
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     try:

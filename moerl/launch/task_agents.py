@@ -1,4 +1,4 @@
-"""Makes what plays the episodes of each task with an agent, from the run's settings."""
+"""Makes the agents that play the episodes of each task with an agent, from the run's settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from moerl.launch.run_context import RunContext
 
 
-def task_agents(plan: RunContext) -> AgentsByTask | None:
+def task_agents(context: RunContext) -> AgentsByTask | None:
     """None: no task has an agent.  Raises ConfigError."""
-    playing = [entry for entry in entries_of(plan.config) if entry.agent.plays]
+    playing = [entry for entry in entries_of(context.config) if entry.agent.plays]
     if not playing:
         return None
     from moerl.agents.agents_by_task import AgentsByTask
@@ -25,11 +25,11 @@ def task_agents(plan: RunContext) -> AgentsByTask | None:
     runners = {}
     for entry in playing:
         with naming(entry):
-            runners[entry.label] = _runner(plan, entry)
+            runners[entry.label] = _runner(context, entry)
     return AgentsByTask(runners)
 
 
-def _runner(plan: RunContext, task: TaskEntry) -> AgentRunner:
+def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
     from moerl.agents.agent_loop import PolicySettings, no_grammar
     from moerl.agents.environments.environment_episodes import EnvironmentEpisodes
     from moerl.agents.environments.environment_pool import EnvironmentPool
@@ -39,25 +39,25 @@ def _runner(plan: RunContext, task: TaskEntry) -> AgentRunner:
     from moerl.controller.rollout_builder import sampling_params
     from moerl.records.blob_ranges import read_logprobs
 
-    agent, shape = task.agent, plan.model_shape()
+    agent, shape = task.agent, context.model_shape()
     if agent.command:
         program_of(agent.command)
     if agent.context_tokens > shape.context_tokens:
         problem = f"the engines take at most {shape.context_tokens}"
         raise ConfigError("task.agent.context_tokens", agent.context_tokens, problem)
     settings = PolicySettings(
-        tokens=PromptTokens(plan.tokenizer()),
+        tokens=PromptTokens(context.tokenizer()),
         parser=_answer_parser(agent.call_format, agent.reasoning_format),
         sampling=sampling_params(task.sampling, shape),
         context_tokens=agent.context_tokens or shape.context_tokens,
-        audit=plan.config.replay.audit,
-        logprobs=partial(read_logprobs, plan.blobs()),
-        no_grammar=no_grammar(agent, masks=plan.config.replay.sampling_mask),
+        audit=context.config.replay.audit,
+        logprobs=partial(read_logprobs, context.blobs()),
+        no_grammar=no_grammar(agent, masks=context.config.replay.sampling_mask),
     )
     if agent.environment:
         return EnvironmentEpisodes(task, settings, EnvironmentPool(task))
     name = f"agents-{task.label}.log" if task.label else "agents.log"
-    return AgentPrograms(task, settings, plan.run.logs / name)
+    return AgentPrograms(task, settings, context.run.logs / name)
 
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:

@@ -1,7 +1,9 @@
-"""`moerl train` on one machine: prepare, run under a supervisor, report how it ended.
+"""Root process of a run: `python -m moerl.launch.train REQUEST`, started by `moerl train`.
 
-One process at a time writes a run directory.  The report is written after failures too, and no
-process outlives the run.
+REQUEST is a JSON object.  `moerl.runtime.process_tree` says why a run has two such processes.
+The root checks the settings, runs the supervisor, and reports how the run ended.  One process at a
+time writes a run directory.  The report is written after failures too, and no process outlives the
+run.
 """
 
 from __future__ import annotations
@@ -9,30 +11,100 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
 import logging
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from moerl.config import Config, save_config
-from moerl.core.errors import MoerlError, cause_of, printable
-from moerl.launch.prepare import prepare
+import xxhash
+
+from moerl.config import Config, resolve, save_config
+from moerl.config.algorithms import ref_models_of
+from moerl.config.checks import check, check_model
+from moerl.config.clusters import is_local, placement, starts_on_cuda
+from moerl.config.load import load_config, load_saved
+from moerl.config.resume import check_resume
+from moerl.config.secret_values import refuse_hidden
+from moerl.config.task_mixture import entries_of, naming
+from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
+from moerl.core.rpc import Keys
+from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.signal_watch import INTERRUPT, SignalWatch
-from moerl.launch.supervision.supervisor import Supervisor
+from moerl.launch.task_agents import task_agents
 from moerl.observe.console import Console
 from moerl.observe.metrics import read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.runtime.process_tree import end_descendants
-from moerl.runtime.run_dir import RunDir
+from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from moerl.runtime.private_dir import private_dir, user_dir
+from moerl.runtime.process_tree import (
+    INTERRUPT,
+    SignalWatch,
+    end_descendants,
+)
+from moerl.runtime.reaper import become_subreaper
+from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
+from moerl.sandbox.limits import isolation_of
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    become_subreaper()
+    try:
+        return _run(request)
+    except MoerlError as error:
+        print(f"moerl: {printable(error)}", file=sys.stderr)
+        return 1
+
+
+def _run(request: dict[str, Any]) -> int:
+    resume, scratch = bool(request["resume"]), Path(request["scratch"])
+    if resume:
+        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
+    else:
+        config = load_config(request["recipe"], request["overrides"])
+    set_ray_environment(config)
+    reset = resume and request["reset_optimizer"]
+    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
+
+
+def set_ray_environment(config: Config) -> None:
+    """Set the variables that Ray reads on import: a cluster of this run, with authentication."""
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # the report is written after Ray has ended; the client would end this process earlier
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        "RAY_AUTH_MODE": "token",
+        "RAY_worker_niceness": "0",  # default 15, inherited by servers: engines would be slow
+    }
+    os.environ["RAY_AUTH_TOKEN"] = ray_token(config, os.environ)
+    if is_local(config.cluster):
+        # its setting for macOS and Windows: all of Ray listens on loopback, not on all interfaces
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def ray_token(config: Config, environment: Mapping[str, str]) -> str:
+    """A token of this start, or of the running Ray cluster that the run joins."""
+    if not config.cluster.ray:
+        return secrets.token_hex(32)
+    if not environment.get("RAY_AUTH_TOKEN"):
+        raise ConfigError(
+            "cluster.ray", config.cluster.ray, "the environment needs RAY_AUTH_TOKEN, its token"
+        )
+    return environment["RAY_AUTH_TOKEN"]
 
 
 def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool = False) -> int:
@@ -40,6 +112,8 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
 
     scratch: folder of this start for Ray's sockets; the caller removes it.
     """
+    from moerl.launch.supervision.supervisor import Supervisor
+
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
     logging.basicConfig(
@@ -48,12 +122,12 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        plan = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
-        save_config(plan.config, run.config)
+        context = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
+        save_config(context.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
-        supervisor = Supervisor(plan, console, scratch, signals)
+        supervisor = Supervisor(context, console, scratch, signals)
         try:
             summary = supervisor.run()
         except Exception as error:
@@ -64,8 +138,10 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         finally:
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
-        kept = _tidy(supervisor.plan, is_done=not cause, has_steps=bool(read_rows(run.metrics)))
-        return _close(plan, console, summary, cause, kept, err)
+        kept = _tidy(
+            supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
+        )
+        return _close(context, console, summary, cause, kept, err)
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
@@ -88,31 +164,31 @@ def _close_endpoints(run: RunDir) -> None:
             log.warning("the endpoints folder is not closed: %s", error)
 
 
-def _tidy(plan: RunContext, *, is_done: bool, has_steps: bool) -> str:
+def _tidy(context: RunContext, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs unless a resume can use them; then return a sentence about them."""
-    if plan.records is not None:
+    if context.records is not None:
         return ""
     if is_done or not has_steps:  # with `shared`, segments are in the run directory
-        for folder in (plan.journal_dir, plan.run.journal, plan.blob_dir):
+        for folder in (context.journal_dir, context.run.journal, context.blob_dir):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
         return ""
-    num_bytes = sum(path.stat().st_size for path in plan.blob_dir.glob("*"))
-    return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {plan.blob_dir}"
+    num_bytes = sum(path.stat().st_size for path in context.blob_dir.glob("*"))
+    return f"{num_bytes / 2**20:.1f} MiB of finished rollouts wait in {context.blob_dir}"
 
 
 def _close(
-    plan: RunContext,
+    context: RunContext,
     console: Console,
     numbers: dict[str, float],
     cause: str,
     kept: str,
     err: IO[str],
 ) -> int:
-    """Write the report and print the summary.  kept: a sentence about what a resume would use."""
-    run = plan.run
+    """Write the report and print the summary.  kept: a sentence about files for a resume."""
+    run = context.run
     try:
-        write_report(run, plan.config, numbers)
+        write_report(run, context.config, numbers)
         write_trace(run)
     except (OSError, MoerlError) as error:  # what was trained is not lost by it
         log.exception("report and timeline")
@@ -174,3 +250,126 @@ def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
             for stream, own in zip((sys.stdout, sys.stderr), ours, strict=True):
                 stream.flush()
                 os.dup2(own.fileno(), stream.fileno())
+
+
+def prepare(
+    config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False
+) -> RunContext:
+    """Run every check that needs no process, make the tiny model if asked, clear old files.
+
+    reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
+    process is started.
+    """
+    config, hf_config = _checked(config, run, reset_optimizer=reset_optimizer)
+    if resume:
+        refuse_foreign(run)
+    checkpoint = newest_checkpoint(run) if resume else None
+    if checkpoint is not None:
+        check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
+    journal_dir, blob_dir = _folders(config, run)
+    incarnation = _first_incarnation(config, run, resume=resume)
+    if not resume:  # left by a removed run of the same name
+        for folder in (journal_dir, run.journal, blob_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+    run.endpoints.close()  # of an earlier start that was killed
+    run.endpoints.close_ray()
+    run.endpoints.make_folder()
+    Keys.make().write(run.endpoints.keys)
+    context = RunContext(
+        config=config,
+        run=run,
+        model_path=Path(config.model.path),
+        hf_config=hf_config,
+        token=secrets.token_hex(16),
+        incarnation=incarnation,
+        node="local",
+        blob_dir=blob_dir,
+        journal_dir=journal_dir,
+        checkpoint=checkpoint,
+        records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
+        reset_optimizer=reset_optimizer and checkpoint is not None,
+    )
+    _check_parts(context)
+    return context
+
+
+def _checked(
+    config: Config, run: RunDir, *, reset_optimizer: bool
+) -> tuple[Config, dict[str, Any]]:
+    """Settings as they will be used, and the model's config.json."""
+    config = resolve(config)
+    check(config)
+    refuse_hidden(config)
+    check_args(config.engine.args, replay=config.replay.routing == "R3")
+    if reset_optimizer and not is_local(config.cluster):
+        raise ConfigError(
+            "--reset-optimizer",
+            True,
+            "not supported on a cluster yet; needs cluster.launcher=local",
+        )
+    config = with_start(with_tiny_model(config, run), run)
+    hf_config = check_model(config)
+    for tp in {config.engine.tp, *config.engine.tp_each}:
+        check_planned_layout(
+            replace(config.engine, tp=tp),
+            hf_config,
+            cuda=starts_on_cuda(config, placement(config)),
+            routing=config.replay.routing == "R3",
+        )
+    return config, hf_config
+
+
+def _check_parts(context: RunContext) -> None:
+    """Raise for a part that cannot be made, before anything starts."""
+    spec = context.spec()  # raises for an unknown family
+    for role, path in ref_models_of(context.config).items():
+        check_ref_models(f"algorithm.{role}", path, spec)
+    for task in entries_of(context.config):
+        with naming(task):
+            isolation_of(task)  # raises where this machine cannot enforce it
+    context.prompts().draw_first()  # raises for a task that has no prompt
+    task_agents(context)  # raises for a chat template or a program that cannot be used
+    if context.config.evaluation.every:
+        context.held_out().draw_first()
+
+
+def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
+    """Folders of the journal and of the records, made.  Raises ConfigError when others own them."""
+    outside, keeps = config.rollout.journal_dir, config.rollout.keep_records
+    journal_dir = outside_folder(outside, run) if outside else run.journal
+    _refuse_network(journal_dir)
+    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    private_dir(journal_dir, "rollout.journal_dir")
+    return journal_dir, private_dir(blob_dir, "cluster.blob_dir")
+
+
+def outside_folder(base: str, run: RunDir) -> Path:
+    """This run's folder outside its directory: unique per run, equal at every start."""
+    name = xxhash.xxh3_64_hexdigest(str(run.root.resolve()).encode())
+    return user_dir(Path(base)) / name
+
+
+def _refuse_network(folder: Path) -> None:
+    """SQLite's locks and shared memory do not work on network file systems."""
+    kind = file_system(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise ConfigError(
+            "rollout.journal_dir",
+            str(folder),
+            f"{kind} is a network file system; name a local folder",
+        )
+
+
+def _first_incarnation(config: Config, run: RunDir, *, resume: bool) -> int:
+    """Version 0.0 is the model folder, which engines serve first: adapters begin as 1.0."""
+    incarnation = next_incarnation(run, resume=resume)
+    has_adapter = bool(config.lora.start) or config.lora.serves_adapters
+    begins_later = has_adapter and incarnation == 0
+    return next_incarnation(run, resume=True) if begins_later else incarnation
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all children have ended; Ray's exit hooks would wait for them

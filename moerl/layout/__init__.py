@@ -5,6 +5,7 @@ holds, `join` plans the copies between two sides, `check_covers` refuses a live 
 tables do not describe exactly.
 """
 
+from moerl.layout.families import FAMILIES, model_spec
 from moerl.layout.rules import (
     Part,
     Rule,
@@ -38,7 +39,6 @@ from moerl.layout.shards import (
     transposed_stacks,
 )
 from moerl.layout.spec import ModelSpec, padded_vocab
-from moerl.layout.spec_readers import FAMILIES, model_spec
 from moerl.layout.tiles import Box, Local, Named, Op, Tile, at, check_covers, join, num_elements
 
 __all__ = [

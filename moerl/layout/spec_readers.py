@@ -1,4 +1,4 @@
-"""Reads the ModelSpec of each family from its Hugging Face config.
+"""Reads the ModelSpec of each family from its Hugging Face config; `families` has the table.
 
 A variant that the tables do not cover is refused here, in one sentence, rather than loaded with
 tensors missing.  Defaults for absent keys are those of transformers 5.19.0 (released config.json
@@ -8,34 +8,22 @@ files omit keys that equal the default of their time).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moerl.core.errors import LayoutError
 from moerl.layout.spec import ModelSpec, Yarn
 
 Config = Mapping[str, Any]
-LLAMA4_TEXT = (
-    "SGLang's class for it leaves the experts unfilled; use the multimodal form "
-    "(model_type llama4, this config as text_config, tensors under language_model.)"
-)
 
 
-def model_spec(config: Config) -> ModelSpec:
-    """Read a config.json dict.
+def read_spec(config: Config, family: str, reader: SpecReader) -> ModelSpec:
+    """The ModelSpec of a config.json dict.
 
-    Raises LayoutError for an unknown family, a missing or non-positive size, or an unsupported
-    variant of a known family.
+    Raises LayoutError for a missing or non-positive size, or an unsupported variant of the family.
     """
-    family = config.get("model_type")
-    if family == "llama4_text":
-        raise LayoutError(f"model_type = {family!r} is not supported: {LLAMA4_TEXT}")
-    if family not in _READERS:
-        raise LayoutError(
-            f"model_type = {family!r} has no layout; known families: {', '.join(FAMILIES)}"
-        )
-    reader = _READERS[family]
     config = config["text_config"] if reader.nested else config
-    _refuse(config, family, _COMMON | reader.allowed)
+    _refuse(config, family, {**_COMMON, **reader.allowed})
     _refuse_quantized(config, family)
     spec = ModelSpec(**(_common(config, family, reader.rope) | reader.read(config)))
     _check(spec)
@@ -302,11 +290,17 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
     }
 
 
-class _Reader(NamedTuple):
+class SpecReader(NamedTuple):
+    """Reads the config.json of a family: `read` returns its own fields of ModelSpec.
+
+    allowed: the supported values of switches that no rule covers, by key.
+    nested: the fields of the language model are in `text_config`.
+    """
+
     read: Callable[[Config], dict[str, Any]]
-    allowed: dict[str, tuple[object, ...]]  # switches that no rule covers: the allowed values
+    allowed: Mapping[str, tuple[object, ...]] = MappingProxyType({})
     rope: tuple[str, ...] = ("default",)
-    nested: bool = False  # the language model's fields are those of text_config
+    nested: bool = False
 
 
 _COMMON: dict[str, tuple[object, ...]] = {
@@ -316,63 +310,53 @@ _COMMON: dict[str, tuple[object, ...]] = {
     "use_sliding_window": (None, False),
 }
 _YARN = ("default", "yarn")
-_READERS: dict[str, _Reader] = {
-    "qwen3_moe": _Reader(_qwen3_moe, {}),
-    "qwen2_moe": _Reader(_qwen2_moe, {}),
-    "qwen3_next": _Reader(  # SGLang builds experts in every layer
-        _qwen3_next, {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
-    ),
-    "mixtral": _Reader(_mixtral, {"sliding_window": (None,)}),
-    "olmoe": _Reader(_olmoe, {"clip_qkv": (None,)}),
-    "deepseek_v2": _Reader(
-        _deepseek_v2,
-        {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (None, False)},
-        _YARN,
-    ),
-    "deepseek_v3": _Reader(_deepseek_v3, {"rope_interleave": (None, True)}, _YARN),
-    "deepseek_v32": _Reader(
-        _deepseek_v32,
-        {
-            "rope_interleave": (None, True),
-            "indexer_rope_interleave": (None, False),
-            "index_topk_freq": (None, 1),  # a layer that takes another one's choice
-            "index_topk_pattern": (None,),
-            "indexer_types": (None,),
-            "index_k_norm_type": (None, "layer"),
-            "index_kpool": (None, 1),
-        },
-        _YARN,
-    ),
-    "glm4_moe": _Reader(_glm4_moe, {"attention_bias": (None, False, True)}),
-    "gpt_oss": _Reader(
-        _gpt_oss,
-        {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-        _YARN,
-    ),
-    "minimax_m2": _Reader(
-        _minimax_m2,
-        {
-            "use_qk_norm": (True,),
-            "qk_norm_type": ("per_layer",),
-            "use_routing_bias": (True,),
-            "scoring_func": ("sigmoid",),
-        },
-    ),
-    "ernie4_5_moe": _Reader(
-        _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
-    ),
-    "llama4": _Reader(_llama4, {"num_experts_per_tok": (1,)}, nested=True),
-    "qwen3": _Reader(_qwen3, {}),
-    "llama": _Reader(_dense, {}),
-}
-FAMILIES = tuple(_READERS)
-
-
-def add_reader(model_type: str, read: Callable[[Config], dict[str, Any]]) -> None:
-    """Read config.json files of another family with `read`, in this process only."""
-    if model_type in _READERS:
-        raise LayoutError(f"model_type = {model_type!r} has a layout already")
-    _READERS[model_type] = _Reader(read, {})
+QWEN3_MOE = SpecReader(_qwen3_moe)
+QWEN2_MOE = SpecReader(_qwen2_moe)
+QWEN3_NEXT = SpecReader(  # SGLang builds experts in every layer
+    _qwen3_next, {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+)
+MIXTRAL = SpecReader(_mixtral, {"sliding_window": (None,)})
+OLMOE = SpecReader(_olmoe, {"clip_qkv": (None,)})
+DEEPSEEK_V2 = SpecReader(
+    _deepseek_v2,
+    {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (None, False)},
+    _YARN,
+)
+DEEPSEEK_V3 = SpecReader(_deepseek_v3, {"rope_interleave": (None, True)}, _YARN)
+DEEPSEEK_V32 = SpecReader(
+    _deepseek_v32,
+    {
+        "rope_interleave": (None, True),
+        "indexer_rope_interleave": (None, False),
+        "index_topk_freq": (None, 1),  # a layer that takes another one's choice
+        "index_topk_pattern": (None,),
+        "indexer_types": (None,),
+        "index_k_norm_type": (None, "layer"),
+        "index_kpool": (None, 1),
+    },
+    _YARN,
+)
+GLM4_MOE = SpecReader(_glm4_moe, {"attention_bias": (None, False, True)})
+GPT_OSS = SpecReader(
+    _gpt_oss,
+    {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    _YARN,
+)
+MINIMAX_M2 = SpecReader(
+    _minimax_m2,
+    {
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "use_routing_bias": (True,),
+        "scoring_func": ("sigmoid",),
+    },
+)
+ERNIE4_5_MOE = SpecReader(
+    _ernie4_5_moe, {"use_bias": (None, False), "moe_layer_interval": (None, 1)}
+)
+LLAMA4 = SpecReader(_llama4, {"num_experts_per_tok": (1,)}, nested=True)
+QWEN3 = SpecReader(_qwen3)
+LLAMA = SpecReader(_dense)
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of the
 page.  Text stays text: searchable and small.  pyplot is not used: it is global state and picks a
-window backend where one is installed.  There is no JavaScript, so the page opens without a network.
+window backend where one is installed.  It has no JavaScript, so it opens without a network.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Chart:
 
 
 def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The chart as SVG; None when there is nothing to draw (log scale: no positive value)."""
+    """The chart as SVG; None without a value to draw (log scale: no positive value)."""
     with _figure(CHART_INCHES) as (figure, axes):
         drawn = [
             name

@@ -68,9 +68,10 @@ class Console:
     """
 
     def __init__(self, mode: str, total_steps: int, out: IO[str] | None = None) -> None:
-        """mode: auto (panel on a terminal, else lines), panel, lines or quiet.
+        """Show a run of `total_steps` steps.
 
-        Raises ConfigError for any other mode.
+        mode: auto (panel on a terminal, else lines), panel, lines or quiet.  Raises ConfigError for
+        any other mode.
         """
         if mode not in MODES:
             raise ConfigError("run.console", mode, f"allowed are {', '.join(MODES)}")
@@ -94,22 +95,22 @@ class Console:
             )
             self._live.start()
 
-    def wait(self, what: str) -> None:
-        """Show that the run waits for `what`, with the seconds, until `ready(what)`."""
+    def wait(self, name: str) -> None:
+        """Show that the run waits for `name`, with the seconds, until `ready(name)`."""
         with self._lock:
-            self._status.waits[_plain(what)] = time.monotonic()
-            self._line(f"waiting for {_plain(what)}")
+            self._status.waits[_plain(name)] = time.monotonic()
+            self._line(f"waiting for {_plain(name)}")
 
-    def ready(self, what: str) -> None:
+    def ready(self, name: str) -> None:
         with self._lock:
-            start = self._status.waits.pop(_plain(what), None)
+            start = self._status.waits.pop(_plain(name), None)
             if start is not None:
-                self.event(f"{what} ready after {time.monotonic() - start:.1f} s")
+                self.event(f"{name} ready after {time.monotonic() - start:.1f} s")
 
-    def give_up(self, what: str) -> None:
-        """Stop waiting for `what` without an event."""
+    def give_up(self, name: str) -> None:
+        """Stop waiting for `name` without an event."""
         with self._lock:
-            self._status.waits.pop(_plain(what), None)
+            self._status.waits.pop(_plain(name), None)
 
     def event(self, text: str) -> None:
         """Show a publish, a checkpoint, a refusal or a restart."""
@@ -188,7 +189,7 @@ class _Status:
     total_steps: int
     latest: _Values = field(default_factory=_Values)  # metric name -> newest value
     rewards: list[float] = field(default_factory=list)  # one per step that has a reward
-    waits: dict[str, float] = field(default_factory=dict)  # what -> monotonic start
+    waits: dict[str, float] = field(default_factory=dict)  # name -> monotonic start
     event: str = ""
     num_done: int = 0  # complete steps, including those before a resume
     start: float = field(default_factory=time.monotonic)
@@ -225,7 +226,7 @@ class _Status:
 
     def waiting(self) -> str:
         now = time.monotonic()
-        return ", ".join(f"{what} ({now - at:.0f} s)" for what, at in self.waits.items())
+        return ", ".join(f"{name} ({now - at:.0f} s)" for name, at in self.waits.items())
 
     def refusals(self) -> str:
         parts = ", ".join(f"{reason} {num:.0f}" for reason, num in self.refused.items())
@@ -269,7 +270,7 @@ def panel(status: _Status, terminal: RichConsole) -> Panel:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as at most `width` characters; neighbours are averaged when there are more."""
+    """`values` as at most `width` characters; surplus values are averaged with neighbours."""
     if not values or width < 1:
         return ""
     num = min(width, len(values))

@@ -1,4 +1,4 @@
-"""Episodes of the report: turns with their versions, rows, and what was trained of them."""
+"""Episodes of the report: turns with their versions, their rows, and the trained turns."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _GraphTurn(msgspec.Struct):
 
 
 def episode_section(samples: Sequence[Any]) -> list[PageSection]:
-    """A section with sampled episodes of several turns; [] when there are none."""
+    """A section with sampled episodes of several turns; [] without any."""
     found = [(sample, turns) for sample in samples if (turns := _turns(sample))]
     if not any(len(turns) > 1 or len(_graph(sample)) > 1 for sample, turns in found):
         return []

@@ -49,7 +49,7 @@ class LineFile:
     """A file of lines to which one process appends; a line is in it whole, or not at all."""
 
     def __init__(self, path: Path, end: int) -> None:
-        """end: bytes of the whole lines in it; what follows them is cut.  Raises OSError."""
+        """Open the file and cut it after `end`, the bytes of its whole lines.  Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._path, self._end = path, end
@@ -116,7 +116,7 @@ class MetricsWriter:
         """Append one row and return it.  `time_s` is unix time, now by default.
 
         Raises ProtocolError unless `step` follows the last row, so each step is written once;
-        OSError when the disk is full: then there is no such row, and it may be written again.
+        OSError when the disk is full: then the file has no such row, and it may be written again.
         """
         last = self.last_step
         if last is not None and step != last + 1:
@@ -198,7 +198,7 @@ class SampleWriter:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete rows, in order; an empty list when there is no file.
+    """All complete rows, in order; an empty list without a file.
 
     A torn last line is left out.  Raises RecordError for any other line that is not a row.
     """
@@ -206,7 +206,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def newest_row(path: Path) -> Row | None:
-    """The last row, at the same cost for a file of any size; None when it cannot be told."""
+    """The last row, at the same cost for a file of any size; None without a whole row."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -237,7 +237,7 @@ def _rows(path: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _values(path: Path) -> Iterator[tuple[Any, int]]:
-    """The value of each line with a newline and the byte at which it ends, without a torn one."""
+    """The value of each line with a newline and the byte at which it ends, without a torn line."""
     if not path.exists():
         return
     end = 0

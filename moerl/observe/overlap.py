@@ -18,7 +18,7 @@ STEP, WAIT, GENERATE = "step", "wait", "generate"  # span names that carry the o
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in ascending order, without empty ones."""
+    """The union as disjoint intervals in ascending order, without empty intervals."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -35,35 +35,25 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     """Time covered by both sides, as disjoint ascending intervals."""
-    left, right = merge(a), merge(b)
-    both, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            both.append((start, end))
-        if left[i][1] <= right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return both
+    return _covered(a, b, wanted=True)
 
 
 def subtract(a: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
     """Time covered by `a` and by none of the holes, as disjoint ascending intervals."""
-    rest, cuts, at = [], merge(holes), 0
-    for begin, end in merge(a):
-        start = begin
-        while at < len(cuts) and cuts[at][1] <= start:
-            at += 1
-        hole = at  # a hole may reach into the next interval, so `at` itself stays behind
-        while hole < len(cuts) and cuts[hole][0] < end:
-            if start < cuts[hole][0]:
-                rest.append((start, cuts[hole][0]))
-            start = max(start, cuts[hole][1])
-            hole += 1
-        if start < end:
-            rest.append((start, end))
-    return rest
+    return _covered(a, holes, wanted=False)
+
+
+def _covered(a: Iterable[Interval], b: Iterable[Interval], *, wanted: bool) -> list[Interval]:
+    """Time inside of `a` where being inside of `b` is `wanted`; a sweep over all ends."""
+    sides = (merge(a), merge(b))
+    ends = sorted((t, side) for side in (0, 1) for pair in sides[side] for t in pair)
+    inside, begin, found = [False, False], 0.0, []
+    for at, side in ends:
+        if inside[0] and inside[1] == wanted and begin < at:
+            found.append((begin, at))
+        inside[side] = not inside[side]
+        begin = at
+    return merge(found)
 
 
 def busy_fraction(spans_a: Iterable[Interval], spans_b: Iterable[Interval]) -> float:

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows what a run did.
+"""report.html: one self-contained page on the course of a run.
 
 It reads only the files of the run (metrics.jsonl, samples.jsonl, trace/), so it can be written
 again later, and for a run that died: a note replaces each chart without data.
@@ -119,7 +119,7 @@ def write_report(
 
 
 def _charts(part: Section, rows: Sequence[Row], run: RunDir, labels: Sequence[str]) -> PageSection:
-    """labels: of the tasks of a mixture."""
+    """Charts of one section.  labels: of the tasks of a mixture."""
     figures = [figure(chart, rows) for chart in part.charts]
     if part.title == LEARNING:
         figures += [figure(chart, rows) for chart in task_charts(labels)]
@@ -166,18 +166,23 @@ def _cards(
     num_done: int,
     max_lag: int,
 ) -> list[StatCard]:
+    lag, overlap = _extreme(rows, "async/lag_max"), _number(decode_overlap(spans), ".0%")
+    raised = [alerts(row) for row in rows]
+    names = sorted({name.removeprefix("alert/") for row in raised for name in row})
+    steps = f"in {sum(map(bool, raised))} of {len(rows)} steps; names in docs/metrics.md"
+    refused = _num_refused(rows)
+    is_late = lag is not None and lag > max_lag
     return [
-        _reward_card(rows),
-        *_held_out_cards(rows),
+        *_reward_cards(rows),
         StatCard("Wall time", clock(wall_time_s(rows)), f"min:s, for {num_done:,} steps"),
         *_throughput_cards(rows, summary),
-        _overlap_card(spans),
+        StatCard("Overlap", overlap, "engine decoding while the trainer works"),
         _mismatch_card(rows),
         _coverage_card("Routing replayed", rows, "routing/replay_cover_frac"),
         _coverage_card("Sampling masks kept", rows, "keep/cover_frac"),
-        _lag_card(rows, max_lag),
-        _alerts_card(rows),
-        _refused_card(rows),
+        StatCard("Largest lag", _number(lag, ".0f"), f"versions, limit {max_lag}", bad=is_late),
+        StatCard("Alerts", ", ".join(names) or "none", steps, bad=bool(names)),
+        StatCard("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0),
     ]
 
 
@@ -194,75 +199,46 @@ def _num_refused(rows: Sequence[Row]) -> float:
     return total
 
 
-def _refused_card(rows: Sequence[Row]) -> StatCard:
-    refused = _num_refused(rows)
-    return StatCard("Records refused", f"{refused:,.0f}", "never trained on", bad=refused > 0)
-
-
-def _alerts_card(rows: Sequence[Row]) -> StatCard:
-    raised = [alerts(row) for row in rows]
-    names = sorted({name.removeprefix("alert/") for row in raised for name in row})
-    note = f"in {sum(map(bool, raised))} of {len(rows)} steps; names in docs/metrics.md"
-    return StatCard("Alerts", ", ".join(names) or "none", note, bad=bool(names))
-
-
-def _reward_card(rows: Sequence[Row]) -> StatCard:
-    gain = reward_gain(rows)
-    if gain is None:
-        return StatCard("Reward", "-", "no step has a reward", wide=True)
-    first, last = gain
-    note = f"{last - first:+.3f}, mean of the first tenth of steps to mean of the last"
-    return StatCard("Reward", f"{first:.3f} \u2192 {last:.3f}", note, wide=True)
-
-
-def _held_out_cards(rows: Sequence[Row]) -> list[StatCard]:
-    if (words := held_out_words(rows)) is None:
-        return []
-    note = "held-out prompts with 95 % intervals, first evaluation to last"
-    return [StatCard("Held-out reward", " \u2192 ".join(words), note, wide=True)]
+def _reward_cards(rows: Sequence[Row]) -> list[StatCard]:
+    if (gain := reward_gain(rows)) is None:
+        cards = [StatCard("Reward", "-", "no step has a reward", wide=True)]
+    else:
+        first, last = gain
+        note = f"{last - first:+.3f}, mean of the first tenth of steps to mean of the last"
+        cards = [StatCard("Reward", f"{first:.3f} \u2192 {last:.3f}", note, wide=True)]
+    if words := held_out_words(rows):
+        note = "held-out prompts with 95 % intervals, first evaluation to last"
+        cards.append(StatCard("Held-out reward", " \u2192 ".join(words), note, wide=True))
+    return cards
 
 
 def _throughput_cards(rows: Sequence[Row], summary: Mapping[str, float]) -> list[StatCard]:
     alone = summary.get(ENGINE_ALONE)
     training = summary.get(ENGINE_TRAINING, _rate(rows, "perf/rollout_tokens_per_s"))
-    note = "generated, while training"
-    if alone:
-        note += f"; alone {alone:,.0f}"
+    note = "generated, while training" + (f"; alone {alone:,.0f}" if alone else "")
     return [
         StatCard("Engine tokens/s", _number(training, ",.0f"), note, wide=alone is not None),
         StatCard("Trainer tokens/s", _number(_rate(rows, "perf/train_tokens_per_s"), ",.0f")),
     ]
 
 
-def _overlap_card(spans: Sequence[Span]) -> StatCard:
-    share = decode_overlap(spans)
-    return StatCard("Overlap", _number(share, ".0%"), "engine decoding while the trainer works")
-
-
 def _mismatch_card(rows: Sequence[Row]) -> StatCard:
     """Of lag-0 tokens where the probe measures them: tokens of older weights must differ."""
-    fresh = "probe/exact_abs_dlogp_max"
-    of_all = _extreme(rows, "mismatch/abs_dlogp_max")
-    if (worst := _extreme(rows, fresh)) is None:
-        return StatCard("Largest mismatch", _number(of_all, ".2g"), "max |dlogp| in nats")
-    note = f"max |dlogp| in nats, lag 0; all lags: {_number(of_all, '.2g')}"
-    return StatCard("Largest mismatch", _number(worst, ".2g"), note)
-
-
-def _extreme(rows: Sequence[Row], name: str) -> float | None:
-    return max((row[name] for row in rows if name in row), default=None)
-
-
-def _lag_card(rows: Sequence[Row], limit: int) -> StatCard:
-    worst = _extreme(rows, "async/lag_max")
-    bad = worst is not None and worst > limit
-    return StatCard("Largest lag", _number(worst, ".0f"), f"versions, limit {limit}", bad=bad)
+    of_all = _number(_extreme(rows, "mismatch/abs_dlogp_max"), ".2g")
+    worst, note = _extreme(rows, "probe/exact_abs_dlogp_max"), "max |dlogp| in nats"
+    if worst is None:
+        return StatCard("Largest mismatch", of_all, note)
+    return StatCard("Largest mismatch", f"{worst:.2g}", f"{note}, lag 0; all lags: {of_all}")
 
 
 def _coverage_card(label: str, rows: Sequence[Row], name: str) -> StatCard:
     worst = min((row[name] for row in rows if name in row), default=None)
     text = "100%" if worst == 1.0 else _number(worst, ".4%")
     return StatCard(label, text, "of tokens, worst step", bad=worst is not None and worst != 1.0)
+
+
+def _extreme(rows: Sequence[Row], name: str) -> float | None:
+    return max((row[name] for row in rows if name in row), default=None)
 
 
 def _rate(rows: Sequence[Row], name: str) -> float | None:
@@ -451,7 +427,7 @@ def _sample(
 
 
 def _response(sample: Mapping[str, Any]) -> str:
-    """The response; of an episode of several turns each turn behind what it answers."""
+    """The response; of an episode of several turns, each turn behind its context."""
     turns = sample.get("turns")
     if not isinstance(turns, list) or len(turns) < 2:
         return str(sample.get("response", ""))

@@ -1,1 +1,1 @@
-"""Forecasts what a run would start, transfer and need, without starting it."""
+"""Dry run and forecasts of a run: processes, transfers and memory, without starting it."""

@@ -1,6 +1,6 @@
 """The GPUs of each process, as `moerl train --dry-run` prints them.
 
-The variables come from the function that a start uses (`moerl.config.visible_devices`).
+The variables come from the function that a start uses (`moerl.config.clusters`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,16 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from moerl.config import Config
-from moerl.config.clusters import Node, Placement, TrainerSlot, engine_gpus, is_local, mapped_gpus
-from moerl.config.visible_devices import VISIBLE, visible_devices
+from moerl.config.clusters import (
+    VISIBLE,
+    Node,
+    Placement,
+    TrainerSlot,
+    engine_gpus,
+    is_local,
+    mapped_gpus,
+    visible_devices,
+)
 
 
 def device_lines(config: Config, placed: Placement) -> list[str]:
@@ -43,7 +51,7 @@ def _dealt(placed: Placement) -> list[str]:
 
 
 def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str]) -> list[str]:
-    """environment: of the process that starts the ranks."""
+    """Lines of the ranks of one job.  environment: of the process that starts them."""
     lines = []
     for gpus, alike in groupby(slots, key=lambda slot: slot.devices):
         if gpus:
@@ -54,7 +62,7 @@ def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str
 
 
 def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -> list[str]:
-    """What follows a rank's own GPUs in its variable; those above are what it computes on."""
+    """GPUs behind a rank's own GPUs in its variable; it computes on its own GPUs only."""
     slot = placed.trainers[0]
     others = mapped_gpus(config, placed, slot)
     if not others:

@@ -1,4 +1,4 @@
-"""`moerl train RECIPE --dry-run`: prints what would start where.
+"""`moerl train RECIPE --dry-run`: print the processes of a run and their nodes.
 
 Runs on a login node: needs neither torch, ray nor sglang, and reads only the model's config.json.
 Estimates (`moerl.planning.memory`), placement (`moerl.config.clusters`) and commands
@@ -23,14 +23,14 @@ from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
 from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
-from moerl.config.load import CONFIG_ROOT, printed
+from moerl.config.load import printed
+from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig, TinyModel
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
-from moerl.config.tiny_configs import tiny_config
+from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
-from moerl.core.json_files import read_model_config
 from moerl.engine import feature_table
 from moerl.engine.host.adapter_slots import slot_arguments
 from moerl.engine.host.server_args import arguments, check_planned_layout
@@ -40,12 +40,23 @@ from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.device_table import device_lines
-from moerl.planning.factor_forecast import FactorForecast, factor_forecast, merging_memory
-from moerl.planning.fit import training_of, what_fits
 from moerl.planning.layout_check import Spread
-from moerl.planning.memory import TrainerMemory, engine_memory, ref_model_memory, trainer_memory
-from moerl.planning.sync_forecast import planned_layouts
-from moerl.planning.transport_choice import auto_transport, transport_line
+from moerl.planning.memory import (
+    TrainerMemory,
+    engine_memory,
+    ref_model_memory,
+    trainer_memory,
+    training_of,
+)
+from moerl.planning.publish_forecast import (
+    FactorForecast,
+    auto_transport,
+    factor_forecast,
+    merging_memory,
+    planned_layouts,
+    shapes_of,
+    transport_line,
+)
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
@@ -57,13 +68,15 @@ _WIDTH = 110
 def describe(config: Config, recipe: Sequence[str]) -> str:
     """The whole printout.  recipe: arguments of `moerl train`.
 
-    Raises ConfigError for what a start would refuse before starting a process.
+    Raises ConfigError for a setting that a start would refuse before starting a process.
     """
     for name, value in config.engine.args.items():
         feature_table.check(name, value, replay=config.replay.routing == "R3")
     recipe = [hide_override(word) for word in recipe]
     config = read_section(Config, hide(asdict(config)))
     placed, shapes = placement(config), model_shapes(config)
+    if not config.checkpoint.start:  # a start makes a folder of unquantised weights
+        check_quantised_base(config, shapes)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
         check_model_sizes(config.trainer.parallel, tp, shapes)
         check_planned_layout(
@@ -80,27 +93,33 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         _ports(config, placed),
         *_estimates(config, placed),
     ]
-    text = "\n".join(sections)
-    if "DOES NOT FIT" in text and (fits := what_fits(config, shapes)):
-        text += f"\n{fits}"
-    return text
+    return "\n".join(sections)
 
 
 # --- processes -----------------------------------------------------------------------------------
 def process_table(config: Config, placed: Placement) -> str:
-    """One row per kind of process and node; equal nodes share rows."""
-    rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
+    """The table of `process_rows`."""
     table = Table(title=f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)")
-    for column in ("node", "process", "numbers", "count", "GPUs", "what it does"):
+    for column in ("node", "process", "numbers", "count", "GPUs", "purpose"):
         table.add_column(column)
+    for _, of_node in groupby(process_rows(config, placed), key=lambda row: row[0]):
+        for index, (node, *cells) in enumerate(of_node):
+            table.add_row("" if index else node, *cells)
+        table.add_section()
+    return _rendered(table)
+
+
+def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
+    """(node, process, numbers, count, GPUs, purpose) of each kind of process; equal nodes share."""
+    rows = {node.name: _processes(config, placed, node.name) for node in placed.nodes}
+    shared: list[tuple[str, ...]] = []
     for _, alike in groupby(rows, key=lambda name: [(row[0], *row[2:]) for row in rows[name]]):
         names = list(alike)
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        for index, (process, numbers, *rest) in enumerate(rows[names[0]]):
+        for process, numbers, *rest in rows[names[0]]:
             more = " .." if len(names) > 1 and numbers else ""
-            table.add_row("" if index else label, process, numbers + more, *rest)
-        table.add_section()
-    return _rendered(table)
+            shared.append((label, process, numbers + more, *rest))
+    return shared
 
 
 def _agent_line(agent: AgentConfig) -> str:
@@ -110,7 +129,7 @@ def _agent_line(agent: AgentConfig) -> str:
 
 
 def _agents(config: Config, agent: AgentConfig) -> str:
-    """How many processes there are at once."""
+    """Largest number of processes at a time."""
     rollout = config.rollout
     if not agent.command:
         return str(agent.environment_workers)
@@ -183,17 +202,17 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
     if is_local(config.cluster):
         run = RunDir(Path(config.run.root) / config.run.name)
         address = config.cluster.address
-        plan, controller_endpoint = _local_plan(config, run), f"tcp://{address}:PORT"
-        command = shlex.join(trainer_command(plan, controller_endpoint))
+        context, controller_endpoint = _local_context(config, run), f"tcp://{address}:PORT"
+        command = shlex.join(trainer_command(context, controller_endpoint))
         lines += [f"  {shlex.join(['moerl', 'train', *recipe])}", "starts", f"  {command}"]
         if placed.ref_models:
-            lines.append(f"  {shlex.join(ref_model_command(plan, controller_endpoint, 0))}")
+            lines.append(f"  {shlex.join(ref_model_command(context, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
         nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
         lines.append(f"  {shlex.join(['tools/launch/slurm.sbatch', *recipe])}")
     elif config.cluster.launcher == "kuberay":
-        lines.append(f"  {shlex.join(['moerl', 'manifest', *recipe])} | kubectl apply -f -")
+        lines.append("  examples/kubernetes.yaml starts them in pods:")
     if not is_local(config.cluster):
         for name, commands in node_commands(config, placed, recipe).items():
             lines += [f"  {name}: {command}" for command in commands]
@@ -234,7 +253,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     return lines
 
 
-def _local_plan(config: Config, run: RunDir) -> RunContext:
+def _local_context(config: Config, run: RunDir) -> RunContext:
     return RunContext(
         config=config,
         run=run,
@@ -334,23 +353,18 @@ class _Size:
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
-    """The model's config.json, or that of the tiny model that would be made."""
+    """The config.json of the model, or of the tiny model that a start would make."""
     model = config.model
     is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
     if not model.path or (model.tiny.enabled and is_to_be_made):
         return _tiny_shapes(model.tiny)
-    return _shapes_of(model.path)
-
-
-def _shapes_of(name: str) -> dict[str, Any]:
-    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
-    return read_model_config(path)
+    return shapes_of(model.path)
 
 
 def _ref_model_shapes(config: Config) -> list[ModelSpec]:
     """Shapes of reference and teacher; a folder that does not exist counts as the student."""
     return [
-        model_spec(_shapes_of(path) if path and Path(path).exists() else model_shapes(config))
+        model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
         for path in ref_models_of(config).values()
     ]
 
@@ -413,7 +427,7 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
 
 
 def _verdict(who: str, need: float, room_gb: float) -> str:
-    """A line that marks what does not fit; estimates never refuse a start."""
+    """A line that marks a need above the room; estimates never refuse a start."""
     if not room_gb or need <= room_gb * _GB:
         return ""
     return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"

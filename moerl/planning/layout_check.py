@@ -7,8 +7,8 @@ For every kind of layer and every distinct shard of it, with expert 0 for all ex
     every engine tile, each element once
     every layer is in one model chunk             and every expert on one expert rank
 
-Equal shards are checked once, so thousands of ranks take a second.  Byte counts and plan sizes come
-from the same tables, those of the transfer plan from its counts.
+Equal shards are checked once, so thousands of ranks take a second.  Byte counts come from
+the same tables, sizes of the plan from the counts of the transfer plan.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def check_layout(
 ) -> Report:
     """Prove the layouts and count.  Raises ConfigError or LayoutError naming axis or tensor.
 
-    engine_dtype, quantization: of the engines' weights and of what is sent (`WirePolicy`); "" = the
-    checkpoint's dtype.
+    engine_dtype, quantization: of the engines' weights and of the bytes on the wire (`WirePolicy`);
+    "" = the checkpoint's dtype.
     """
     stages = _stages(spec, trainer, layer_spec)
     targets = Engines(spec, engines)

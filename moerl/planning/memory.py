@@ -22,13 +22,13 @@ Legend (of one rank; bytes unless stated otherwise)
     others       further models on the same ranks: reference b (P + X); critic as the policy
     adapters     with LoRA gradients and optimizer are of the factors alone, which are weights too;
     W0 of adapted weights is in host memory, on engines in the place of staging, and reaches the
-    trainer's device through two buckets of the largest one; with lora.base = device it is there,
-    and with lora.delivery = adapter the weights are W0
+    trainer's device through two buckets of the largest weight; with lora.base = device W0 stays
+    on the device, and with lora.delivery = adapter the weights are W0
     buckets      a publish: two on the trainer's device, two on the engine's
     runtime      a constant for CUDA, NCCL and allocator waste; not measured here
 
 Host memory: the trainer's weight snapshot, as many bytes as its weights, its offloaded optimizer,
-and what the rank copies for a checkpoint: its weights on the first data-parallel rank, and fp32
+and its copy for a checkpoint: its weights on the first data-parallel rank, and fp32
 weights and moments of the shard, 12 (P / shard + X / expert shard); the engine's staging, as many
 bytes as its rank's weights.
 
@@ -47,6 +47,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from moerl.config import Config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
@@ -64,8 +65,10 @@ RUNTIME = 3_000_000_000
 
 LOGITS_OF_A_BLOCK = 1 << 24
 """Logits in fp32 that exist at a time (`moerl/algorithms/head_logprob.py`)."""
-ENTRIES_OF_A_BLOCK = 8192
-"""Entries of the vocabulary that rows with sampling masks share."""
+ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK = 1 << 15, 1 << 25
+"""Entries of the vocabulary that rows with sampling masks share; numbers of the weight that they
+copy.  Both are upper limits.
+"""
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -80,11 +83,11 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
-    """What `trainer.optimizer_args` leave on the device.
+    """Bytes that `trainer.optimizer_args` leave on the device.
 
     Offloaded are fp32 copy, two moments and a pinned copy of the fp32 gradient.  The
     precision-aware optimizer keeps the 16 bits of the fp32 copy that the bf16 weight lacks, unless
-    told otherwise; a checkpoint unscales its moments into a second copy.
+    an option differs; a checkpoint unscales its moments into a second copy.
     """
     args = optimizer_args(trainer)
     if args.get("optimizer_cpu_offload"):
@@ -113,6 +116,22 @@ class Training:
     gpu: bool = True
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # model.fp32_lm_head
+
+
+def training_of(config: Config, *, gpu: bool) -> Training:
+    """The trainer's settings as the memory model reads them."""
+    recompute: Recompute = config.trainer.megatron.get("recompute_granularity") or "none"
+    return Training(
+        dtype=config.trainer.dtype,
+        tokens=config.trainer.max_tokens_per_microbatch,
+        recompute=recompute,
+        distributed_optimizer=config.trainer.optimizer.distributed,
+        optimizer=optimizer_bytes(config.trainer),
+        bucket=config.sync.bucket_bytes,
+        gpu=gpu,
+        lora=config.lora,
+        fp32_head=config.model.fp32_lm_head,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +183,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """What SGLang's share of the GPU has to hold; `update` is outside of it."""
+        """Bytes that SGLang's share of the GPU holds; `update` is outside of it."""
         return self.weights + self.kv
 
 
@@ -299,7 +318,8 @@ def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
     logits = 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
     if not (training.fp32_head and width == 2):
         return (3 * width + 4) * tokens * spec.hidden + passing + logits
-    entries = max(LOGITS_OF_A_BLOCK // spec.hidden, ENTRIES_OF_A_BLOCK)
+    shared = min(ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK // spec.hidden)
+    entries = max(LOGITS_OF_A_BLOCK // spec.hidden, shared)
     cast = 2 * 4 * min(entries, vocab) * spec.hidden
     return (2 * width + 8) * tokens * spec.hidden + passing + logits + cast
 

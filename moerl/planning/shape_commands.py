@@ -1,4 +1,4 @@
-"""`moerl check-layout`, `check-dump` and `plan`: read shapes, no weights, and start nothing.
+"""`moerl check-layout` and `moerl plan`: read shapes, no weights, and start nothing.
 
 They need neither torch, engine nor trainer, so they work with the plain wheel.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,9 +19,7 @@ from moerl.core.json_files import read_model_config
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
-    from moerl.config.schema import Config, ParallelConfig
-    from moerl.planning.sync_cost import Links
-    from moerl.planning.sync_forecast import Layouts
+    from moerl.config.schema import ParallelConfig
 
 
 def plan(
@@ -32,90 +29,55 @@ def plan(
     ranks_per_node: Annotated[int, typer.Option(help="Engine ranks that share a node.")] = 8,
     efficiency: Annotated[
         float | None,
-        typer.Option(help="Share of line rate, 0 to 1; default: what others published."),
+        typer.Option(help="Share of line rate, 0 to 1; default: the share that others published."),
     ] = None,
     direct: Annotated[
         int, typer.Option(help="Engines the trainer serves itself; 0 = the fastest number.")
     ] = 0,
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar="train_s=..,token_s=..",
-            help="Measured or guessed seconds of the run's parts; their names are in "
-            "docs/tuning.md.",
-        ),
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Forecast one publish of a recipe: bytes, traffic against a broadcast, seconds, buffers.
+    """Forecast one publish of a recipe: bytes, seconds, buffers, and whether the layout fits.
 
-    With --costs it also simulates the run and advises how many engines, what buffer depth and
-    which in-flight mode.  Reads the model's config.json and nothing else, for up to thousands of
-    ranks.
+    Reads the model's config.json and nothing else, for up to thousands of ranks.
 
     Examples:
 
       moerl plan kimi-k2
       moerl plan qwen3-235b-a22b engine.count=16 --nic-gb-s 25 --efficiency 0.3
-      moerl plan qwen3-30b-a3b --costs train_s=60,token_s=0.02,output_tokens=4000
     """
     from moerl.config import load_config, resolve
-    from moerl.planning import pace_forecast, sync_forecast, transport_choice
-    from moerl.planning.sync_cost import Links
+    from moerl.config.transport_rules import with_transport
+    from moerl.planning import publish_forecast
+    from moerl.planning.publish_forecast import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError("--efficiency", efficiency, "must be above 0 and at most 1")
+    share = efficiency or publish_forecast.EFFICIENCY
     config = load_config(recipe, list(overrides or []))
-    shapes = sync_forecast.recipe_shapes(config)
-    choice = transport_choice.auto_transport(config, shapes)
-    config = resolve(transport_choice.with_auto_transport(config, choice))
-    links = Links(nic_gb_s, ranks_per_node)
-    forecasts = [
-        _forecast(config, layouts, links, direct, efficiency)
-        for layouts in sync_forecast.planned_layouts(config)
-    ]
-    slowest_s = max(one.seconds for one in forecasts)
-    received = max(one.received for one in forecasts)
-    text = "\n\n".join(one.text for one in forecasts)
-    report = forecasts[0].report
-    if len(forecasts) > 1:
-        report = {"sizes": [one.report for one in forecasts]}
-    rows = transport_choice.compare(config, shapes, received, links)
-    report["transports"] = [asdict(row) for row in rows]
-    text += "\n\n" + transport_choice.describe_transports(config, rows, choice)
-    if costs:
-        named = _named("--costs", costs, list(pace_forecast.NAMES))
-        advice = pace_forecast.pace(config, named, slowest_s / (efficiency or 1.0))
-        report["pace"] = pace_forecast.as_json(advice)
-        text += "\n" + pace_forecast.describe(advice, config)
-    typer.echo(json.dumps(report) if as_json else text)
-
-
-class _EngineForecast(NamedTuple):
-    """One publish to the engines of one size."""
-
-    report: dict[str, object]
-    text: str
-    seconds: float  # at line rate
-    received: float  # bytes that the busiest engine rank receives
-
-
-def _forecast(
-    config: Config, layouts: Layouts, links: Links, direct: int, efficiency: float | None
-) -> _EngineForecast:
-    from moerl.planning import factor_forecast, sync_forecast
-    from moerl.planning.sync_cost import forecast
-
-    found = forecast(*layouts, links, direct=direct)
-    report = sync_forecast.as_json(found, links, efficiency)
-    text = sync_forecast.describe(found, links, layouts, efficiency)
-    if not config.lora.sends_factors:
-        return _EngineForecast(report, text, found.planned_s, found.received.high)
-    spec, _, engines, policy = layouts
-    sent = factor_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
-    report["factors"] = factor_forecast.as_json(sent, found)
-    text += factor_forecast.describe_factors(sent, found, links)
-    return _EngineForecast(report, text, found.planned_s, sent.received.high)
+    shapes = publish_forecast.recipe_shapes(config)
+    choice = publish_forecast.auto_transport(config, shapes)
+    if config.sync.transport == "auto":
+        config = with_transport(config, choice)
+    config, links = resolve(config), Links(nic_gb_s, ranks_per_node)
+    reports, texts = [], []
+    for layouts in publish_forecast.planned_layouts(config, shapes):
+        found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
+        report = asdict(found) | {
+            "engines": layouts[2].num,
+            "efficiency": share,
+            "predicted_s": found.seconds / share,
+        }
+        if config.lora.sends_factors:
+            spec, _, engines, policy = layouts
+            factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
+            report["factors"] = asdict(factors)
+        reports.append(report)
+        texts.append(publish_forecast.describe(config, layouts, found, factors, links, share))
+    if as_json:
+        typer.echo(json.dumps(reports[0] if len(reports) == 1 else {"sizes": reports}))
+    else:
+        transport = publish_forecast.transport_line(config, choice)
+        typer.echo("\n\n".join(texts) + f"\n{transport}")
 
 
 def check_layout(
@@ -175,32 +137,6 @@ def check_layout(
     )
     typer.echo(describe(report))
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
-
-
-def check_dump(
-    dump: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/formats.md).")
-    ],
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Its model's folder, or a config.json.")
-    ],
-) -> None:
-    """Check recorded rollouts of another system against a model's shapes, and count them.
-
-    A missing, unknown or misfitting field is reported with its line or rollout.  `moerl mismatch
-    RECIPE --records FILE` then scores the file; that needs the trainer.
-
-    Example:
-
-      moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
-    """
-    from moerl.audit.dumps import describe, model_shape, read_dump
-    from moerl.layout import model_spec
-    from moerl.records.blob_store import BlobStore
-
-    shape = model_shape(model_spec(read_model_config(model)))
-    with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:
-        typer.echo(describe(read_dump(dump, BlobStore(Path(folder), "dump"), shape), shape))
 
 
 def _parallel_layout(text: str) -> ParallelConfig:

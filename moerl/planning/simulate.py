@@ -3,7 +3,7 @@
 Pure arithmetic on measured or stated service times.  It models the admission rule of
 `moerl.controller.buffer`, groups that end with their last sibling, a scorer with a number of
 workers, one publish in flight, and the cost of each in-flight mode.  `bench/sim_pipeline.py`
-compares it with measured runs; `moerl plan` uses it to advise on engines, depth and mode.
+compares it with measured runs.
 
 An engine is a processor-sharing queue: with b running requests a decode step takes `token_s + b *
 request_token_s`.  All requests of an engine advance by the same number of tokens, so one counter
@@ -26,7 +26,7 @@ _RECOMPUTES = ("abort_resume", "retract")  # these prefill interrupted requests 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is generated.  Group i draws its lengths from a generator seeded with i."""
+    """Lengths and waits of groups.  Group i draws its lengths from a generator seeded with i."""
 
     groups_per_step: int
     group_size: int
@@ -366,9 +366,9 @@ CLOSE = 1.03  # step times within this factor count as equal
 def advise(workload: Workload, costs: Costs, *, max_engines: int, max_lag: int) -> Advice:
     """Engines, depth and mode for a workload.
 
-    The fewest engines whose step time is within CLOSE of that of all engines at the largest depth,
-    then the smallest depth, then the first of MODES within CLOSE: ties go to fresher data and
-    exact modes.
+    The fewest engines whose step time is within CLOSE of the time of all engines at the largest
+    depth, then the smallest depth, then the first of MODES within CLOSE: ties go to fresher data
+    and exact modes.
     """
     depths = sorted({depth for depth in (0, 1, 2, 4, 8) if depth <= max_lag} | {max_lag})
     table: dict[Choice, Outcome] = {}

@@ -68,15 +68,17 @@ class CopiedBlob:
         return b"".join(parts)
 
 
-def seal(path: Path, parts: Sequence[tuple[str, bytes]]) -> None:
+def seal(path: Path, named_parts: Sequence[tuple[str, bytes]]) -> None:
     """Write named parts as one file; replaces a file of that name.  Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    index = msgspec.msgpack.encode([(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in parts])
+    index = msgspec.msgpack.encode(
+        [(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in named_parts]
+    )
     with atomic_file(path, sync=True, mode=0o600) as file:
         file.write(xxhash.xxh3_64_hexdigest(index).encode())
         file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
         file.write(index)
-        for _, data in parts:
+        for _, data in named_parts:
             file.write(data)
 
 
@@ -118,7 +120,7 @@ class Copies:
         return set(self._find(uris))
 
     def read(self, uri: str, spans: Sequence[tuple[int, int]] | None) -> bytes | None:
-        """Spans of a copy, unchecked, or all of it, checked; None when there is no readable copy.
+        """Spans of a copy, unchecked, or all of it, checked; None when no copy is readable.
 
         Raises BlobError when the bytes differ from the sealed bytes.
         """

@@ -33,7 +33,6 @@ from moerl.runtime.private_dir import private_dir
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
-_FORMAT = "2:"  # prefix of every digest; format 1 had one digest per array and no table
 _ALIGN = 64  # so that a mapped array is aligned for any dtype
 _DIGEST_BYTES = 8
 _DTYPES = ("uint8", "uint16", "int32", "int64", "float32")
@@ -49,7 +48,7 @@ class Found(NamedTuple):
 
 
 class RecordReads(Protocol):
-    """What a reader of records needs of a store."""
+    """The methods of a store that a reader of records calls."""
 
     def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
         """See `BlobStore.read_runs`."""
@@ -91,7 +90,7 @@ class BlobStore:
                             offset=offset,
                             dtype=data.dtype.name,
                             shape=tuple(data.shape),
-                            digest=_FORMAT + xxhash.xxh3_64_hexdigest(table),
+                            digest=xxhash.xxh3_64_hexdigest(table),
                         )
                     )
                     offset = -(-file.tell() // _ALIGN) * _ALIGN
@@ -144,13 +143,13 @@ class BlobStore:
         """Which of these are missing, or too short, where they were sealed.
 
         sizes: least number of bytes, by URI (`sizes_of`).
-        patience_s: how long a node that does not answer is asked again; not used here.
+        patience_s: how long a request to a silent node is repeated; not used here.
         """
         gone = {uri for uri, size in sizes.items() if not holds(self._path(uri), size)}
         return Found(gone, set())
 
     def damaged(self, refs: Iterable[BlobRef]) -> set[str]:
-        """URIs of blobs whose bytes differ from the sealed ones; reads every array in full.
+        """URIs of blobs whose bytes differ from the sealed bytes; reads every array in full.
 
         A blob that is missing, cannot be read now, or whose node does not answer is not among them.
         """
@@ -176,7 +175,7 @@ class BlobStore:
             atomic_write(target, data, mode=0o600)
 
     def sweep(self, uris: Iterable[str]) -> int:
-        """Delete all other blobs, partial ones too; returns how many.
+        """Delete all other blobs, also partial blobs; returns how many.
 
         Call it only while nothing is being sealed.
         """
@@ -187,7 +186,7 @@ class BlobStore:
         return len(gone)
 
     def uris(self) -> list[str]:
-        """All blobs of this node, partial ones too."""
+        """All blobs of this node, also partial blobs."""
         return [f"blob://{self.node}/{path.name}" for path in self.root.iterdir()]
 
     def delete_all(self, uris: Iterable[str]) -> None:
@@ -229,10 +228,6 @@ class BlobStore:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _table(self, fd: int, ref: BlobRef) -> bytes:
-        if not ref.digest.startswith(_FORMAT):
-            raise BlobError(
-                f"{ref.uri} was sealed in an older format, {_FORMAT[:-1]} is read here", ref.uri
-            )
         table = self._read(fd, ref, ref.num_bytes, ref.num_bytes + _table_bytes(ref))
         check_table(table, ref)
         return table
@@ -270,7 +265,7 @@ def holds(path: Path, size: int) -> bool:
 
 def check_table(table: bytes, ref: BlobRef) -> None:
     """Raises BlobError when the digests of an array's chunks were altered."""
-    if _FORMAT + xxhash.xxh3_64_hexdigest(table) != ref.digest:
+    if xxhash.xxh3_64_hexdigest(table) != ref.digest:
         raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest", ref.uri)
 
 
@@ -323,8 +318,8 @@ def _chunk_digests(data: bytes | memoryview) -> Iterator[bytes]:
         yield xxhash.xxh3_64_digest(view[at : at + CHUNK_BYTES])
 
 
-def _bytes_of(data: Array) -> memoryview:
-    return data.reshape(-1).view(np.uint8).data
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _table_bytes(ref: BlobRef) -> int:

@@ -1,4 +1,4 @@
-"""Check of a rollout's header: what admission sees without reading the blobs behind it."""
+"""Check of a rollout's header, which admission sees without reading the blobs behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moerl.core.errors import RecordError
 from moerl.core.types import Array, ModelShape, Rollout
 
 
-def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
+def check(rollout: Rollout, shape: ModelShape, *, routing: bool = True) -> None:
     """Check one record's header on admission.  Raises RecordError with a countable reason.
 
     routing: routes were recorded, unless the model is dense.
@@ -26,8 +26,8 @@ def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
         refuse("dtype", f"got {tokens.dtype}, {mask.dtype}, {logprobs.dtype}; want i32, bool, f32")
     if len(mask) != num_tokens or num_tokens < 2 or not num_sampled or mask[0]:
         refuse("length", f"{num_tokens} tokens, {len(mask)} mask entries, {num_sampled} sampled")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size:
-        refuse("token_range", f"token ids must lie in 0..{model.vocab_size - 1}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= shape.vocab_size:
+        refuse("token_range", f"token ids must lie in 0..{shape.vocab_size - 1}")
     _check_logprobs(rollout, num_sampled)
     firsts = [span.first for span in rollout.versions]
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= num_sampled:
@@ -35,19 +35,19 @@ def check(rollout: Rollout, model: ModelShape, *, routing: bool = True) -> None:
     order = [span.version for span in rollout.versions]
     if order != sorted(order):
         refuse("versions", f"versions go backwards: {[str(v) for v in order]}")
-    if routing and model.moe_layers:
-        _check_routing(rollout, len(model.moe_layers), model.top_k)
-    if routing and model.index_layers:
-        _check_indexer(rollout, model)
+    if routing and shape.moe_layers:
+        _check_routing(rollout, len(shape.moe_layers), shape.top_k)
+    if routing and shape.index_layers:
+        _check_indexer(rollout, shape)
     _check_mask(rollout, num_sampled)
 
 
-def check_logprobs(values: Array, where: str) -> None:
+def check_logprobs(logprobs: Array, where: str) -> None:
     """Raises RecordError `logprob_finite` or `logprob_sign`; where: name of the record."""
-    if not np.isfinite(values).all():
+    if not np.isfinite(logprobs).all():
         raise RecordError("logprob_finite", f"{where}: a log-probability is not finite")
-    if len(values) and float(values.max()) > 0.0:
-        highest = float(values.max())
+    if len(logprobs) and float(logprobs.max()) > 0.0:
+        highest = float(logprobs.max())
         raise RecordError("logprob_sign", f"{where}: a log-probability is {highest:.3g} > 0")
 
 
@@ -90,28 +90,28 @@ def _check_routing(rollout: Rollout, num_moe_layers: int, top_k: int) -> None:
     _check_num_rows("routing_rows", "routing rows", at, rollout)
 
 
-def _check_indexer(rollout: Rollout, model: ModelShape) -> None:
+def _check_indexer(rollout: Rollout, shape: ModelShape) -> None:
     at = 0
     for part in rollout.indexer:
         found = (part.row_begin, part.layers, part.top_k, part.packed.shape[:1])
-        want = (at, model.index_layers, model.index_topk, (len(model.index_layers),))
+        want = (at, shape.index_layers, shape.index_topk, (len(shape.index_layers),))
         if found != want or part.row_end <= at:
             raise RecordError(
                 "indexer_rows",
                 f"{rollout.rollout_id}: rows {part.row_begin}..{part.row_end} of {part.top_k} "
                 f"positions in layers {list(part.layers)}; want rows from {at} of "
-                f"{model.index_topk} in {list(model.index_layers)}",
+                f"{shape.index_topk} in {list(shape.index_layers)}",
             )
         at = part.row_end
     _check_num_rows("indexer_rows", "rows of positions", at, rollout)
 
 
-def _check_num_rows(reason: str, what: str, found: int, rollout: Rollout) -> None:
+def _check_num_rows(reason: str, what: str, num_rows: int, rollout: Rollout) -> None:
     """One row per fed-in token."""
-    if found != rollout.num_tokens - 1:
+    if num_rows != rollout.num_tokens - 1:
         raise RecordError(
             reason,
-            f"{rollout.rollout_id}: {found} {what} for {rollout.num_tokens} tokens; "
+            f"{rollout.rollout_id}: {num_rows} {what} for {rollout.num_tokens} tokens; "
             f"want {rollout.num_tokens - 1}",
         )
 

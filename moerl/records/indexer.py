@@ -47,7 +47,7 @@ def num_bytes(first: int, end: int, top_k: int) -> int:
 
 
 def check_engine_rows(rows: Array, *, num_rows: int, num_layers: int, top_k: int) -> None:
-    """Shape of one request's rows, from position 0; `encode` checks what they say.
+    """Check the shape of one request's rows, from position 0; `encode` checks their content.
 
     Raises RecordError `indexer_rows`.
     """
@@ -79,7 +79,7 @@ def encode(chosen: Array, first_row: int) -> Array:
 def decode(packed: Array, first_row: int, end: int, top_k: int) -> Array:
     """[bytes] u8 of one layer -> [n, min(K, end)] i32, rising, -1 behind the last.
 
-    Raises RecordError `indexer_rows` when the bytes are not those of the rows, or a row does not
+    Raises RecordError `indexer_rows` when the bytes do not hold the rows, or a row does not
     name K positions up to its own.
     """
     want = num_bytes(first_row, end, top_k)
@@ -178,20 +178,20 @@ def _row_bytes(form: _Form) -> Array:
     return np.arange(form.first, form.end) // 8 + 1
 
 
-def _unpack(data: Array, form: _Form, rows: Array) -> None:
+def _unpack(packed: Array, form: _Form, rows: Array) -> None:
     """Write the positions of one block into rows [n, >= K]."""
     top_k = rows.shape[1]
     own = np.arange(form.first, form.end)
     if form.kind == "bitmap":
         width = (form.end + 7) // 8
         wide = np.zeros((len(rows), width), np.uint8)
-        wide[np.arange(width) < _row_bytes(form)[:, None]] = data
+        wide[np.arange(width) < _row_bytes(form)[:, None]] = packed
         row, column = np.unpackbits(wide, axis=1, bitorder="little").nonzero()
         counts = np.bincount(row, minlength=len(rows))
         good = bool((counts == top_k).all())
         found = column.reshape(-1, top_k) if good else None
     else:
-        found = data.view(form.kind).reshape(len(rows), top_k)
+        found = packed.view(form.kind).reshape(len(rows), top_k)
         good = bool((found[:, 1:] > found[:, :-1]).all())
     if found is None or not good or (found[:, -1] > own).any():
         raise RecordError(

@@ -2,8 +2,8 @@
 
 It runs inside the engine host, whose threads and descriptors it shares, so callers that have not
 shown the token are bounded (`CallerLimits`): in the time and the bytes until it is seen, as sums
-and not per read, and in their number.  When there are too many, the longest waiting one is
-sent away: a reader of the run shows the token with its first bytes.
+and not per read, and in their number.  When they are too many, the caller that has waited longest
+is sent away: a reader of the run shows the token with its first bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_BODY = 16 * 2**20  # bytes of a list of names
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """What callers may cost that have not shown the token."""
+    """Limits of callers that have not shown the token."""
 
     connections: int = 32
     seconds: float = 10.0  # of each, from its first byte to the token
@@ -105,7 +105,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _CallerBytes(io.RawIOBase):
-    """What a caller sends: bounded until it is known."""
+    """Bytes of a caller, bounded until it is known."""
 
     def __init__(self, connection: socket.socket, limits: CallerLimits) -> None:
         self._connection = connection

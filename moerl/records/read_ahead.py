@@ -1,9 +1,9 @@
-"""Records of the next step, read while this one is trained.
+"""Records of the next step, read while this step is trained.
 
-A step begins with a read that nothing hides: that of the first microbatch of each pass.  When the
+A step begins with a read that nothing hides: the read of each pass's first microbatch.  When the
 controller has the next plan already, a thread makes those reads early and keeps the verified bytes
-until that plan is trained.  What was not read early, or failed, is read as ever: an error is the
-reader's, when it asks.
+until that plan is trained.  Records that were not read early, or failed, are read as usual, so the
+reader of the data gets the error.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ReadAhead:
         return found
 
     def begin(self, read: Callable[[RecordReads], None]) -> None:
-        """Call `read` in the thread; what it reads is kept for the next `use`."""
+        """Call `read` in the thread and keep its bytes for the next `use`."""
         self._coming = self._thread.submit(_gather, self._store, read)
 
     def use(self) -> None:
-        """From now on answer with what `begin` read, waited for, and with nothing older."""
+        """Wait for the reads of `begin` and answer with their bytes, and no others, from now on."""
         coming, self._coming = self._coming, None
         self._hits = 0
         self._kept = {} if coming is None else coming.result()
 
     def drop(self) -> int:
-        """What `use` brought is not needed any more; returns how many reads it has answered."""
+        """Drop the bytes of `use`; returns the number of reads that they answered."""
         self._kept = {}
         return self._hits
 

@@ -3,9 +3,9 @@
 The node of a URI is the address of its server (blob://10.9.0.1:17110/NAME), so a header is all that
 a reader needs; local blobs are read from their file.  One request fetches the digest table and
 every chunk that the runs touch, as plain concatenated bytes; the reader verifies them exactly as
-`BlobStore` does.  Each request carries the run's token.  A server that does not answer is asked
-again until a deadline, because a link may be down for a while; a blob that the server does not have
-is an error at once.
+`BlobStore` does.  Each request carries the run's token.  A request to a silent server is repeated
+until a deadline, because a link may be down for a while; a blob that the server does not have is an
+error at once.
 
 With durability `shared` a blob has a copy in the run directory (`moerl.records.blob_copies`), which
 is read as soon as its node does not answer or does not have it: the copy has the same bytes and
@@ -71,8 +71,9 @@ class ClusterBlobs(BlobStore):
         timeout_s: float = 120.0,
         copies: Path | None = None,
     ) -> None:
-        """node: of this process's own range server; empty = it only reads blobs of other nodes.
+        """Read blobs of this node from `root` and other blobs from their servers.
 
+        node: of this process's own range server; empty = it only reads blobs of other nodes.
         copies: folder of the copies that durability `shared` keeps in the run directory, if any.
         """
         self.root, self.node, self.bytes_read = root, node, 0
@@ -138,7 +139,7 @@ class ClusterBlobs(BlobStore):
     def find(self, sizes: Mapping[str, int], patience_s: float = 0.0) -> Found:
         """Blobs that their nodes do not have, or whose node does not answer within patience_s.
 
-        A node that did not answer in that time is asked once from then on, until it answers again.
+        From then on such a node gets one request each, until it answers again.
         """
         by_node: dict[str, dict[str, int]] = defaultdict(dict)
         for uri, size in sizes.items():
@@ -258,7 +259,7 @@ class ClusterBlobs(BlobStore):
         return status, data
 
     def _post(self, node: str, path: str, names: list[str] | dict[str, int]) -> list[str]:
-        """The names that are missing there, or shorter than asked."""
+        """The names of blobs that the node lacks, or that are shorter than expected."""
         status, data = self._request(node, "POST", path, json.dumps(names), {})
         if status != 200:
             raise http.client.HTTPException(f"{node} answered {status}")

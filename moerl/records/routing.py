@@ -1,6 +1,6 @@
 """Routing records: from the engine's rows to layer-major narrow ids, checked on arrival.
 
-The engine records [rows, num_layers, K]: every hidden layer, dense ones included (their rows are
+The engine records [rows, num_layers, K]: every hidden layer, also dense layers (their rows are
 never written, so they are dropped here by an explicit layer list).
 Source: SGLang 0.5.23 `srt/state_capturer/routed_experts.py`.
 """

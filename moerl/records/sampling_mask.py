@@ -66,11 +66,11 @@ def _check_range(ids: Array, vocab_size: int) -> None:
         raise RecordError("mask_range", f"a kept id lies outside 0..{vocab_size - 1}")
 
 
-def concat(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def concat(masks: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Join CSR pieces of consecutive sampled tokens."""
-    if not parts:
+    if not masks:
         return np.zeros(1, np.int64), np.zeros(0, np.int32)
-    starts = np.cumsum([0] + [len(ids) for _, ids in parts])
+    starts = np.cumsum([0] + [len(ids) for _, ids in masks])
     offsets = [np.zeros(1, np.int64)]
-    offsets += [part[1:] + start for (part, _), start in zip(parts, starts, strict=False)]
-    return np.concatenate(offsets), np.concatenate([ids for _, ids in parts])
+    offsets += [part[1:] + start for (part, _), start in zip(masks, starts, strict=False)]
+    return np.concatenate(offsets), np.concatenate([ids for _, ids in masks])

@@ -6,8 +6,8 @@ and uses the rows behind each token's log-probability.  With `replay.audit` the 
 keeps the re-prefilled rows, and then each part can be scored, or trained
 (`rollout.turn_rows: split`), with its own version's weights as if it were a separate rollout.
 
-When weights were updated in place nothing was prefilled again: the recorded rows are those of the
-KV cache, and the score of a later part differs by the cache entries of the older weights.
+When weights were updated in place nothing was prefilled again: the recorded rows belong to the KV
+cache, and the score of a later part differs by the cache entries of the older weights.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OfSampled = TypeVar("OfSampled", MaskBlob, LogprobBlob)
 def split_segments(rollout: Rollout) -> list[Rollout]:
     """One row per version span: earlier tokens are its context, its own tokens are sampled.
 
-    Rows of a part: those that the call which began it re-prefilled (the audit rows), then the ones
-    that its calls recorded.  Where nothing was prefilled again (the first span of one version, a
-    kept KV cache) the recorded ones are those of the prefix, too.
+    Rows of a part: the audit rows, which its first call re-prefilled, then the rows that its calls
+    recorded.  Where nothing was prefilled again (the first span of one version, a kept KV cache)
+    the recorded rows cover the prefix, too.
     Raises RecordError `audit_rows` when a re-prefilled prefix has none.
     """
     positions = np.flatnonzero(rollout.loss_mask)
@@ -77,15 +77,15 @@ def _call_begin(rollout: Rollout, position: int) -> int:
     return begins[-1] if begins else 0
 
 
-def _recorded(parts: Sequence[Rows], stop: int) -> tuple[Rows, ...]:
-    return tuple(part for part in parts if part.row_begin < stop)
+def _recorded(recorded: Sequence[Rows], stop: int) -> tuple[Rows, ...]:
+    return tuple(part for part in recorded if part.row_begin < stop)
 
 
 def _prefilled(
-    parts: Sequence[Rows], audit: Sequence[Rows], begin: int, stop: int
+    recorded: Sequence[Rows], audit: Sequence[Rows], begin: int, stop: int
 ) -> tuple[Rows, ...]:
     prefix = [part for part in audit if part.row_end == begin][-1:]
-    own = [part for part in parts if begin <= part.row_begin < stop]
+    own = [part for part in recorded if begin <= part.row_begin < stop]
     return tuple(prefix + own)
 
 
@@ -121,5 +121,5 @@ def _tokens(rollout: Rollout, positions: Array, first: int, end: int) -> Rollout
     )
 
 
-def _sampled_in(parts: Sequence[OfSampled], first: int, end: int) -> tuple[OfSampled, ...]:
-    return tuple(replace(p, first=p.first - first) for p in parts if first <= p.first < end)
+def _sampled_in(blobs: Sequence[OfSampled], first: int, end: int) -> tuple[OfSampled, ...]:
+    return tuple(replace(p, first=p.first - first) for p in blobs if first <= p.first < end)

@@ -1,8 +1,8 @@
 """Folders and files that no other user of the machine can read, replace or prepare.
 
-Records hold prompts and answers, and a journal decides what is trained.  They lie in places such as
-/dev/shm and /tmp, where every user can make a folder or a symlink under a name that we will use.
-So a folder found there counts only if it is ours, a folder, and closed to others.
+Records hold prompts and answers, and a journal decides which rollouts are trained.  They lie in
+places such as /dev/shm and /tmp, where every user can make a folder or a symlink under a name that
+we will use.  So an entry of such a place counts only if it is ours, a folder, and closed to others.
 
 Rejected: random names (a run that resumes must find its folders again).
 """

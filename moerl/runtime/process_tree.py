@@ -15,34 +15,32 @@ Only descendants are ever signalled, never processes found by name or group.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from moerl.core import errors
+from moerl.runtime.reaper import PR_SET_PDEATHSIG, become_subreaper, prctl, reap
 
 STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def become_subreaper() -> None:
-    """Orphaned descendants of this process become its children instead of init's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+INTERRUPT = "the run was interrupted"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that `SignalWatch` notices
 
 
 def die_with_parent() -> None:
     """Ask the kernel to send SIGTERM to this process when its parent dies."""
     parent = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died between the two calls
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,7 +57,7 @@ def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
     deadline = time.monotonic() + grace_s
     while _descendants(mark) and time.monotonic() < deadline:
         if mark is None:
-            _reap()
+            reap()
         time.sleep(0.05)
     killed = 0
     deadline = time.monotonic() + 5.0
@@ -67,7 +65,7 @@ def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
         for process in left:
             killed += _signal(process, signal.SIGKILL)
         if mark is None:
-            _reap()
+            reap()
         time.sleep(0.05)
     return killed
 
@@ -104,7 +102,7 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
     Returns the root's exit status, 128 + n when signal n ended it.
     """
     become_subreaper()
-    root = subprocess.Popen(command, start_new_session=True)
+    root = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -121,6 +119,49 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
             flush=True,
         )
     return code if code >= 0 else 128 - code
+
+
+class Interrupted(errors.MoerlError):
+    """Ctrl-C or SIGTERM."""
+
+
+class SignalWatch:
+    """Ctrl-C and SIGTERM: noticed by the loop, or by a thread when the loop hangs.
+
+    Python runs a signal handler between two bytecodes of the main thread, so never while that
+    thread is inside a call of C that does not return, as Ray's calls do when its server is gone.
+    The kernel writes to the wake-up descriptor in any case, and a thread reads it.  The main thread
+    calls all methods.
+    """
+
+    def __init__(self, end_at_once: Callable[[], None], patience_s: float = 10.0) -> None:
+        """end_at_once: a thread calls it when no `check` follows a signal within patience_s."""
+        self._end_at_once, self._patience_s = end_at_once, patience_s
+        self._came, self._noticed = threading.Event(), threading.Event()
+
+    def install(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for signum in _SIGNALS:
+            signal.signal(signum, self._note)
+        threading.Thread(target=self._watch, daemon=True, name="signals").start()
+
+    def check(self) -> None:
+        """Raises Interrupted after a signal.  Call often."""
+        if self._came.is_set():
+            self._noticed.set()
+            raise Interrupted(INTERRUPT)
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self._came.set()  # an exception raised here would surface inside Ray
+
+    def _watch(self) -> None:
+        while self._reader.recv(1)[0] not in _SIGNALS:
+            pass
+        self._came.set()
+        if not self._noticed.wait(self._patience_s):
+            self._end_at_once()
 
 
 def serving(pids: Mapping[str, int], logs: Path) -> list[tuple[int, Path]]:
@@ -159,9 +200,9 @@ def ending_of(code: int) -> str:
 
 
 def error_in(log: Path, begin: int = 0) -> str:
-    """What a job's log says of its end, from byte `begin` on.
+    """The cause of a job's end in its log, from byte `begin` on.
 
-    The first error that a rank reported in one sentence: the others fail because that one did.
+    The first error that a rank reported in a sentence: other ranks fail because of it.
     Else the last error, else the last line.
     """
     text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
@@ -191,21 +232,9 @@ def _dead_children() -> list[int]:
     return dead
 
 
-def _reap() -> None:
-    """Collect adopted zombies."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
 def _signal(process: psutil.Process, signum: int) -> int:
     try:
         process.send_signal(signum)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0
     return 1
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

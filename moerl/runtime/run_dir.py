@@ -155,10 +155,10 @@ class RunDir:
         return max(self.finished_checkpoints(), default=None)
 
     def latest_whole_checkpoint(self) -> tuple[Path | None, dict[Path, str]]:
-        """Folder of the newest checkpoint that lacks no bytes, and what newer ones lack.
+        """Folder of the newest checkpoint that lacks no bytes, and the faults of newer checkpoints.
 
-        Raises ModelError when there are checkpoints, or damaged ones that were set aside, but none
-        is whole: a run does not start over without being asked.
+        Raises ModelError when checkpoints exist, also damaged and set aside, but none is whole: a
+        run starts over only on request.
         """
         torn: dict[Path, str] = {}
         for _, path in reversed(self._named_checkpoints()):
@@ -219,7 +219,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def torn_checkpoint(folder: Path) -> str:
     """Why a checkpoint lacks bytes, by the sizes in its manifest; empty when it lacks none."""
     try:
-        files = read_manifest(folder).get("files", {})
+        files = read_manifest(folder).get("files")
+        if not files:
+            return "manifest.json lists no files"
         if not (folder / "metadata.json").stat().st_size:
             return "metadata.json is empty"
         for name, (size, _) in files.items():
@@ -370,7 +372,7 @@ class Endpoints:
 
 @contextlib.contextmanager
 def state_lock(run: RunDir) -> Iterator[None]:
-    """Protects state.json, and what only the newest trainer may do, also between nodes."""
+    """Protects state.json, and acts of the newest trainer alone, also between nodes."""
     with (run.root / ".state.lock").open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

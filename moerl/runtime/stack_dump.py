@@ -1,6 +1,6 @@
 """Thread stacks of a hanging process, written into its log on SIGURG.
 
-A timeout names what is waited for; the stacks show why.  The signal handler is C code
+A timeout names the call; the stacks show why.  The signal handler is C code
 (faulthandler), so it works in a process that hangs inside C or holds the interpreter lock; a
 process that did not register ignores the signal.
 """

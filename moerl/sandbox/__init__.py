@@ -1,1 +1,1 @@
-"""Isolated processes for rewards, environments and tools: limits, system calls, boxes."""
+"""Isolated processes for rewards, environments and tools: limits, system calls, sandboxes."""

@@ -1,11 +1,12 @@
 """Isolated programs: rewards, environments and tools run in one, with limits and a deadline.
 
-`isolation_of` chooses what this machine can enforce, `Isolation.open` starts a program that answers
-requests (`Box`), `Isolation.run` one that runs to its end.  Two kinds, `task.isolation`:
+`isolation_of` chooses the strongest limits that this machine can enforce.  `Isolation.open` starts
+a program that answers requests (`IsolatedProgram`), `Isolation.run` runs a program to its end.  The
+kinds of `task.isolation`:
 
-- process: a session of its own below a keeper process, which ends every descendant; environment by
+- process: a session of its own below a reaper process, which ends every descendant; environment by
   an allow list; limits of memory, processes, files and output; no new privileges.  This contains
-  mistakes.  It is no wall: without a change of user the program may read what the user can read.
+  mistakes.  It is no wall: without a change of user the program may read all files of the user.
 - bwrap: in addition namespaces (bubblewrap): no network, no processes but its own, and a file
   system that holds the interpreter, this package and `task.read_paths`, all read-only.
 
@@ -20,7 +21,6 @@ import json
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,29 +33,29 @@ from signal import Signals
 from typing import IO, Literal
 
 from moerl.config.task_programs import TaskLimits
-from moerl.sandbox import reaper
+from moerl.runtime import reaper
+from moerl.runtime.frames import HEAD, framed, size_in
 from moerl.sandbox.pids_cgroup import PidsCgroup, make_cgroup
 from moerl.sandbox.syscall_filter import syscall_filter
 
-KEEPER = str(Path(reaper.__file__).resolve())
-_END_S = 10.0  # most seconds for a keeper to end its program
-_LENGTH = struct.Struct("!Q")
+REAPER = str(Path(reaper.__file__).resolve())
+_END_S = 10.0  # most seconds for a reaper to end its program
 _OWN_UIDS, _UIDS_PER_PROCESS = 2**31, 511  # user ids of programs, by the process that starts them
 _DYNAMIC_UIDS = range(61184, 65520)  # where few ids are mapped: those of systemd's dynamic users
 _serial = count()
 
 
-class BoxError(Exception):
+class SandboxError(Exception):
     """A program that did not answer; the message continues "the program ..."."""
 
 
-class BoxTimeout(BoxError):
+class SandboxTimeout(SandboxError):
     """A program that did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What `Isolation.run` returns."""
+    """The result of `Isolation.run`."""
 
     code: int
     out: bytes
@@ -63,29 +63,29 @@ class Finished:
     why: Literal["exit", "timeout", "output"]  # timeout, output: it was killed
 
 
-class Box:
+class IsolatedProgram:
     """A running program that answers one request at a time; both are a length and bytes."""
 
     def __init__(self, kept: SandboxedProcess, data: socket.socket, most: int) -> None:
-        """most: bytes of a reply."""
+        """Talk to a program over `data`.  most: bytes of a reply."""
         self._kept, self._data, self._most = kept, data, most
 
     @property
     def pid(self) -> int:
-        """Of the keeper."""
+        """Pid of the reaper."""
         return self._kept.process.pid
 
     def call(self, request: bytes, timeout_s: float) -> bytes:
-        """The reply.  Raises BoxError, after which the box must be closed."""
+        """The reply.  Raises SandboxError, after which the sandbox must be closed."""
         deadline = time.monotonic() + timeout_s
         try:
             self._data.settimeout(timeout_s)
-            self._data.sendall(_LENGTH.pack(len(request)) + request)
+            self._data.sendall(framed(request))
             return self._reply(deadline)
         except TimeoutError:
-            raise BoxTimeout(f"took longer than {timeout_s:g} s") from None
+            raise SandboxTimeout(f"took longer than {timeout_s:g} s") from None
         except OSError:
-            raise BoxError(self._kept.how_it_ended()) from None
+            raise SandboxError(self._kept.how_it_ended()) from None
 
     def close(self) -> None:
         """End the program and everything that it started; also from another thread."""
@@ -96,7 +96,7 @@ class Box:
 
     def _reply(self, deadline: float) -> bytes:
         """The next length and as many bytes; nothing may follow them."""
-        data, size = bytearray(), _LENGTH.size
+        data, size = bytearray(), HEAD
         while len(data) < size:
             if (wait_s := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
@@ -105,28 +105,28 @@ class Box:
             if not part:
                 raise ConnectionError
             data += part
-            if len(data) >= _LENGTH.size:
-                size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-            if max(size, len(data)) > _LENGTH.size + self._most:
-                raise BoxError(f"replied with more than {self._most} bytes")
+            if len(data) >= HEAD:
+                size = HEAD + size_in(data)
+            if max(size, len(data)) > HEAD + self._most:
+                raise SandboxError(f"replied with more than {self._most} bytes")
         if len(data) > size:
-            raise BoxError("replied twice")
-        return bytes(data[_LENGTH.size :])
+            raise SandboxError("replied twice")
+        return bytes(data[HEAD:])
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxedProcess:
-    """A keeper with its program."""
+    """A reaper with its program."""
 
     process: subprocess.Popen[bytes]
-    control: socket.socket  # closed: the keeper ends everything
+    control: socket.socket  # closed: the reaper ends everything
     cgroup: PidsCgroup | None
 
     def end(self) -> None:
         self.control.close()
         try:
             self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:  # a program with our user id has stopped the keeper
+        except subprocess.TimeoutExpired:  # a program with our user id has stopped the reaper
             self.process.kill()
             self.process.wait()
         if self.cgroup is not None:
@@ -155,9 +155,9 @@ class Isolation:
     changes_user: bool = False
     cgroups: Path | None = None  # where a pids cgroup is made for each program
 
-    def open(self, argv: Sequence[str]) -> Box:
+    def open(self, argv: Sequence[str]) -> IsolatedProgram:
         """Start a program that answers requests on its standard input and output."""
-        return Box(*self.connect(argv), self.limits.reply_kb * 1024)
+        return IsolatedProgram(*self.connect(argv), self.limits.reply_kb * 1024)
 
     def connect(self, argv: Sequence[str]) -> tuple[SandboxedProcess, socket.socket]:
         """Start a program, and the other end of its standard input and output."""
@@ -185,9 +185,9 @@ class Isolation:
         return Finished(kept.process.returncode, *texts, why)
 
     def command(self, argv: Sequence[str], control: int, cgroup: str = "") -> list[str]:
-        """The program below its keeper.  control: the keeper's descriptor of the socket."""
+        """The program below its reaper.  control: the reaper's descriptor of the socket."""
         spec = json.dumps(self._spec(control, cgroup))
-        python = [sys.executable, "-I", "-S", KEEPER]
+        python = [sys.executable, "-I", "-S", REAPER]
         return [*python, "keep", spec, *self.wrapper, *python, "enter", spec, *argv]
 
     def _start(
@@ -246,7 +246,7 @@ def _is_mapped(number: int, kind: str) -> bool:
 def _read_both(
     out: IO[bytes], err: IO[bytes], deadline: float, most: int
 ) -> tuple[tuple[bytes, bytes], Literal["exit", "timeout", "output"]]:
-    """What a program prints, at most `most` bytes of each, and why reading ended."""
+    """Both outputs of a program, at most `most` bytes of each, and why reading ended."""
     texts = {out.fileno(): b"", err.fileno(): b""}
     reading = set(texts)
     watched = select.poll()  # descriptors may be above what select takes

@@ -1,7 +1,7 @@
-"""What this machine can enforce of `task.isolation`; for bwrap it is tried, not assumed.
+"""Limits of `task.isolation` that this machine can enforce; bwrap is tried, not assumed.
 
-A box is used only if a test program in it found no network, no right, no foreign process, nothing
-to write to, and could not start more processes than its limit.
+A sandbox is used only if a test program in it found no network, no capability, no foreign process
+and no writable folder, and could not start more processes than its limit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import moerl
-from moerl.config.evaluating import check_isolation
 from moerl.config.functions import source_of
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
+from moerl.config.task_tables import check_isolation
 from moerl.core.errors import ConfigError, MoerlError
-from moerl.sandbox.isolation import KEEPER, Isolation, fresh_uid
+from moerl.sandbox.isolation import REAPER, Isolation, fresh_uid
 from moerl.sandbox.pids_cgroup import cgroup_parent
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ _ENVIRONMENT = (
     ),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-SCRATCH = "/scratch"  # the one folder of a box that can be written
+SCRATCH = "/scratch"  # the one folder of a sandbox that can be written
 _KERNEL = Path("/proc/sys")
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
-# Started inside a box: what it can do, as JSON.
+# Started inside a sandbox: what it can do, as JSON.
 _TRIAL = """
 import ctypes, json, os, socket, sys, time
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
@@ -78,7 +78,7 @@ print(json.dumps([name for name, is_so in found.items() if is_so]))
 
 
 class NoSandbox(MoerlError):
-    """This machine cannot make a box that holds, and why."""
+    """This machine cannot make a sandbox that holds, and why."""
 
 
 def isolation_of(task: TaskConfig) -> Isolation:
@@ -120,7 +120,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
 
 
 def _needed(task: TaskConfig) -> Iterator[str]:
-    """What a worker must be able to read: interpreter, this package, the task's own modules."""
+    """Paths that a worker must read: interpreter, this package, the task's own modules."""
     yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
     for setting in (task.reward, task.environment, task.agent.environment):
         if ":" in setting and (source := source_of(setting)):
@@ -135,34 +135,34 @@ def _others_may_read(path: str) -> bool:
 
 def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
     try:
-        return make_boxed(plain.limits, plain.environment, _visible(task))
+        return make_sandboxed(plain.limits, plain.environment, _visible(task))
     except NoSandbox as error:
         raise ConfigError("task.isolation", "bwrap", str(error)) from None
 
 
-def make_boxed(
+def make_sandboxed(
     limits: TaskLimits, environment: Mapping[str, str], paths: Iterable[str]
 ) -> Isolation:
-    """Boxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
+    """Sandboxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
 
-    Raises NoSandbox where this machine cannot make one that holds.
+    Raises NoSandbox where this machine cannot make a sandbox that holds.
     """
     files = list(_binds(paths, limits.file_mb))
     environment = {**environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
     program, trials = _find_bwrap(), []
     for isolation in _kinds(Isolation(limits, environment, scratch=SCRATCH)):
         own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
-        kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `keeper.enter` drops them
+        kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # `reaper.enter` drops them
         caps = ("--cap-drop", "ALL", *(kept if isolation.changes_user else ()))
-        boxed = replace(isolation, wrapper=(program, *_FIXED, *own_user, *caps, *files, "--"))
-        if not (problem := _problem(boxed)):
-            return boxed
+        sandboxed = replace(isolation, wrapper=(program, *_FIXED, *own_user, *caps, *files, "--"))
+        if not (problem := _problem(sandboxed)):
+            return sandboxed
         trials.append(problem)
     raise NoSandbox(f"this machine refuses it: {'; '.join([*trials, *_switched_off()])}")
 
 
 def _switched_off() -> Iterator[str]:
-    """What the kernel's settings take away of what a box needs."""
+    """Settings of the kernel that refuse the needs of a sandbox."""
     for file, off in (
         ("user/max_user_namespaces", "0"),
         ("kernel/unprivileged_userns_clone", "0"),
@@ -185,10 +185,10 @@ def _kinds(plain: Isolation) -> Iterator[Isolation]:
         yield replace(plain, cgroups=parent)
 
 
-def _problem(boxed: Isolation) -> str:
-    """What a test program can do in the box that it must not; "" if nothing."""
-    python = [sys.executable, "-I", "-S", "-c", _TRIAL, str(boxed.limits.processes)]
-    done = boxed.run(python, timeout_s=_TRY_S, max_output=1 << 16)
+def _problem(sandboxed: Isolation) -> str:
+    """Forbidden things that a test program can do in the sandbox; "" if it can do none."""
+    python = [sys.executable, "-I", "-S", "-c", _TRIAL, str(sandboxed.limits.processes)]
+    done = sandboxed.run(python, timeout_s=_TRY_S, max_output=1 << 16)
     if done.code or done.why != "exit":
         last = done.err.decode(errors="replace").strip().splitlines()[-1:]
         return f"{(last or ['no answer'])[0]} ({done.why} {done.code})"
@@ -216,9 +216,9 @@ _FIXED = (
 
 
 def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
-    """Options that make the file system of a box, read-only but for its scratch folder.
+    """Options that make the file system of a sandbox, read-only but for its scratch folder.
 
-    /tmp is that folder too, unless it holds something that the box reads.
+    /tmp is that folder too, unless it holds something that the sandbox reads.
     """
     paths = sorted({os.path.abspath(path) for path in (*_system(), *visible)})
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
@@ -237,8 +237,8 @@ def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
 
 
 def _system() -> Iterator[str]:
-    """Interpreter, libraries, and the keeper, which starts each program."""
-    yield from ("/usr", sys.base_prefix, sys.prefix, KEEPER)
+    """Interpreter, libraries, and the reaper, which starts each program."""
+    yield from ("/usr", sys.base_prefix, sys.prefix, REAPER)
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"):
         if os.path.exists(name) and not os.path.islink(name):
             yield name

@@ -20,7 +20,7 @@ class PidsCgroup:
     folder: Path
 
     def end(self) -> None:
-        """Kill what is in it, also what its keeper has lost, and remove it."""
+        """Kill all processes in it, also processes that its reaper has lost, and remove it."""
         deadline = time.monotonic() + 5.0
         while self.folder.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
@@ -35,7 +35,7 @@ class PidsCgroup:
 
 
 def cgroup_parent() -> Path | None:
-    """The folder in which this process can make pids cgroups, if there is one."""
+    """The folder in which this process can make pids cgroups, or None."""
     for folder in _own_folders():
         try:
             make_cgroup(folder, 1).end()

@@ -1,8 +1,8 @@
-"""Boxes for tools of agents: one per episode, never shared, with a pool of started ones.
+"""Sandboxes for tools of agents: one per episode, never shared, with a pool of started sandboxes.
 
-A box is made by moerl.sandbox.limits, as that of a reward: bubblewrap, a user of its own, limits,
-no network.  In it moerl.sandbox.server starts programs; nothing that they do raises here.
-Without a sandbox nothing is started: `ToolSandbox` raises NoSandbox with what the machine lacks.
+A sandbox of tools is made as the sandbox of a reward (`moerl.sandbox.limits`): bubblewrap, a user
+of its own, limits, no network.  In it `moerl.sandbox.server` starts programs; nothing that they do
+raises here.  `SandboxFactory` raises NoSandbox, and says why, where the machine can make none.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Literal
 import msgspec
 
 from moerl.config.task_programs import TaskLimits
+from moerl.runtime import frames
 from moerl.sandbox import server
-from moerl.sandbox.isolation import Box, BoxError, Isolation
-from moerl.sandbox.limits import NoSandbox, make_boxed
+from moerl.sandbox.isolation import IsolatedProgram, Isolation, SandboxError
+from moerl.sandbox.limits import NoSandbox, make_sandboxed
 
 TOOL_LIMITS = TaskLimits(memory_mb=1024, cpu_s=30, processes=32, file_mb=64, open_files=256)
-_SERVER = str(Path(server.__file__).resolve())
-_GRACE_S = 3.0  # for the server of a box, which ends what takes too long
+_SERVER, _FRAMES = str(Path(server.__file__).resolve()), str(Path(frames.__file__).resolve())
+_GRACE_S = 3.0  # for the server of a sandbox, which ends what takes too long
 _START_S = 60.0
 _REQUEST_BYTES = 4 << 20  # of code, input or contents; the server holds it outside the limits
 _PACKAGES = ("purelib", "platlib")
 # Without `site`: start-up files of packages (*.pth) take longer than Python, and may import what a
-# box does not show.  The packages are in PYTHONPATH.
+# sandbox does not show.  The packages are in PYTHONPATH.
 _INTERPRETER = os.path.abspath(getattr(sys, "_base_executable", sys.executable))
 _PYTHON = (_INTERPRETER, "-s", "-S", "-c")
 _ONCE = """
@@ -50,10 +51,10 @@ Why = Literal["exit", "timeout", "output", "memory", "refused", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """How a program in a box ended.
+    """How a program in a sandbox ended.
 
     why: exit: by itself, with `code` (negative: the signal).  timeout, output, memory: at a limit,
-    by force.  refused: not started, `err` says why.  lost: the box has ended, with its files.
+    by force.  refused: not started, `err` says why.  lost: the sandbox has ended, with its files.
     """
 
     code: int
@@ -63,21 +64,23 @@ class ToolOutput:
     lost_variables: bool = False  # the interpreter of a session has ended
 
 
-class _Head(msgspec.Struct, frozen=True):
+class _ReplyHead(msgspec.Struct, frozen=True):
     code: int
     why: Literal["exit", "timeout", "output", "memory"]
     out: int
     lost: bool
 
 
-class ToolSandbox:
-    """Makes boxes; tried on this machine first."""
+class SandboxFactory:
+    """Makes sandboxes; tries one on this machine first."""
 
     def __init__(self, limits: TaskLimits = TOOL_LIMITS, read_paths: Sequence[str] = ()) -> None:
-        """read_paths: files and folders that programs see besides Python and /usr, read-only.
+        """Try whether this machine can make a sandbox that holds.
 
-        `limits.memory_mb` is for each process and for all processes and files of a box together.
-        Raises NoSandbox where this machine cannot make a box that holds.
+        read_paths: files and folders that programs see besides Python and /usr, read-only.
+
+        `limits.memory_mb` holds for each process, and for all processes and files together.
+        Raises NoSandbox where this machine cannot make a sandbox that holds.
         """
         for path in read_paths:
             if not os.path.exists(path):
@@ -94,15 +97,15 @@ class ToolSandbox:
             "memory_bytes": limits.memory_mb << 20,
             "cpu_s": limits.cpu_s,
         }
-        made = make_boxed(limits, environment, (_SERVER, *read_paths))
+        made = make_sandboxed(limits, environment, (_SERVER, _FRAMES, *read_paths))
         # A reply holds both outputs; what they may have is asked for in each request.
         self._isolation: Isolation = replace(
             made, limits=replace(limits, reply_kb=2 * limits.reply_kb + 64)
         )
         self._most = limits.reply_kb * 1024
 
-    def open_box(self) -> Sandbox:
-        """A box with an empty workspace."""
+    def open(self) -> Sandbox:
+        """A sandbox with an empty workspace."""
         settings = msgspec.json.encode(self._settings).decode()
         return Sandbox(
             self._isolation.open([sys.executable, "-E", "-s", "-S", _SERVER, settings]), self._most
@@ -110,18 +113,18 @@ class ToolSandbox:
 
 
 class Sandbox:
-    """One box; its methods block, and return also when whatever runs in it misbehaves."""
+    """One sandbox; its methods block, and return also when whatever runs in it misbehaves."""
 
-    def __init__(self, box: Box, most: int) -> None:
-        """most: bytes of each output that a request can ask for."""
-        self._box, self._most = box, most
+    def __init__(self, program: IsolatedProgram, most: int) -> None:
+        """Use the server of a sandbox.  most: bytes of each output that a request can ask for."""
+        self._program, self._most = program, most
         self._lock = threading.Lock()  # one request at a time
-        self.lost = ""  # why the box has ended
+        self.lost = ""  # why the sandbox has ended
 
     @property
     def pid(self) -> int:
-        """The parent process of the box, outside of it."""
-        return self._box.pid
+        """The parent process of the sandbox, outside of it."""
+        return self._program.pid
 
     def run(
         self,
@@ -137,7 +140,7 @@ class Sandbox:
     def python(
         self, code: str, *, timeout_s: float, max_output: int, keeps: bool = False
     ) -> ToolOutput:
-        """Run code in an interpreter; keeps: in that of the last call, with its variables."""
+        """Run code in an interpreter.  keeps: continue the last interpreter, with its variables."""
         data = code.encode(errors="surrogatepass")
         if keeps:
             return self._ask("session", data, timeout_s, max_output, argv=_PYTHON)
@@ -152,9 +155,9 @@ class Sandbox:
         return self._ask("write", data, timeout_s, 1 << 12, path=path)
 
     def close(self) -> None:
-        """End everything in the box; its files are gone."""
+        """End everything in the sandbox; its files are gone."""
         self.lost = self.lost or "was closed"
-        self._box.close()
+        self._program.close()
 
     def _ask(
         self,
@@ -169,7 +172,7 @@ class Sandbox:
         if len(data) > _REQUEST_BYTES:
             problem = f"{len(data)} bytes are more than the {_REQUEST_BYTES} that a call can have"
             return ToolOutput(-1, b"", problem.encode(), "refused")
-        request: server.BoxRequest = {
+        request: server.SandboxRequest = {
             "op": op,
             "argv": list(argv),
             "path": path,
@@ -188,59 +191,59 @@ class Sandbox:
     def _call(self, request: bytes, timeout_s: float) -> ToolOutput:
         if not self.lost:
             try:
-                line, _, rest = self._box.call(request, timeout_s + _GRACE_S).partition(b"\n")
-                head = msgspec.json.decode(line, type=_Head)
+                line, _, rest = self._program.call(request, timeout_s + _GRACE_S).partition(b"\n")
+                head = msgspec.json.decode(line, type=_ReplyHead)
                 out, err = rest[: head.out], rest[head.out :]
                 return ToolOutput(head.code, out, err, head.why, head.lost)
-            except (BoxError, OSError) as error:
+            except (SandboxError, OSError) as error:
                 self.lost = str(error)
             except msgspec.MsgspecError:
                 self.lost = "answered with bytes that are no answer"
-            self._box.close()
+            self._program.close()
         return ToolOutput(-1, b"", b"", "lost")
 
 
 class SandboxPool:
-    """Opens boxes ahead of their use, in threads; each is given to one episode only."""
+    """Opens sandboxes ahead of their use, in threads; each is given to one episode only."""
 
-    def __init__(self, sandbox: ToolSandbox, warm: int = 2) -> None:
-        """warm: started boxes that wait for an episode."""
-        self._sandbox, self._warm = sandbox, warm
+    def __init__(self, factory: SandboxFactory, warm: int = 2) -> None:
+        """Start the first sandboxes.  warm: number of sandboxes that wait for an episode."""
+        self._factory, self._warm = factory, warm
         self._ready: deque[Sandbox] = deque()
         self._open: set[Sandbox] = set()
         self._starting = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="boxes")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="sandboxes")
         self._refill()
 
     @property
     def waiting(self) -> int:
-        """Started boxes that no episode has."""
+        """Started sandboxes that no episode has."""
         return len(self._ready)
 
     def take(self) -> Sandbox:
-        """A box that nobody else has had; the caller gives it to `end`.  Raises BoxError."""
+        """An unused sandbox; the caller gives it to `end`.  Raises SandboxError."""
         with self._lock:
-            box = self._ready.popleft() if self._ready else None
+            sandbox = self._ready.popleft() if self._ready else None
         self._refill()
-        if box is None or box.lost:
-            box = self._start()
-        return box
+        if sandbox is None or sandbox.lost:
+            sandbox = self._start()
+        return sandbox
 
-    def end(self, box: Sandbox) -> None:
-        """Close a box; it is not used again."""
-        box.close()
+    def end(self, sandbox: Sandbox) -> None:
+        """Close a sandbox; it is not used again."""
+        sandbox.close()
         with self._lock:
-            self._open.discard(box)
+            self._open.discard(sandbox)
 
     def close(self) -> None:
-        """Close all boxes, those of episodes too."""
+        """Close all sandboxes, also the sandboxes of running episodes."""
         with self._lock:
             self._closed = True
         self._threads.shutdown(cancel_futures=True)
-        for box in list(self._open):
-            self.end(box)
+        for sandbox in list(self._open):
+            self.end(sandbox)
 
     def _refill(self) -> None:
         with self._lock:
@@ -252,25 +255,25 @@ class SandboxPool:
                 self._threads.submit(self._start_one)
 
     def _start_one(self) -> None:
-        box = None
-        with contextlib.suppress(BoxError):  # `take` will try, and say why
-            box = self._start()
+        sandbox = None
+        with contextlib.suppress(SandboxError):  # `take` will try, and say why
+            sandbox = self._start()
         with self._lock:
             self._starting -= 1
-            if box is not None:
-                self._ready.append(box)
+            if sandbox is not None:
+                self._ready.append(sandbox)
 
     def _start(self) -> Sandbox:
-        """A box that has answered."""
+        """A sandbox that has answered."""
         try:
-            box = self._sandbox.open_box()
+            sandbox = self._factory.open()
         except OSError as error:
-            raise BoxError(f"could not be started: {error}") from None
+            raise SandboxError(f"could not be started: {error}") from None
         with self._lock:
-            self._open.add(box)
+            self._open.add(sandbox)
             closed = self._closed
-        if closed or box.run(["true"], timeout_s=_START_S, max_output=1).why == "lost":
-            problem = box.lost or "was closed"
-            self.end(box)
-            raise BoxError(problem)
-        return box
+        if closed or sandbox.run(["true"], timeout_s=_START_S, max_output=1).why == "lost":
+            problem = sandbox.lost or "was closed"
+            self.end(sandbox)
+            raise SandboxError(problem)
+        return sandbox

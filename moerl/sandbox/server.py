@@ -1,8 +1,8 @@
-"""First process of a box for tools: starts programs in it and answers with what they printed.
+"""First process of a sandbox for tools: starts programs in it and answers with their output.
 
-Run by path with `python -S`, with the standard library only, as moerl.sandbox.reaper is.  Requests
-and replies are a length and bytes on standard input: a line of JSON and what follows it.  What a
-request starts has no descriptor of this process and cannot signal or trace it, and ends with the
+Run by path with `python -S`, with the standard library only, as moerl.runtime.reaper is.  Requests
+and replies are a length and bytes on standard input: a line of JSON, then data.  A program that a
+request starts has no descriptor of this process, cannot signal or trace it, and ends with the
 answer.  Only the interpreter of `Session` stays, stopped, until the next request for it.
 """
 
@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,18 +25,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 if TYPE_CHECKING or __package__:
-    from moerl.sandbox import reaper
-else:
-    import reaper  # a box shows these two files, and not the package
+    from moerl.runtime import frames, reaper
+else:  # a sandbox shows these three files, and not the package
+    sys.path.append(f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}/runtime")
+    import frames
+    import reaper
 
-_LENGTH = struct.Struct("!Q")
-_CHECK_S = 0.05  # between two looks at the memory of a box
+_CHECK_S = 0.05  # between two looks at the memory of a sandbox
 _INODE_BYTES = 1024  # of memory for a file without contents
 _PAGE = resource.getpagesize()
 _SOCKET = 3  # of the interpreter of a session
 
 
-class BoxRequest(TypedDict):
+class SandboxRequest(TypedDict):
     """The line of JSON; bytes that follow are standard input, code, or contents of a file."""
 
     op: str  # run, session, read, write
@@ -48,12 +48,12 @@ class BoxRequest(TypedDict):
 
 
 class ServerSettings(TypedDict):
-    memory_bytes: int  # of all processes and files of the box; 0 = no limit
+    memory_bytes: int  # of all processes and files of the sandbox; 0 = no limit
     cpu_s: int  # of each process in one request; 0 = no limit
 
 
 class Ended(NamedTuple):  # dataclasses would double the time of a start
-    """How a program ended, and what it printed."""
+    """How a program ended, and its output."""
 
     code: int
     why: str  # exit, timeout, output, memory
@@ -75,7 +75,7 @@ class Started(NamedTuple):
     ready: int
 
 
-class BoxServer:
+class SandboxServer:
     """Answers requests one after the other."""
 
     def __init__(self, connection: socket.socket, settings: ServerSettings) -> None:
@@ -85,15 +85,15 @@ class BoxServer:
 
     def serve(self) -> None:
         """Until the other end closes the connection."""
-        while data := _receive(self._connection):
+        while data := frames.receive(self._connection):
             line, _, rest = data.partition(b"\n")
             try:
                 reply = self._answer(json.loads(line), rest).pack()
             except OSError as error:  # no process, descriptor or memory is left
                 reply = self._without_session(error).pack()
-            self._connection.sendall(_LENGTH.pack(len(reply)) + reply)
+            frames.send(self._connection, reply)
 
-    def _answer(self, request: BoxRequest, given: bytes) -> Ended:
+    def _answer(self, request: SandboxRequest, given: bytes) -> Ended:
         if request["op"] == "session":
             return self._in_session(request, given)
         acts: dict[str, Callable[[], None]] = {
@@ -107,12 +107,12 @@ class BoxServer:
         self._end_others()
         return _ended(child, reading, why, code)
 
-    def _in_session(self, request: BoxRequest, code: bytes) -> Ended:
+    def _in_session(self, request: SandboxRequest, code: bytes) -> Ended:
         """Run code in the interpreter that keeps its variables; a new one where it has ended."""
         session = self._continued(request["argv"])
         with socket.socket(fileno=os.dup(session.ready)) as line, contextlib.suppress(OSError):
             line.settimeout(request["timeout_s"])
-            line.sendall(_LENGTH.pack(len(code)) + code)
+            frames.send(line, code)
         reading, why = self._read(session, request)
         answer = b""
         if why == "exit":
@@ -137,7 +137,7 @@ class BoxServer:
             _end(session.pid, at_once=True)
             _close(session)
         self._end_others()
-        text = f"the box could not start it: {error.strerror}\n"
+        text = f"the sandbox could not start it: {error.strerror}\n"
         return Ended(127, "exit", b"", text.encode(), lost=session is not None)
 
     def _continued(self, argv: list[str]) -> Started:
@@ -151,8 +151,8 @@ class BoxServer:
         self._session = child._replace(ready=ours.detach())
         return self._session
 
-    def _read(self, child: Started, request: BoxRequest) -> tuple[_Reading, str]:
-        """What a child prints until it is ready, and why reading ended."""
+    def _read(self, child: Started, request: SandboxRequest) -> tuple[_Reading, str]:
+        """Output of a child until it is ready, and why reading ended."""
         reading = _Reading(child, request["max_output"])
         return reading, reading.until(time.monotonic() + request["timeout_s"], self._has_memory)
 
@@ -160,11 +160,11 @@ class BoxServer:
         """End all that requests have started but the interpreter of the session."""
         spare = {self._session.pid} if self._session else ()
         if reaper.has_children():
-            reaper.end_descendants(spare)
+            reaper.kill_descendants(spare)
 
     def _has_memory(self) -> bool:
         most = self._settings["memory_bytes"]
-        return not most or _memory_of_box(self._home) <= most
+        return not most or _memory_of_sandbox(self._home) <= most
 
     def _start(self, act: Callable[[], None], given: bytes, answers: int = -1) -> Started:
         """A child in a session of its own; it ends when `act` returns."""
@@ -233,7 +233,7 @@ class _Reading:
                 return "exit"
 
     def rest(self) -> None:
-        """What is in the pipes already."""
+        """Read the bytes that are in the pipes already."""
         for descriptor in list(self._open):
             os.set_blocking(descriptor, False)
             with contextlib.suppress(BlockingIOError):
@@ -264,7 +264,7 @@ def _become(argv: list[str]) -> None:
 
 
 def _print_file(home: str, path: str, most: int) -> None:
-    """At most one byte more than `most`, so that the reader sees that there is more."""
+    """Print at most one byte more than `most`, so that the reader sees a longer file."""
     place = _inside(home, path)
     if stat.S_ISDIR(os.stat(place).st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", path)
@@ -304,7 +304,7 @@ def _complain(text: str) -> None:
 def _descriptors(
     theirs: contextlib.ExitStack, ours: contextlib.ExitStack
 ) -> tuple[int, int, int, int, int]:
-    """Input, and both ends of two pipes, each closed by one of the two; there may be none left."""
+    """Input, and both ends of two pipes; either stack closes its own.  Raises OSError."""
     found = []
     theirs.callback(os.close, stdin := os.memfd_create("stdin"))
     for _ in range(2):
@@ -349,8 +349,8 @@ def _close(child: Started) -> None:
         os.close(descriptor)
 
 
-def _memory_of_box(home: str) -> int:
-    """Resident bytes of all processes but this one, and bytes and inodes of files in memory."""
+def _memory_of_sandbox(home: str) -> int:
+    """Resident bytes of all other processes, and bytes and inodes of files in memory."""
     disk = os.statvfs(home)
     total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     total += (disk.f_files - disk.f_ffree) * _INODE_BYTES
@@ -362,14 +362,6 @@ def _memory_of_box(home: str) -> int:
                 )
                 total += (int(resident) - int(shared)) * _PAGE
     return total
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """The next message; empty at the end of the connection."""
-    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < _LENGTH.size:
-        return b""
-    return connection.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL)
 
 
 # Program of the interpreter of a session: code comes on _SOCKET, and a byte goes back.
@@ -400,15 +392,11 @@ _serve(socket.socket(fileno={_SOCKET}), {{"__name__": "__main__"}})
 
 
 def main() -> None:
-    connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
+    connection = frames.own_connection()
     reaper.become_subreaper()
     reaper.hide_memory(True)
     with contextlib.suppress(OSError):  # who asked has ended
-        BoxServer(connection, json.loads(sys.argv[1])).serve()
+        SandboxServer(connection, json.loads(sys.argv[1])).serve()
 
 
 if __name__ == "__main__":

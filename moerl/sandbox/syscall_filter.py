@@ -1,7 +1,8 @@
-"""A seccomp filter for boxes: calls that a policy's code has no use for, and bugs of kernels need.
+"""A seccomp filter for sandboxes.  It refuses calls that exploits of a kernel need and a policy's
+code does not.
 
-The form of a filter is described by prctl(2) and seccomp(2).  The process that answers for a box
-and what it starts have the same user; with this filter nothing in the box signals or starves it.
+prctl(2) and seccomp(2) describe the form of a filter.  The server of a sandbox and its children
+have the same user; with this filter no process in the sandbox signals or starves the server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import platform
 import struct
 from functools import cache
 
-from moerl.sandbox.reaper import GROUP_MARK, SERVER_MARK
+from moerl.runtime.reaper import GROUP_MARK, SERVER_MARK
 
 # Number on x86-64 (asm/unistd_64.h) and on aarch64 (asm-generic/unistd.h).
 REFUSED = {
@@ -74,7 +75,7 @@ OTHERS = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198)}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, audit number
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET
 _FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6; vsock, for one, is bound to no network namespace
-_FIRST, _ALL = 1, 0xFFFFFFFF  # bubblewrap, which ends the box; kill(-1)
+_FIRST, _ALL = 1, 0xFFFFFFFF  # bubblewrap, which ends the sandbox; kill(-1)
 _RETURN, _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT = 0x06, 0x20, 0x15, 0x35, 0x45
 _CALL, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -107,7 +108,7 @@ def syscall_filter() -> bytes:
 
 
 def _decided(call: int, tests: list[tuple[int, int]], then: int, otherwise: int) -> list[Row]:
-    """A call whose first argument, its low 32 bits, decides what is returned."""
+    """Rows for a call that its first argument, the low 32 bits, allows or refuses."""
     rows: list[Row] = [(_LOAD, 0, 0, _ARGUMENT)]
     rows += [(test, len(tests) - place, 0, value) for place, (test, value) in enumerate(tests)]
     rows += [(_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, then)]

@@ -1,6 +1,5 @@
 """Rewards in worker processes: outside the event loop, with a timeout."""
 
-from moerl.scoring.process import ProcessScorer
-from moerl.scoring.task_scorers import TaskScorers
+from moerl.scoring.process import ProcessScorer, TaskScorers
 
 __all__ = ["ProcessScorer", "TaskScorers"]

@@ -3,7 +3,7 @@
 A reward is user code that reads a policy's text: it may raise, hang, exit, print without end, start
 processes or return nonsense.  Each of these becomes a `ScoreError` of that response alone; a worker
 that does not answer is ended with everything that it started, and replaced.  The caller decides
-what a failed score means for the run.
+whether a failed score ends the run.
 
 Processes, because a hung thread cannot be ended and math-verify uses SIGALRM, which only the main
 thread of a process may use.  Workers answer with msgpack of fixed types: nothing that they send
@@ -18,7 +18,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -31,7 +31,7 @@ from moerl.core.errors import ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import make_reward
-from moerl.sandbox.isolation import Box, BoxError, BoxTimeout, Isolation
+from moerl.sandbox.isolation import IsolatedProgram, Isolation, SandboxError, SandboxTimeout
 from moerl.sandbox.limits import import_paths, isolation_of
 from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
 
@@ -60,8 +60,8 @@ class ProcessScorer:
         self._environment = task.environment
         self._name = task.reward or task.dataset or task.name
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="scorer")
-        self._workers: queue.LifoQueue[WorkerBox] = queue.LifoQueue()
-        self._all = [WorkerBox(isolation, task, timeout_s) for _ in range(workers)]
+        self._workers: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
+        self._all = [WorkerProcess(isolation, task, timeout_s) for _ in range(workers)]
         for worker in self._all:
             self._workers.put(worker)
 
@@ -129,7 +129,29 @@ class ProcessScorer:
             self._workers.put(worker)
 
 
-class WorkerBox:
+class TaskScorers:
+    """The `Scorer` protocol over a pool of workers for each task of a mixture, by its label."""
+
+    def __init__(self, scorers: Mapping[str, ProcessScorer]) -> None:
+        self._scorers = dict(scorers)
+
+    async def score(
+        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
+    ) -> list[Score]:
+        """Scores of all episodes, in order.  Raises ScoreError."""
+        return await self._scorers[prompt.task].score(prompt, episodes, responses)
+
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
+        """Reply of the task's environment.  Raises ScoreError."""
+        return await self._scorers[prompt.task].reply(prompt, responses)
+
+    def close(self) -> None:
+        """End all workers of all tasks."""
+        for scorer in self._scorers.values():
+            scorer.close()
+
+
+class WorkerProcess:
     """One worker process, started when it is needed and replaced when it did not answer."""
 
     def __init__(self, isolation: Isolation, task: TaskConfig, timeout_s: float) -> None:
@@ -143,8 +165,8 @@ class WorkerBox:
             reply_bytes=limits.reply_kb * 1024,
         )
         self._serials = count(1)
-        self._box: Box | None = None
-        self._lock = threading.Lock()  # of `_box` and `_closed`
+        self._program: IsolatedProgram | None = None
+        self._lock = threading.Lock()  # of `_program` and `_closed`
         self._closed = False
 
     def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
@@ -164,9 +186,9 @@ class WorkerBox:
                     self._end()  # its limit counts on what the user had when it started
                 return answer
             failure = "answered another request"
-        except BoxTimeout:
+        except SandboxTimeout:
             failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
-        except (BoxError, OSError) as error:
+        except (SandboxError, OSError) as error:
             failure = str(error)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = "answered with bytes that are no answer"
@@ -181,22 +203,22 @@ class WorkerBox:
 
     def _end(self) -> None:
         with self._lock:
-            box, self._box = self._box, None
-        if box is not None:
-            box.close()
+            sandbox, self._program = self._program, None
+        if sandbox is not None:
+            sandbox.close()
 
-    def _opened(self) -> Box:
+    def _opened(self) -> IsolatedProgram:
         with self._lock:
             if self._closed:
-                raise BoxError("was closed")
-            if self._box is not None:
-                return self._box
+                raise SandboxError("was closed")
+            if self._program is not None:
+                return self._program
             python = [sys.executable, "-P", "-c", _WORKER, json.dumps(import_paths())]
-            self._box = box = self._isolation.open(python)
-        started = decode_answer(box.call(encode(self._setup), _START_S))
+            self._program = program = self._isolation.open(python)
+        started = decode_answer(program.call(encode(self._setup), _START_S))
         if started.failure:
-            raise BoxError(f"could not be started: {started.failure}")
-        return box
+            raise SandboxError(f"could not be started: {started.failure}")
+        return program
 
 
 def _refusal(score: Score, responses: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """A worker: the task's reward and environment, answering one request at a time.
 
-With a scratch folder, in a box, a child process of its own answers each request, so that what one
-response did to the interpreter is gone with the next one; otherwise this process does.  Processes
-that a reward started and left behind end with its answer.
+In a sandbox, which has a scratch folder, a forked child answers each request, so that no response
+changes the interpreter of the next response; elsewhere this process answers itself.  Processes that
+a reward leaves behind end with its answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,8 @@ from moerl.config.schema import TaskConfig
 from moerl.core.types import Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import Reward, make_reward, prepare_reward
-from moerl.sandbox import reaper
-
-_LENGTH = struct.Struct("!Q")
+from moerl.runtime import reaper
+from moerl.runtime.frames import HEAD, framed, own_connection, receive, send, size_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ _decode_request = msgspec.msgpack.Decoder(WorkerRequest).decode
 decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode
 
 
-class Worker:
+class ScoringLoop:
     """The loop of a worker over its connection to the scorer."""
 
     def __init__(self, connection: socket.socket, setup: Setup) -> None:
@@ -86,7 +84,7 @@ class Worker:
             request = _decode_request(data)
             data = self._in_child(request) if self._setup.scratch else self._here(request)
             if reaper.has_children():
-                reaper.end_descendants(self._helpers)
+                reaper.kill_descendants(self._helpers)
             if self._setup.scratch:
                 _empty(Path(self._setup.scratch))
             send(self._connection, data)
@@ -118,26 +116,26 @@ class Worker:
             resource.setrlimit(resource.RLIMIT_CPU, (self._setup.cpu_s, self._setup.cpu_s))
             data = self._evaluated(request)
             with open(write, "wb", closefd=False) as answers:
-                answers.write(_LENGTH.pack(len(data)) + data)
+                answers.write(framed(data))
         finally:
             os._exit(0)
 
     def _child_answer(self, answers: int, child: int) -> tuple[bytes, str]:
-        """A child's answer, or why there is none.  It may hold any bytes."""
+        """A child's answer, of any bytes, and why it is missing."""
         deadline = time.monotonic() + self._setup.timeout_s
         data = b""
         watched = select.poll()
         watched.register(answers, select.POLLIN)
-        while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _size_of(data):
+        while len(data) < HEAD or len(data) < HEAD + size_in(data):
             if not watched.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
                 return b"", f"took longer than task.score_timeout_s = {self._setup.timeout_s}"
             part = os.read(answers, 1 << 16)
             data += part
             if not part:
                 return b"", _how_it_ended(child)
-            if len(data) >= _LENGTH.size and _size_of(data) > self._setup.reply_bytes:
-                return b"", f"answered with {_size_of(data)} bytes, {_TOO_LONG}"
-        return data[_LENGTH.size :], ""
+            if len(data) >= HEAD and size_in(data) > self._setup.reply_bytes:
+                return b"", f"answered with {size_in(data)} bytes, {_TOO_LONG}"
+        return data[HEAD:], ""
 
     def _evaluated(self, request: WorkerRequest) -> bytes:
         """An encoded answer; a user's function may raise or return anything."""
@@ -166,24 +164,8 @@ class Worker:
 _TOO_LONG = "more than task.limits.reply_kb allows"
 
 
-def send(connection: socket.socket, data: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(connection: socket.socket) -> bytes:
-    """The next message; empty at the end of the connection."""
-    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < _LENGTH.size:
-        return b""
-    return connection.recv(_size_of(head), socket.MSG_WAITALL)
-
-
-def _size_of(data: bytes) -> int:
-    return int(_LENGTH.unpack_from(data)[0])
-
-
 def _empty(folder: Path) -> None:
-    """Remove what a child left in its scratch folder."""
+    """Remove the files that a child left in its scratch folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -214,22 +196,12 @@ def _how_it_ended(child: int) -> str:
     return "closed its connection"
 
 
-def own_connection() -> socket.socket:
-    """The connection from standard input; what is printed goes to standard error from now on."""
-    connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return connection
-
-
 def main() -> None:
-    """Take the Setup, say that the task's functions are there, and serve."""
+    """Take the Setup, report that the task's functions are loaded, and serve."""
     connection = own_connection()
     setup = msgspec.msgpack.decode(receive(connection), type=Setup)
     try:
-        worker = Worker(connection, setup)
+        worker = ScoringLoop(connection, setup)
     except BaseException as error:
         send(connection, encode(WorkerAnswer(0, failure=one_line(error))))
         return

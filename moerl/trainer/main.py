@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moerl.config.clusters import bind_node_address
 from moerl.config.load import load_saved
-from moerl.config.network import bind_node_address
 from moerl.config.schema import Config
 from moerl.core.errors import MoerlError, cause_of
 from moerl.core.rpc import Keys

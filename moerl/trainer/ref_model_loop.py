@@ -5,7 +5,7 @@ for groups that are finished and not scored, those to be trained first at the fr
 next batch is scored when the trainer asks for it.  It holds no state: after a restart it asks for
 the groups that are still missing.
 
-Models, packing and the replay of sampling masks are those of the form inside the trainer
+Models, packing and the replay of sampling masks are shared with the trainer
 (`moerl.trainer.learner.ref_model`), so both give equal numbers.  Each set of scores carries the
 digest of its record (`moerl.data.ref_scores`).
 """
@@ -46,7 +46,10 @@ class RefModelLoop:
     """One rank of the reference models."""
 
     def __init__(self, config: Config, context: RankContext, parallel: Parallel) -> None:
-        """config: `own_layout`.  Raises ConfigError when a model cannot be built."""
+        """Load the models.
+
+        config: `own_layout`.  Raises ConfigError when a model cannot be built.
+        """
         self.config, self.context, self.parallel = config, context, parallel
         self.tracer = Tracer(context.run.trace, f"ref_models-{parallel.rank}")
         spec = HfFolder(config.model.path).spec

@@ -5,8 +5,8 @@
 The learner of reinforcement learning with advantage 1 and no ratio: its policy term is then the
 mean negative log-likelihood of the answers' tokens.  Nothing is replayed, routers are live.  Every
 rank derives the same plans.  Rank 0 prints one JSON object per step and the trained model is saved
-in runs/X/hf, adapters in runs/X/adapter/peft too; there is no checkpoint to continue from, a warm
-start is short.
+in runs/X/hf, adapters in runs/X/adapter/peft too; no checkpoint is written, as a warm start is
+short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The train loop: take a plan, train it, publish the weights, report; until there is no plan.
+"""The train loop: take a plan, train it, publish the weights, report; until no plan comes.
 
 Every rank runs this loop; only rank 0 talks to the controller and broadcasts plans as bytes.
 After an optimizer step the weights are copied (the weight snapshot) and background threads publish
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from moerl.config.schema import Config
 from moerl.core.errors import BlobError, MoerlError, TrainerError, cause_of
-from moerl.core.id_sets import IdSet
+from moerl.core.ids import IdSet
 from moerl.core.messages import (
     Failed,
     Hello,
@@ -91,7 +91,10 @@ class TrainLoop:
         parallel: Parallel,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """on_failure: ends the process; called when the publishing thread fails."""
+        """Make the model, the learner and the publisher of this rank.
+
+        on_failure: ends the process; called when the publishing thread fails.
+        """
         self.config, self.context, self.parallel = config, context, parallel
         self.tracer = Tracer(context.run.trace, f"trainer-{parallel.rank}")
         _seed(config.run.seed)
@@ -323,7 +326,7 @@ class TrainLoop:
             HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
     def _sent(self) -> dict[str, torch.Tensor]:
-        """What a publish sends, and the weights that engines must have then."""
+        """The tensors of a publish: weights that engines must have then, and factors."""
         factors = self.model.factors() if self.config.lora.sends_factors else {}
         return self.model.tensors | factors
 

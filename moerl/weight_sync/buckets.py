@@ -5,8 +5,8 @@ back to back, cut into *buckets* of consecutive whole pieces.  A piece is a box 
 tensor in the wire dtype, contiguous, in row-major order of the box.  The sender casts and
 quantises; the receiver only copies.
 
-Block-quantised wire: a piece consists of whole 128 x 128 blocks (the last ones of a tensor may be
-smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could
+Block-quantised wire: a piece consists of whole 128 x 128 blocks (the last blocks of a tensor may
+be smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could
 compute the block's maximum, and SGLang refuses to build such layers as well.
 
 A piece's digest is xxh3-64 of its bytes, seeded with its destination's name and box, so equal bytes

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.layout import at
-from moerl.weight_sync.buckets import Bucket, Region
+from moerl.core.errors import LayoutError
+from moerl.layout import at, num_elements
+from moerl.layout.tiles import Box, overlap
+from moerl.weight_sync.buckets import Bucket, Piece, Region
 from moerl.weight_sync.transfer_plan import ReceiverPlan
 
 
@@ -36,9 +38,9 @@ def device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
 class CommitBuckets:
     """Two buffers for the largest bucket of a plan, and the stream that fills them."""
 
-    def __init__(self, plan: ReceiverPlan, device: torch.device) -> None:
-        sizes = [bucket.num_bytes for region in plan.regions for bucket in region.buckets]
-        self.plan, self.device = plan, device
+    def __init__(self, receiver_plan: ReceiverPlan, device: torch.device) -> None:
+        sizes = [bucket.num_bytes for region in receiver_plan.regions for bucket in region.buckets]
+        self.plan, self.device = receiver_plan, device
         self.stream = torch.cuda.Stream(device)
         self.pair = [
             torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in "ab"
@@ -63,19 +65,21 @@ class CommitCopies:
 
     def __init__(
         self,
-        plan: ReceiverPlan,
+        receiver_plan: ReceiverPlan,
         starts: Sequence[int],
         staging: Tensor,
         tensors: Mapping[str, Tensor],
         buckets: CommitBuckets | None = None,
     ) -> None:
-        """starts: of the regions in `staging`.  buckets: staging is in host memory, the weights are
-        on a GPU.
+        """Make the views of both sides.
+
+        starts: of the regions in `staging`.  buckets: for staging in host memory under weights on a
+        GPU.
         """
         self._pointers = _pointers(tensors)
         self._buckets = buckets
         self._steps: list[_Step] = []
-        for region, start in zip(plan.regions, starts, strict=True):
+        for region, start in zip(receiver_plan.regions, starts, strict=True):
             for bucket in region.buckets:
                 staged = staging[start + bucket.offset :][: bucket.num_bytes]
                 self._steps.append(self._step(region, bucket, staged, tensors))
@@ -124,3 +128,38 @@ class CommitCopies:
 
 def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+# --- the plan against live tensors ---------------------------------------------------------------
+def check_targets(receiver_plan: ReceiverPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Check that every piece fits a live tensor and that the pieces fill all tensors but padding.
+
+    Raises LayoutError naming the tensor.
+    """
+    boxes: dict[str, list[Box]] = {}
+    for region in receiver_plan.regions:
+        for piece in region.pieces:
+            if piece.dst_name not in tensors:
+                raise LayoutError(f"{piece.dst_name}: the plan fills it, the live model lacks it")
+            target = tensors[piece.dst_name]
+            _check_piece(piece, target)
+            boxes.setdefault(piece.dst_name, []).append(piece.dst_box)
+    padding = dict(receiver_plan.padding)
+    for name, target in tensors.items():
+        rows = padding.get(name, target.shape[0] if target.dim() else 1)
+        wanted = target.numel() // max(1, target.shape[0] if target.dim() else 1) * rows
+        parts = boxes.get(name, [])
+        filled = sum(map(num_elements, parts))
+        if filled != wanted:
+            raise LayoutError(f"{name}: the plan fills {filled} of {wanted} elements")
+        if twice := overlap(parts):  # then something else is never filled
+            raise LayoutError(f"{name}: the plan fills {twice[0]} and {twice[1]}, which overlap")
+
+
+def _check_piece(piece: Piece, target: Tensor) -> None:
+    if len(piece.dst_box) != target.dim() or any(
+        r and (r[-1] >= n or r[0] < 0) for r, n in zip(piece.dst_box, target.shape, strict=True)
+    ):
+        raise LayoutError(f"{piece.dst_name} {tuple(target.shape)} has no box {piece.dst_box}")
+    if str(target.dtype) != f"torch.{piece.dtype}":
+        raise LayoutError(f"{piece.dst_name} is {target.dtype} live, {piece.dtype} on the wire")

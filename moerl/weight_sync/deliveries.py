@@ -48,7 +48,7 @@ from moerl.weight_sync.held_shards import (
 
 # --- tables: one kind of layer, matched once ------------------------------------------------------
 class _Part(NamedTuple):
-    """What one engine rank gets of a box, in coordinates of expert 0: one or two pieces."""
+    """The part of a box for one engine rank, in coordinates of expert 0: one or two pieces."""
 
     rank: int  # engine rank
     hf: str  # name inside the layer, with {e}
@@ -129,7 +129,7 @@ class Tables:
         return self._engines.prefix(number)
 
     def experts_of(self, holding: Holding, ep: int) -> Sequence[tuple[int, int, int]]:
-        """(expert, its expert rank on the engine, its slot there), by slot on the trainer."""
+        """(expert, its expert rank on the engine, its slot in it), by slot on the trainer."""
         return self._experts[ep] if holding.experts else ((0, 0, 0),)
 
     def group(self, group: _Group) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -347,7 +347,7 @@ class _Turns:
                 yield src, part
 
     def advance(self, entry: _Entry) -> None:
-        """Count the turns of a box: each of its parts takes one, also those of other receivers."""
+        """Count the turns of a box: each of its parts takes one, also parts for other receivers."""
         for size, parts in entry.by_size:
             self._next[size] += len(parts)
 

@@ -16,7 +16,7 @@ The encoding follows the density; the smallest is taken, before compression:
     full      every value, no base needed           where no other encoding is smaller
 
 zstd then compresses positions and values, split into byte planes (all lowest bytes first, ...):
-high bytes of neighbours resemble each other, low ones are noise.  `level` 0 skips zstd: a link
+high bytes of neighbours resemble each other, low bytes are noise.  `level` 0 skips zstd: a link
 faster than about 1 GB/s per core moves the plain bytes sooner than zstd compresses them.
 
 A delta is refused, with the buffer untouched, when it is damaged, when it is for another base
@@ -87,7 +87,7 @@ def encode(
     version: PolicyVersion,
     level: int = 1,
 ) -> bytes:
-    """The delta that turns the bytes of `old` (version `base`) into those of `new` (`version`).
+    """The delta that turns the bytes of `old` (version `base`) into `new` (`version`).
 
     old, new: flat contiguous uint8 tensors in host memory, equally long, a multiple of word_bytes
     (1, 2 or 4: the item size of the wire dtype).  level: of zstd, 0 = not compressed.
@@ -301,7 +301,7 @@ def _unpack(info: DeltaInfo, num_position_bytes: int, body: memoryview) -> tuple
 
 
 def _planes(arrays: Sequence[Words]) -> bytes:
-    """All lowest bytes of an array, then all second ones, ...; one array after the other."""
+    """All lowest bytes of an array, then all second bytes, ...; one array after the other."""
     return b"".join(
         array.view(np.uint8).reshape(-1, array.itemsize).T.tobytes() for array in arrays
     )

@@ -1,4 +1,4 @@
-"""What trainer and engine ranks hold, per kind of layer and for one expert.
+"""The shards of trainer and engine ranks, per kind of layer and for one expert.
 
 The transfer plan and the layout check ask the same three questions:
 

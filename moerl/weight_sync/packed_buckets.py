@@ -5,14 +5,14 @@ One thread per engine sends.  The first that needs a bucket packs it (copies its
 casts or quantises them, computes the digest); the others take it from here.
 
 Memory is bounded: two buffers per engine, because a sender holds two at most, one in transit and
-the next one.  So there is always a free buffer, and no sender waits for another engine: a sender
+the next one.  So a buffer is always free, and no sender waits for another engine: a sender
 that falls behind finds its buckets overwritten and packs them again.  A thread waits for another
-only while that one packs the very bucket that it needs.
+only while the other packs the very bucket that it needs.
 
 A transport that maps an engine's host memory gets the bucket packed straight into it: one copy per
 engine, where a shared buffer would cost one more.  With the figures of bench/weight_sync.py (pack
-0.22 s per GB, plain copy 0.17) sharing would pay from five engines on one machine.  Digests are
-shared there too.
+0.22 s per GB, plain copy 0.17) sharing would pay from five engines on one machine.  Such copies
+share their digests too.
 
 Rejected: all buckets of a version kept (as much memory as the snapshot), engines in step (the
 slowest one sets the pace), a thread that packs for all (it must wait for somebody's buffer).
@@ -28,18 +28,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moerl.core.errors import TransportError
 from moerl.core.types import PolicyVersion
 from moerl.layout import at
-from moerl.weight_sync.buckets import Bucket, Digest, Piece, digest, seeds
-from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.buckets import BLOCK, Bucket, Digest, Piece, digest, seeds
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import SenderPlan
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 _PER_SENDER = 2  # buffers
 _NO_DIGEST = Digest(b"", 0)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 class BucketKey(NamedTuple):
@@ -68,7 +69,7 @@ class MappedBucket:
 
 @dataclass(slots=True, eq=False)
 class PackedBucket:
-    """A buffer and what it holds; unchanged until all who took it have given it back."""
+    """A buffer with a bucket; unchanged until all senders that took it have given it back."""
 
     buffer: Tensor
     key: BucketKey | None = None
@@ -89,22 +90,24 @@ class BucketPacker:
 
     def __init__(
         self,
-        plan: SenderPlan,
+        sender_plan: SenderPlan,
         snapshot: WeightSnapshot,
         merged: Callable[[int, PolicyVersion], int] | None = None,
         *,
         counts_factors: bool = False,
     ) -> None:
-        """merged: of a plan of factors, digests of the weights that engines then have
-        (`MergedTotals.total`); counts_factors: those of the factors are added, as no weight has
+        """Keep the plan; buffers are allocated when buckets are packed.
+
+        merged: for a plan of factors, digests of the weights that engines then have
+        (`MergedTotals.total`).  counts_factors: add the digests of the factors, as no weight has
         them.
         """
         self.counts_factors = counts_factors
-        self.plan, self.snapshot, self.merged = plan, snapshot, merged
+        self.plan, self.snapshot, self.merged = sender_plan, snapshot, merged
         self.num_packed = 0  # buckets, of all versions
-        self._regions = {region.dst: region for region in plan.regions}
-        self._seeds = {region.dst: seeds(region) for region in plan.regions}
-        every = [bucket.num_bytes for region in plan.regions for bucket in region.buckets]
+        self._regions = {region.dst: region for region in sender_plan.regions}
+        self._seeds = {region.dst: seeds(region) for region in sender_plan.regions}
+        every = [bucket.num_bytes for region in sender_plan.regions for bucket in region.buckets]
         self._largest = max(every, default=0)
         self._senders = 0
         self._buffers: list[PackedBucket] = []  # the one that was used least recently first
@@ -118,7 +121,7 @@ class BucketPacker:
             self._senders += 1
 
     def leave(self) -> None:
-        """One sender less; it has given back what it took."""
+        """Count one sender less, which has given back its buffers."""
         with self._changed:
             self._senders -= 1
             free = [one for one in self._buffers if not one.users]
@@ -247,3 +250,25 @@ def _piece_views(
             views.sources.append(source)
             views.targets.append(into.view(source.shape))
     return views
+
+
+# --- fp8 blocks ----------------------------------------------------------------------------------
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix [R, C] to (float8_e4m3fn [R, C], fp32 scales [ceil(R/128), ceil(C/128)]).
+
+    scale = largest magnitude of the block / 448, value = round(weight / scale); the engine
+    multiplies back.  A block depends on its own values only, so quantising a box of whole blocks
+    equals quantising the whole tensor and cutting it: that is why plans never cut inside a block.
+    Leading dims of extent 1 are dropped.  A block of zeros has scale 1.
+    Source: the block format of DeepSeek-V3's released weights (weight_scale_inv is the factor,
+    despite its name); SGLang 0.5.23 reads it in fp8_utils.block_quant_dequant.
+    """
+    matrix = weight.float().reshape(weight.shape[-2:])
+    rows, cols = matrix.shape
+    padded = pad(matrix, (0, -cols % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [r, 128, c, 128]
+    largest = blocks.abs().amax(dim=(1, 3))
+    # a tensor: CUDA multiplies with the reciprocal of a number, which rounds otherwise than the CPU
+    scale = torch.where(largest > 0, largest / torch.full_like(largest, _LARGEST), 1.0)
+    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return values[:rows, :cols].to(torch.float8_e4m3fn), scale

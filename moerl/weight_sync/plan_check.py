@@ -1,4 +1,4 @@
-"""One engine without a trainer: would it take what the trainer of these settings publishes?
+"""One engine without a trainer: would it accept the publishes of a trainer with these settings?
 
 `moerl mismatch` asks it before it samples.  A run asks by a rehearsal (`session`).
 """
@@ -26,8 +26,8 @@ async def check_plan(
 ) -> None:
     """Have a started engine compare the transfer plan with its live tensors; nothing is sent.
 
-    ask: sends one message of a session to the engine.  Raises LayoutError or ConfigError when there
-    is no plan, EngineError with the engine's sentence when it refuses.
+    ask: sends one message of a session to the engine.  Raises LayoutError or ConfigError
+    where no plan exists, EngineError with the engine's sentence when it refuses.
     """
     sync, trainer = config.sync, config.trainer.parallel
     model = read_model_config(Path(config.model.path))

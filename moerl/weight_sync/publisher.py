@@ -74,7 +74,9 @@ class WeightPublisher:
         quorum: int,
         patience: int,
     ) -> None:
-        """patience: publishes in a row that may reach fewer than quorum engines, and attempts in a
+        """Start without engines; `set_engines` adds them.
+
+        patience: publishes in a row that may reach fewer than quorum engines, and attempts in a
         row that an engine may refuse.
 
         The first publish has no patience: its causes (layouts that differ, a missing library) are
@@ -133,7 +135,7 @@ class WeightPublisher:
             session.resume()
 
     def set_engines(self, engines: Sequence[SyncTarget]) -> None:
-        """Publish to exactly these engines from here on; new ones get the weight snapshot."""
+        """Publish to exactly these engines from here on; new engines get the weight snapshot."""
         for engine in self._destinations.engines - {one.engine for one in engines}:
             self._destinations.close(engine)
         new = [one for one in engines if one.engine not in self._destinations.engines]
@@ -261,24 +263,26 @@ class Destinations:
         thread.start()
         return packer.plan.plan_id, thread.endpoint
 
-    def _packer(self, plan: TransferPlan | FactorPlan) -> BucketPacker:
+    def _packer(self, transfer_plan: TransferPlan | FactorPlan) -> BucketPacker:
         """One for all engines with this plan."""
-        packer = self._packers.get(plan.id)
+        packer = self._packers.get(transfer_plan.id)
         if packer is None:
             rank, weights, merged = self._context.rank, self.snapshot.weights, None
-            if isinstance(plan, FactorPlan):
-                merged = MergedTotals(plan.weights.sender(rank), weights).total
+            if isinstance(transfer_plan, FactorPlan):
+                merged = MergedTotals(transfer_plan.weights.sender(rank), weights).total
             beside = self._lora is not None and self._lora.serves_adapters
-            packer = BucketPacker(plan.sender(rank), weights, merged, counts_factors=beside)
-            self._packers[plan.id] = packer
+            packer = BucketPacker(
+                transfer_plan.sender(rank), weights, merged, counts_factors=beside
+            )
+            self._packers[transfer_plan.id] = packer
         return packer
 
-    def _spec(self, hop: Hop, plan: str) -> SessionSpec:
+    def _spec(self, hop: Hop, plan_id: str) -> SessionSpec:
         config, context = self._config, self._context
         return SessionSpec(
             engine=hop.dst,
             plan_engine=PLAN_ID,
-            plan=plan,
+            plan=plan_id,
             transport=config.sync.transport,
             trainer=context.layout,
             policy=self._policy,

@@ -1,6 +1,6 @@
 """The receiving end of a publish session, inside each scheduler process of an engine.
 
-    PREPARE   derive what this rank receives, compare fingerprints, open a staging buffer
+    PREPARE   derive the pieces of this rank, compare fingerprints, open a staging buffer
     TRANSFER  trainer ranks write into it; this process keeps decoding
     VERIFY    digests of the staged bytes against the sender's
     COMMIT    claim on every rank, then copy into the live weights; or release on every rank
@@ -11,12 +11,12 @@ control thread while the scheduler decodes.  A claim is a promise: from then on 
 other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.plugin.update_hooks`
 asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
 
-Staging is in host memory, or on the device where the transport has it there; `commit_copies` brings
+Staging is in host memory, or on the device where the transport maps it so; `commit_copies` brings
 either into the live weights.
 
-A failed session closes its staging buffer and the next session opens a new one, since a late
-sender may still write into the old one.  A committed session keeps its buffer for the next version
-of the same trainer: fresh memory costs a page fault per page.
+A failed session closes its staging buffer and the next session opens a new one, since a late sender
+may still write into the old buffer.  A committed session keeps its buffer for the next version of
+the same trainer: fresh memory costs a page fault per page.
 
 A version older than the live one is refused: it comes from a trainer that was replaced.  This
 file imports no SGLang, so that a bare process can run it (tests/multi).
@@ -58,10 +58,9 @@ from moerl.weight_sync.adapters.engine_adapters import (
 )
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
-from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, device_of
+from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, check_targets, device_of
 from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
 from moerl.weight_sync.transports.base import Staging, Transport
 
@@ -84,7 +83,7 @@ class ReceiverContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
-    """What this rank receives; the same for every version."""
+    """The plan of this rank; the same for every version."""
 
     plan: ReceiverPlan
     seeds: list[list[int]]  # one per region and piece
@@ -279,6 +278,7 @@ class Receiver:
             try:
                 trainer = ParallelConfig(**message.trainer)
                 policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
+                lora = LoraConfig(**message.lora) if message.lora else None  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
             weights = TransferPlan(
@@ -290,23 +290,23 @@ class Receiver:
                 "te" if message.layer_spec == "te" else "local",
             )
             whole = plan = weights.receiver(context.rank)
-            if message.lora is not None:
-                plan = FactorPlan(weights, message.lora).receiver(context.rank)
+            if lora is not None:
+                plan = FactorPlan(weights, lora).receiver(context.rank)
             if plan.plan_id != message.plan:
                 raise LayoutError(
                     f"the sender's transfer plan is {message.plan}, this engine derives "
                     f"{plan.plan_id}: model, layouts, wire or code differ"
                 )
             check_targets(whole, self.model.tensors())
-            if message.lora is not None:
-                check_targets(plan, self._with_adapters(message.lora).factors)
-            merged = whole if message.lora is not None else None
+            if lora is not None:
+                check_targets(plan, self._with_adapters(lora).factors)
+            merged = whole if lora is not None else None
             seeds_ = [seeds(region) for region in plan.regions]
             self._plans = {message.plan: _Planned(plan, seeds_, merged)}
         return self._plans[message.plan]
 
     def _with_adapters(self, lora: LoraConfig) -> EngineAdapters | SlotAdapters:
-        """W0 is what this process loaded, whichever trainer asks."""
+        """The adapters on W0, which is the model that this process loaded, for every trainer."""
         if self._adapters is None:
             if self.total is not None:
                 raise EngineError("W0 is gone: whole weights were received; start the engine again")
@@ -334,11 +334,11 @@ class Receiver:
         found = self._adapters.total(whole, self.model.tensors())
         return found + sent if self._adapters.lora.serves_adapters else found
 
-    def _staging(self, message: PrepareUpdate, plan: ReceiverPlan) -> Staging:
+    def _staging(self, message: PrepareUpdate, receiver_plan: ReceiverPlan) -> Staging:
         kept = self._taken
         if kept is not None:
             same = (
-                kept.plan is plan
+                kept.plan is receiver_plan
                 and kept.message.transport == message.transport
                 and kept.message.folder == message.folder
                 and kept.message.delta == message.delta
@@ -348,27 +348,27 @@ class Receiver:
                 return kept.staging
             kept.staging.close()
             self._taken = None
-        num_bytes = plan.staging_bytes
+        num_bytes = receiver_plan.staging_bytes
         return self.transports(message.transport, message.folder).open(
             2 * num_bytes + ALIGN if message.delta else num_bytes
         )
 
-    def _make_buckets(self, plan: ReceiverPlan, staging: Staging) -> None:
-        """Those of a commit.  Raises TransportError, and closes the staging."""
+    def _make_buckets(self, receiver_plan: ReceiverPlan, staging: Staging) -> None:
+        """Make the device buckets of a commit.  Raises TransportError, and closes the staging."""
         self._device = device = device_of(self.model.tensors())
         if device is None or staging.buffer.is_cuda:
             self._buckets = None
-        elif self._buckets is None or self._buckets.plan is not plan:
+        elif self._buckets is None or self._buckets.plan is not receiver_plan:
             self._buckets = None  # frees the old ones first
             try:
-                self._buckets = CommitBuckets(plan, device)
+                self._buckets = CommitBuckets(receiver_plan, device)
             except torch.OutOfMemoryError as error:
                 staging.close()
                 self._taken = None
                 raise TransportError("room", f"two device buckets: {cause_of(error)}") from error
 
     def _copies(self, session: _Session) -> CommitCopies:
-        """Those of the version before, where staging and live weights are the same."""
+        """The copies of a commit; of the version before, if staging and weights are the same."""
         taken, tensors = self._taken, self.model.tensors()
         if taken is not None and taken.copies is not None:
             same = taken.staging is session.staging and taken.plan is session.plan
@@ -428,9 +428,9 @@ class Receiver:
                 self._taken = None
 
 
-def _starts(plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
+def _starts(receiver_plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
     """Offsets of the regions in the staging buffer."""
-    return tuple(start * (2 if message.delta else 1) for start in plan.starts)
+    return tuple(start * (2 if message.delta else 1) for start in receiver_plan.starts)
 
 
 def _finish(device: torch.device | None) -> None:
@@ -450,7 +450,7 @@ class ReceiverSocket(threading.Thread):
     """Answers the engine host, one request at a time, on a Unix socket of this user only."""
 
     def __init__(self, handle: Callable[[Message], Message], path: Path, keys: Keys) -> None:
-        """handle: raises MoerlError for what it refuses."""
+        """Bind the socket.  handle: answers a message; raises MoerlError to refuse it."""
         super().__init__(name="receiver", daemon=True)
         self._handle = handle
         self._server = RpcServer(f"ipc://{path}", keys, self._answer)

@@ -1,4 +1,4 @@
-"""What an engine host and the receivers in its server's ranks agree on.
+"""Names that an engine host and the receivers in its server's ranks share.
 
 Apart from the receiver, because a host needs no torch: its import takes seconds at each start.
 """

@@ -3,7 +3,7 @@
 Training continues meanwhile; experts are never gathered.  A bucket is packed straight into the
 engine's staging buffer where the transport maps it as host memory (one copy, the cast to the wire
 dtype included), else it is packed once for all engines with the same plan (`packed_buckets`) and
-put; the next one is packed while it is in transit.
+put; the next bucket is packed while it is in transit.
 
 Views of sources and destinations are made once per staging buffer: for thousands of small tensors
 that costs more than the copies.
@@ -123,7 +123,7 @@ class _RegionSender:
         return found
 
     def _put(self, number: int, version: PolicyVersion, deadline: float, *, again: bool) -> Digest:
-        """Put a packed bucket or its delta, when the one before has arrived."""
+        """Put a packed bucket or its delta, when the bucket before has arrived."""
         key = BucketKey(self.region.dst, number)
         packed = self._packer.take(key, version, deadline, fresh=again)
         offset, data = self.start + self.region.buckets[number].offset, packed.data
@@ -182,7 +182,7 @@ class WeightSender:
     """Moves a rank's regions to one engine; used by one thread."""
 
     def __init__(self, packer: BucketPacker, transport: Transport, *, delta: bool = False) -> None:
-        """packer: shared by the senders of all engines with its plan."""
+        """Send nothing yet.  packer: shared by the senders of all engines with its plan."""
         self._packer, self._transport, self._delta = packer, transport, delta
         self._region_senders: dict[int, tuple[Destination, _RegionSender]] = {}
         self._version: PolicyVersion | None = None  # that was sent last
@@ -299,7 +299,7 @@ class SenderGroup:
     """Rank 0's connections to the senders of one engine, one per rank; used by one thread."""
 
     def __init__(self, endpoints: Sequence[str], keys: Keys) -> None:
-        """endpoints: by rank."""
+        """Connect to the senders of all ranks.  endpoints: by rank."""
         self._clients = [RpcClient(endpoint, keys) for endpoint in endpoints]
 
     def request(self, requests: Mapping[int, SenderRequest], deadline: float) -> dict[int, Sent]:

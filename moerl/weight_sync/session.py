@@ -5,10 +5,10 @@
 A session has one deadline over all its phases, `sync.timeout_s`.  Engines fail independently: each
 has its own thread, connections and links.  A failed engine is tried again every few seconds as long
 as the snapshot has its version, so an engine that recovers or joins late gets the current version
-without waiting for the next publish.  Each engine is also asked which version it holds:
+without waiting for the next publish.  Each engine also reports which version it holds:
 a restarted engine has lost its weights.
 
-`held` is only what COMMIT confirmed or the engine reported, never an assumption.
+`held` is a version that COMMIT confirmed or the engine reported, never an assumption.
 
 A rehearsal is PREPARE and ABORT: the engine derives its plan, compares it with its live tensors and
 opens a staging buffer, and nothing is sent.
@@ -107,13 +107,15 @@ class EngineSession(threading.Thread):
         source: EngineSession | None = None,
         on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        """source: session of the engine that relays to this one; None = the trainer sends.
+        """Make a session that `start` runs on a thread.
+
+        source: session of the engine that relays to this engine; None = the trainer sends.
 
         on_attempt: called on this thread after each attempt, before `settle` returns.
         """
         super().__init__(name=f"session-{spec.engine}", daemon=True)
         self._source = source
-        self._moved: dict[int, dict[int, SendResult]] = {}  # digests of the held version
+        self._results: dict[int, dict[int, SendResult]] = {}  # digests of the held version
         self.spec, self._senders, self._connect, self._tracer = spec, senders, connect, tracer
         self._on_attempt = on_attempt
         self.refusals = 0  # attempts in a row that the engine refused
@@ -202,7 +204,7 @@ class EngineSession(threading.Thread):
         self._senders.remove()
 
     def _next(self) -> PolicyVersion | None:
-        """Sleep until there is a version to publish or to check; None when the engine left."""
+        """Sleep until a version waits to be published or checked; None when the engine left."""
         with self._changed:
             if self._tried:  # only a check: wait before it, unless a new version arrives
                 self._changed.wait_for(lambda: self._left or not self._tried, _AGAIN_S)
@@ -219,7 +221,7 @@ class EngineSession(threading.Thread):
         """
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._tried or self._target != version)
-            return self._moved if self._held == version and not self._left else None
+            return self._results if self._held == version and not self._left else None
 
     def _has_work(self) -> bool:
         return self._target is not None and not self._paused
@@ -277,7 +279,7 @@ class EngineSession(threading.Thread):
                 session.rehearse()
                 return None
             result = session.run()
-            self._layout, self._moved = session.layout, session.moved
+            self._layout, self._results = session.layout, session.results
             return result
         except MoerlError as error:
             self._layout = ""
@@ -324,12 +326,12 @@ class _Session:
         layout: str,
         prepare_s: float,
     ) -> None:
-        """prepare_s: longest PREPARE."""
+        """Send nothing yet.  prepare_s: longest PREPARE."""
         self.spec, self.version, self._senders, self._control = spec, version, senders, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
         self.relayed: dict[int, dict[int, SendResult]] = {}  # digests of the source engine
-        self.moved: dict[int, dict[int, SendResult]] = {}  # by trainer rank and engine rank
+        self.results: dict[int, dict[int, SendResult]] = {}  # by trainer rank and engine rank
         self.phase = "prepare"
         self.spans: list[tuple[str, float, float]] = []
         self._deadline = time.monotonic() + spec.timeout_s
@@ -338,9 +340,9 @@ class _Session:
         """Raises MoerlError; `phase` is the phase that failed."""
         prepared = self._timed("prepare", self._prepare)
         transfer = self._relay if self.source != TRAINER else self._transfer
-        self.moved = self._timed("transfer", lambda: transfer(prepared))
-        num_bytes = sum(m.num_bytes for to in self.moved.values() for m in to.values())
-        resent, digest = self._timed("verify", lambda: self._verify(self.moved, prepared))
+        self.results = self._timed("transfer", lambda: transfer(prepared))
+        num_bytes = sum(m.num_bytes for to in self.results.values() for m in to.values())
+        resent, digest = self._timed("verify", lambda: self._verify(self.results, prepared))
         closed = self._timed("commit", self._commit)
         self.phase, self.layout = "done", prepared.layout
         took = {name: end - begin for name, begin, end in self.spans}
@@ -399,7 +401,7 @@ class _Session:
             timeout_s=wait_s,
             folder=spec.folder,
             delta=spec.delta,
-            lora=spec.lora,
+            lora=asdict(spec.lora) if spec.lora else None,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
@@ -414,7 +416,7 @@ class _Session:
             src: SendVersion(self.version, destinations[src], left_s) for src in destinations
         }
         replies = self._senders.request(requests, self._deadline)
-        return {src: sent.moved for src, sent in replies.items()}
+        return {src: sent.results for src, sent in replies.items()}
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
         """Let the source engine send the same regions; they have the same digests."""
@@ -424,40 +426,40 @@ class _Session:
         return self.relayed
 
     def _verify(
-        self, moved: dict[int, dict[int, SendResult]], prepared: UpdatePrepared
+        self, results: dict[int, dict[int, SendResult]], prepared: UpdatePrepared
     ) -> tuple[int, str]:
         """(buckets sent twice, digest of the version on this engine)."""
-        verified = self._compare(moved)
+        verified = self._compare(results)
         damaged = sum(map(len, verified.failed))
         if damaged:
             log.warning("engine %d: %d buckets arrived damaged", self.spec.engine, damaged)
             if self.source != TRAINER:
                 self._relay(prepared)
             else:
-                self._resend(verified, moved)
-            verified = self._compare(moved)
+                self._resend(verified, results)
+            verified = self._compare(results)
         if any(verified.failed):
             raise TransportError("digest", "buckets arrived damaged twice")
-        totals = [sum(m.total for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)]
+        totals = [sum(m.total for _, m in _of(dst, results)) for dst in _engine_ranks(results)]
         digests = "-".join(f"{total % 2**64:016x}" for total in totals)
         if digests != verified.digest:
             raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
         return damaged, version_digest(totals)
 
-    def _resend(self, verified: UpdateVerified, moved: dict[int, dict[int, SendResult]]) -> None:
+    def _resend(self, verified: UpdateVerified, results: dict[int, dict[int, SendResult]]) -> None:
         left_s = self._left()
-        again = _by_sender(verified.failed, moved)
+        again = _by_sender(verified.failed, results)
         requests = {src: SendBuckets(buckets, left_s) for src, buckets in again.items()}
         for src, sent in self._senders.request(requests, self._deadline).items():
-            moved[src] |= sent.moved
+            results[src] |= sent.results
 
-    def _compare(self, moved: Mapping[int, Mapping[int, SendResult]]) -> UpdateVerified:
+    def _compare(self, results: Mapping[int, Mapping[int, SendResult]]) -> UpdateVerified:
         digests = tuple(
-            b"".join(m.digests for _, m in _of(dst, moved)) for dst in _engine_ranks(moved)
+            b"".join(m.digests for _, m in _of(dst, results)) for dst in _engine_ranks(results)
         )
         deltas = tuple(
-            tuple(size for _, m in _of(dst, moved) for size in m.deltas)
-            for dst in _engine_ranks(moved)
+            tuple(size for _, m in _of(dst, results) for size in m.deltas)
+            for dst in _engine_ranks(results)
         )
         left_s = self._left()
         message = VerifyUpdate(self.spec.engine, self.version, digests, left_s, deltas)
@@ -470,23 +472,23 @@ class _Session:
         return self._control.expect(message, UpdateDone, wait_s)
 
 
-def _engine_ranks(moved: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
-    return sorted({dst for to in moved.values() for dst in to})
+def _engine_ranks(results: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
+    return sorted({dst for to in results.values() for dst in to})
 
 
-def _of(dst: int, moved: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
+def _of(dst: int, results: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
     """(trainer rank, its part for `dst`), in the order of the receiver's plan."""
-    return [(src, moved[src][dst]) for src in sorted(moved) if dst in moved[src]]
+    return [(src, results[src][dst]) for src in sorted(results) if dst in results[src]]
 
 
 def _by_sender(
-    failed: Sequence[Sequence[int]], moved: Mapping[int, Mapping[int, SendResult]]
+    failed: Sequence[Sequence[int]], results: Mapping[int, Mapping[int, SendResult]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
     """Buckets by trainer rank and engine rank, numbered inside their region."""
     again: dict[int, dict[int, tuple[int, ...]]] = {}
     for dst, numbers in enumerate(failed):
         first = 0
-        for src, sent in _of(dst, moved):
+        for src, sent in _of(dst, results):
             stop = first + len(split(sent.digests))
             mine = tuple(number - first for number in numbers if first <= number < stop)
             if mine:

@@ -3,9 +3,10 @@
     plan.sender(rank)      a trainer rank's part: one region per engine rank that it sends to
     plan.receiver(rank)    an engine rank's part: one region per trainer rank that sends to it
 
-A plan says what each trainer rank sends to each rank of one engine.  Both ends derive the same
-regions from the same inputs (the fields of `TransferPlan`); equal `plan.id` means equal inputs.
-No rank derives the parts of other ranks.  Regions: `buckets`; the closed form: `deliveries`.
+A plan lists the pieces that each trainer rank sends to each rank of one engine.  Both ends derive
+the same regions from the same inputs (the fields of `TransferPlan`); equal `plan.id` means equal
+inputs.  No rank derives the parts of other ranks.  Regions: `buckets`; the closed form:
+`deliveries`.
 
 Relay: the trainer sends to `direct` engines.  Then every engine that has verified the version may
 send it to one other engine per round, rank to equal rank, so the number of holders doubles.  The
@@ -64,7 +65,7 @@ class SenderPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverPlan:
-    """Part of engine rank `rank`: its regions, and what else completes the weights."""
+    """Part of engine rank `rank`: its regions, and padding and hooks that complete its weights."""
 
     plan_id: str
     rank: int
@@ -123,7 +124,7 @@ class TransferPlan:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
-        """What trainer rank `rank` sends."""
+        """The regions that trainer rank `rank` sends."""
         where = coords_of(self.trainer, rank)
 
         def mine(holding: Holding) -> Iterable[int]:
@@ -137,7 +138,7 @@ class TransferPlan:
         return SenderPlan(self.id, rank, made)
 
     def receiver(self, rank: int) -> ReceiverPlan:
-        """What engine rank `rank` receives."""
+        """The regions that engine rank `rank` receives."""
         trainer, engine = self.trainer, self.engine
 
         def every(holding: Holding) -> Iterable[int]:
@@ -176,7 +177,7 @@ class TransferPlan:
 
 
 def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
-    """Functions of SGLang's model loader that derive other tensors from the received ones.
+    """Functions of SGLang's model loader that derive other tensors from the received weights.
 
     post_load_weights     latent attention keeps w_kc and w_vc, copies of kv_b_proj's halves
     postprocess_weights   block-quantised layers may requantise or transpose their scales;
@@ -201,7 +202,7 @@ def starts_of(regions: Iterable[Region]) -> tuple[int, ...]:
 
 
 def region_of(src: int, dst: int, keyed: Iterable[Keyed], policy: WirePolicy) -> Region:
-    """Pieces in wire order, in buckets; without pieces there is none."""
+    """Pieces in wire order, in buckets; without pieces no bucket."""
     pieces: list[Piece] = []
     buckets: list[Bucket] = []
     first = start = offset = 0
@@ -231,7 +232,7 @@ class Hop(NamedTuple):
 def relay_schedule(engine_ids: Sequence[int], direct: int) -> tuple[Hop, ...]:
     """Hops that bring a version to every engine once, ordered by round.
 
-    direct: number of engines that the trainer serves in round 0: the first ones of engine_ids.
+    direct: number of engines that the trainer serves in round 0: the first of engine_ids.
     """
     assert direct >= 1 or not engine_ids, f"direct = {direct}: the trainer serves one at least"
     hops = [Hop(0, TRAINER, engine) for engine in engine_ids[:direct]]

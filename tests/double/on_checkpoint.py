@@ -176,7 +176,7 @@ def test_a_model_folder_is_the_checkpoint_read_without_a_device(
 ) -> None:
     """`hf/` of the device, and a conversion on the host of the checkpoint of the same weights."""
     from moerl.trainer.checkpoints.convert import convert_to_hf
-    from moerl.trainer.checkpoints.convert_job import ConversionRanks
+    from moerl.trainer.checkpoints.convert_output import ConversionRanks
     from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 

@@ -18,8 +18,8 @@ from moerl.config.lora_settings import BasePlace
 from moerl.core.messages import Destination, PrepareUpdate, VerifyUpdate
 from moerl.core.types import PolicyVersion
 from moerl.layout import sglang_tiles
-from moerl.planning.factor_forecast import factor_forecast, merging_memory
 from moerl.planning.memory import engine_memory
+from moerl.planning.publish_forecast import factor_forecast, merging_memory
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.sender import WeightSender
 from moerl.weight_sync.transfer_plan import PLAN_ID
@@ -65,7 +65,7 @@ class EngineRank:
                     engine=0, version=V1, plan_engine=PLAN_ID, plan=plan.id, layout="",
                     transport="memory", trainer=asdict(weights.trainer),
                     policy=asdict(weights.policy), layer_spec="local", timeout_s=60.0,
-                    lora=plan.lora,
+                    lora=asdict(plan.lora),
                 )
             )  # fmt: skip
         total, digests = 0, b""

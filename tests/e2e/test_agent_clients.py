@@ -24,7 +24,7 @@ from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
 from moerl.core.errors import RecordError
-from moerl.core.rollout_names import episode_of
+from moerl.core.ids import episode_of
 from moerl.core.types import Array, GenerateRequest, SamplingParams, Segment
 from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.records.header_check import check

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from moerl.controller.rollout_builder import blob_uris
-from moerl.core.rollout_names import life_of
+from moerl.core.ids import life_of
 from moerl.core.serialization import decode_value
 from moerl.core.types import Rollout, Segment
 from tests.e2e.test_agent_run import ROOT, check, check_scores

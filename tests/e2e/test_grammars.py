@@ -25,9 +25,9 @@ from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
 from moerl.core.errors import RecordError
-from moerl.core.grammar import Grammar
 from moerl.core.types import (
     GenerateRequest,
+    Grammar,
     MaskBlob,
     PolicyVersion,
     Rollout,

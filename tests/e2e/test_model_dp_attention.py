@@ -17,11 +17,11 @@ import pytest
 from moerl.config.schema import EngineConfig, TinyModel
 from moerl.core.json_files import read_model_config
 from moerl.core.types import ModelShape, PolicyVersion
-from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
 from moerl.records.segment_split import split_segments
 from tests.helpers import sync_world
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, B, C, Scoring, World, start, tokens
+from tests.helpers.tiny_families import make_family_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -113,9 +113,7 @@ def test_with_expert_parallelism(tmp_path: Path) -> None:
 def test_latent_attention(ep: int, tmp_path: Path) -> None:
     """DeepSeek-V3: a rank attends to its own latents; its heads are whole."""
     folder = tmp_path / "model"
-    make_tiny_model(
-        folder, TinyModel(family="deepseek_v3", experts_per_token=4, initializer_range=0.15), 0
-    )
+    make_family_model(folder, "deepseek_v3", TinyModel(experts_per_token=4, initializer_range=0.15))
     shape = shape_of(folder)
 
     async def play(world: World) -> None:

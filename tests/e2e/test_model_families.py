@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,19 +25,19 @@ from moerl.audit import mismatch_command
 from moerl.audit.mismatch_command import measure
 from moerl.audit.score_job import ScoreJob
 from moerl.config import load_config, resolve
-from moerl.config.schema import Precision, TinyFamily
+from moerl.config.schema import Precision
 from moerl.core.types import Rollout
 from moerl.launch.run_context import RunContext
 from tests.helpers import warm_score
-from tests.helpers.family_recipes import recipe_of
+from tests.helpers.family_table import RESULTS, FamilyResult
 from tests.helpers.rank_server import run_ranks, start_server
+from tests.helpers.tiny_families import FAMILY_FIELDS, RECIPE, make_family_model
 from tests.helpers.train_runs import Run, start
-from tools.family_table import RESULTS, FamilyResult
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES: tuple[str, ...] = get_args(TinyFamily)
+FAMILIES = tuple(FAMILY_FIELDS)
 MAX, FAR = 5e-5, 0.05  # nats: right records in fp32, and the least of a control
 Scores = Mapping[str, np.ndarray]
 
@@ -130,11 +130,12 @@ _SERVES = re.compile(r"engine 0 serves \S+, digest (\w+)")
 def test_mismatch_and_training(
     served: Path, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of(family)
+    model = tmp_path / "model"
+    make_family_model(model, family)
     monkeypatch.setattr(mismatch_command, "score", score_in_warm_ranks)
-    found = measured(recipe, tmp_path / "mismatch")
-    synchronous = trained(recipe, tmp_path, "sync", *SYNCHRONOUS)
-    trained(recipe, tmp_path, "async")
+    found = measured(model, tmp_path / "mismatch")
+    synchronous = trained(model, tmp_path, "sync", *SYNCHRONOUS)
+    trained(model, tmp_path, "async")
     result = FamilyResult(
         routes_exact=min(float(scores_of(served, family)[0]["agree"].min()), found["executed"]),
         mask_exact=float(scores_of(served, family)[0]["masks"].mean()),
@@ -165,10 +166,10 @@ def score_in_warm_ranks(
     )
 
 
-def measured(recipe: str, folder: Path) -> dict[str, float]:
+def measured(model: Path, folder: Path) -> dict[str, float]:
     """What `moerl mismatch` measures, and a control."""
     variants = ["none", "routing", "mask", "both", "both_rotated"]
-    config = resolve(load_config(recipe))
+    config = resolve(load_config(RECIPE, [f"model.path={model}"]))
     found: dict[str, Any] = measure(config, folder, num_tokens=2000, variants=variants)
     fp32, bf16 = found["results"]["fp32"], found["results"]["bf16"]
     routing = found["routing"]["fp32"]
@@ -186,10 +187,10 @@ def measured(recipe: str, folder: Path) -> dict[str, float]:
     }
 
 
-def trained(recipe: str, root: Path, name: str, *settings: str) -> Run:
+def trained(model: Path, root: Path, name: str, *settings: str) -> Run:
     """A run with a publish after every step; its weights open in transformers."""
-    fixed = (f"run.steps={STEPS}", "checkpoint.every=0", REWARD)
-    run = start(root, recipe, *fixed, *settings, name=name)
+    fixed = (f"model.path={model}", f"run.steps={STEPS}", "checkpoint.every=0", REWARD)
+    run = start(root, RECIPE, *fixed, *settings, name=name)
     assert run.finish() == 0, run.text()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.data.calculator import calculator
+from moerl.data.environments import calculator
 from moerl.data.tasks import load_tokenizer
 from tests.e2e.test_variants import SMALL
 from tests.helpers.train_runs import start

@@ -17,10 +17,10 @@ from tests.helpers.bare_imports import hide_other_packages
 from tests.helpers.device_figures import Figure, machine, on_double
 
 HERE = Path(__file__).parent
-BARE = "MOERL_GPU_CHECK_BARE"  # environment variable: import nothing but what a bare check brings
+PARTS = "MOERL_GPU_CHECK_PARTS"  # environment variable: import only what `--parts` brings
 
 
-if os.environ.get(BARE):
+if os.environ.get(PARTS):
     hide_other_packages()
 
 

@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from tests.helpers.device_figures import Figure
-from tests.helpers.family_recipes import recipe_of
+from tests.helpers.tiny_families import RECIPE
 from tests.helpers.train_runs import Run, start
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sgl_kernel") is None, reason="SGLang's CUDA kernels are not installed"
 )
-RECIPE = recipe_of("qwen3_moe")
 ON_CUDA = (
     "engine.platform=cuda", "engine.dtype=bfloat16", "engine.mem_fraction_static=0.2",
     "trainer.platform=cuda", "trainer.dtype=bf16", "trainer.parallel={dp: 1, ep: 1}", "run.steps=4",

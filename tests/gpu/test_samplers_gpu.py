@@ -1,4 +1,5 @@
-"""Kept sets of SGLang's two samplers on CUDA: the recorded one, and flashinfer's.
+"""Kept sets of SGLang's samplers on CUDA: the recorded one with and without its short way (which
+needs no SGLang here), and flashinfer's.
 
 SGLang's `Sampler` rebuilds flashinfer's set after the draw, from separate kernels; these are the
 same calls.  Until both tests have passed on a GPU `engine.args.sampling_backend` stays `pytorch`.
@@ -7,17 +8,25 @@ same calls.  Until both tests have passed on a GPU `engine.args.sampling_backend
 from __future__ import annotations
 
 import importlib.util
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moerl.engine.plugin.top_k_first import sample
 from tests.helpers.device_figures import Figure
+from tests.helpers.sampler_reference import sort_and_sample
 
-pytestmark = pytest.mark.skipif(
+needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
 )
 ROWS, VOCAB, TOP_K, TOP_P, DRAWS = 64, 151_936, 64, 0.9, 200
+BATCH, MASK_TOP_K = 256, 512  # of a decode step, and of every recipe
 
 
 def probabilities(*, ties: bool) -> Tensor:
@@ -53,6 +62,59 @@ def kept_by_flashinfer(probs: Tensor) -> Tensor:
     return kept
 
 
+def sampled(how: Callable[..., Any], probs: Tensor, *, min_p: bool = False) -> Any:
+    """(tokens, weights, ids, weight of each token) of one decode step; `probs` is written to."""
+    like = torch.zeros(len(probs), device="cuda")
+    return how(
+        probs, like.int() + MASK_TOP_K, like + TOP_P, like + 0.01, min_p, None, like.long(),
+        return_filtered_probs=True, max_top_k=MASK_TOP_K,
+    )  # fmt: skip
+
+
+short = partial(sample, sort_and_sample)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("min_p", [False, True], ids=["", "min_p"])
+def test_short_way_keeps_what_the_whole_sort_keeps(ties: bool, min_p: bool, figure: Figure) -> None:
+    """Sums run over fewer columns, so that a row may be cut one token apart by rounding."""
+    probs = probabilities(ties=ties)
+    _, want, _, _ = sampled(sort_and_sample, probs.clone(), min_p=min_p)
+    token, weights, ids, selected = sampled(short, probs.clone(), min_p=min_p)
+    kept = weights > 0
+    assert torch.equal(probs.gather(1, ids.long())[kept], weights[kept])
+    at = (ids == token[:, None]) & kept
+    assert bool((at.sum(1) == 1).all())
+    assert torch.equal(weights[at], selected)
+    apart = (kept.sum(1) - (want > 0).sum(1)).abs()
+    name = f"{'ties' if ties else 'distinct'}{', min_p' if min_p else ''}"
+    figure(f"rows cut elsewhere, {name}", float((apart > 0).sum()), f"of {ROWS}")
+    assert int(apart.max()) <= 1
+    same = (apart == 0)[:, None]
+    assert torch.equal(weights * same, want[:, :MASK_TOP_K] * same)
+
+
+def test_speed_of_a_decode_step(figure: Figure, tiny: bool) -> None:
+    """Of one decode step's sampling, without the forward pass: the whole sort, the short way."""
+    torch.manual_seed(0)
+    probs = (3 * torch.randn(8 if tiny else BATCH, VOCAB, device="cuda")).softmax(-1)
+    for name, how in (("whole sort", sort_and_sample), ("k largest first", short)):
+        seconds = []
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(2 if tiny else 12):
+            own = probs.clone()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            sampled(how, own)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        figure(f"{name}, a decode step of {len(probs)}", 1e3 * median(seconds), "ms")
+        figure(f"{name}, peak", (torch.cuda.max_memory_allocated() - before) / 2**20, "MiB")
+
+
+@needs_flashinfer
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_kept_sets_are_equal(ties: bool, figure: Figure) -> None:
     probs = probabilities(ties=ties)
@@ -61,6 +123,7 @@ def test_kept_sets_are_equal(ties: bool, figure: Figure) -> None:
     assert not differ.any()
 
 
+@needs_flashinfer
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_draws_are_kept(ties: bool, figure: Figure) -> None:
     """What flashinfer draws is in its own set, and in the recorded one; control: it varies."""

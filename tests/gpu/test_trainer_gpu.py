@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +26,10 @@ from tests.helpers.device_trainer import (
     seconds_of,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
+# In fp32 without TF32.  Sums on a GPU have another order; routes of other tokens give above 0.1.
+NEAR = 1e-5
+COMPARED = ("loss/total", "loss/entropy", "loss/grad_norm", "loss/grad_norm_router")
 PRODUCT = 8192  # a square matrix product fills an H100
 
 
@@ -36,6 +43,29 @@ def test_speed_of_the_device(figure: Figure, tiny: bool) -> None:
     seconds = _seconds(lambda: host.copy_(a, non_blocking=True))
     figure("copy to pinned memory", a.nbytes / seconds / 1e9, "GB/s")
     assert torch.equal(host, a.cpu())
+
+
+def test_a_step_is_that_of_the_cpu(tmp_path: Path, figure: Figure) -> None:
+    """Same weights and records, both replays: gradients of all parameters, and metrics."""
+    file = tmp_path / "step.pt"
+    command = [sys.executable, "-m", "tests.helpers.device_step", str(file)]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    subprocess.run(command, cwd=ROOT, env=hidden, check=True)
+    want = torch.load(file)
+    learner = make_learner(TINY, tmp_path, dtype="fp32")
+    plan = make_plan(TINY, learner)
+    with torch.no_grad():
+        for name, parameter in learner.model.gpt.named_parameters():
+            parameter.copy_(want["weights"][name])
+    gradients, metrics = gradients_of(learner, plan), learner.step(plan)
+    assert metrics["routing/replay_cover_frac"] == metrics["keep/cover_frac"] == 1.0
+    worst = differs_by(gradients, want["gradients"])
+    figure("gradients, from the CPU's", worst, "of a tensor's largest")
+    for name in COMPARED:
+        gap = abs(metrics[name] / want["metrics"][name] - 1)
+        figure(f"{name}, from the CPU's", gap, "of it")
+        assert gap <= NEAR, name
+    assert worst <= NEAR
 
 
 @pytest.mark.parametrize("replayed", ["none", "both"])

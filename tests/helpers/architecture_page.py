@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HEADINGS = {"token": "Files that a token passes", "weight": "Files that a weight passes"}
 HOPS = "Hops of a publish's control message"
 PACKAGES = "Which package may import which"
-_CODEC = "serialization.py"  # called by hops on both ends of a socket, hands nothing on
+_CODEC = "core/serialization.py"  # called by hops on both ends of a socket, hands nothing on
 
 
 def rows(page: str, heading: str) -> list[list[str]]:

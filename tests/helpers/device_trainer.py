@@ -29,10 +29,10 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.layout import LayerSpec, ModelSpec
 from moerl.planning.memory import TrainerMemory, Training, trainer_memory
 from moerl.records.blob_store import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner
@@ -96,12 +96,12 @@ TINY = Size(32, 2, 4, 16, 8, 2, 24, 67, 12, 6, 40)
 
 
 @functools.cache
-def ranks(layers: LayerSpec) -> Parallel:
+def ranks(layers: LayerSpec, where: str = "cuda") -> Parallel:
     """This process as the only rank; Megatron's groups are made once, so layers are of one kind."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     from moerl.trainer.model import platform
 
-    place = platform.prepare("cuda", layers=layers)
+    place = platform.prepare(where, layers=layers)
     import torch.distributed as dist
 
     from moerl.trainer.model import parallel
@@ -117,9 +117,10 @@ def make_learner(
     *,
     dtype: Literal["bf16", "fp32"] = "bf16",
     layers: LayerSpec = "local",
+    where: str = "cuda",
 ) -> Learner:
     """Random weights; sums and moments are fp32."""
-    parallel = ranks(layers)
+    parallel = ranks(layers, where)
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import gpt
 

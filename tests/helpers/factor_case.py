@@ -21,13 +21,11 @@ from moerl.weight_sync.adapters.engine_adapters import EngineAdapters
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy
-from moerl.weight_sync.commit_copies import CommitCopies
+from moerl.weight_sync.commit_copies import CommitCopies, check_targets
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
 from moerl.weight_sync.snapshot import WeightSnapshot
-from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan
-from tests.helpers import dither_oracle
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
@@ -63,17 +61,12 @@ def part_of(named: Named, whole: Mapping[str, Tensor], dtype: torch.dtype) -> Te
     return held
 
 
-def _sum(base: Tensor, a: Tensor, b: Tensor, name: str, seed: int | None) -> Tensor:
-    """base + scale * b @ a by numpy, in fp32, one rank after the other; rounded once.
-
-    seed: of the dither; None = to the nearest.
-    """
+def _sum(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """base + scale * b @ a by numpy, in fp32, one rank after the other; rounded once."""
     total = np.zeros(base.shape, np.float32)
     for row, column in zip(a.float().numpy(), b.float().numpy().T, strict=True):
         total += np.outer(column, row)
     merged = total * np.float32(LORA.scale) + base.float().numpy()
-    if seed is not None:
-        return dither_oracle.rounded(merged, name, seed)
     return torch.from_numpy(merged).to(base.dtype)
 
 
@@ -93,22 +86,19 @@ class Case:
         family: str,
         mesh: str,
         dtype: torch.dtype = torch.float32,
-        seed: int | None = None,
         wanted: LoraConfig = LORA,
     ) -> Case:
-        """seed: of the trainer's dither."""
         spec, (trainer, engine) = _spec(family), MESHES[mesh]
         policy = WirePolicy(str(dtype).removeprefix("torch."), bucket_bytes=4096)
-        lora = wanted if seed is None else replace(wanted, rounding="dither")
-        plan = FactorPlan(TransferPlan(spec, trainer, engine, PLAN_ID, policy), lora)
+        plan = FactorPlan(TransferPlan(spec, trainer, engine, PLAN_ID, policy), wanted)
         shapes = hf_shapes(spec)
         base = {name: random_tensor(name, shape, dtype) for name, shape in shapes.items()}
         factors = {
             name: random_tensor(name, shape, dtype)
-            for name, shape in adapter_shapes(shapes, lora.rank_of, shared=lora.shares).items()
+            for name, shape in adapter_shapes(shapes, wanted.rank_of, shared=wanted.shares).items()
         }
         merged = dict(base)
-        for name in (n for n in adapter_shapes(shapes, lora.rank_of) if n.endswith(".lora_A")):
+        for name in (n for n in adapter_shapes(shapes, wanted.rank_of) if n.endswith(".lora_A")):
             module = name.removesuffix(".lora_A")
             weight, outer = f"{module}.weight", re.sub(r"\.experts\.\d+", ".experts", module)
             a, b = (
@@ -116,7 +106,7 @@ class Case:
             )
             assert a is not None, module
             assert b is not None, module
-            merged[weight] = _sum(base[weight], a, b, module, seed)
+            merged[weight] = _sum(base[weight], a, b)
         return cls(plan, dtype, base, factors, merged)
 
     @property

@@ -6,7 +6,7 @@ Importing SGLang takes longer than one engine runs.  Each family is a fork of th
 host, the server and its check of weights are those of `moerl mismatch`, but the server is a fork,
 too, in place of a new Python.  transformers then scores the records.  Written per family:
 
-    FOLDER/FAMILY/model/              the model, made by its recipe
+    FOLDER/FAMILY/model/              the model
     FOLDER/FAMILY/job.json            for moerl.audit.score_ranks, which scores into scores.npz
     FOLDER/FAMILY/scores-hf.npz       of transformers: VARIANT [S] (constants below); agree [R, L],
                                       share of rows in which its own routers choose the record;
@@ -48,7 +48,7 @@ from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
-from tests.helpers.family_recipes import recipe_of
+from tests.helpers.tiny_families import RECIPE, make_family_model
 
 SETTINGS = (
     "rollout.groups_per_request=3",
@@ -165,25 +165,27 @@ def _spawn(server: EngineServer) -> None:
 
 
 def _run(family: str, folder: Path) -> None:
-    config = resolve(load_config(recipe_of(family), SETTINGS))
-    plan = mismatch_command._plan(config, folder)
-    rollouts = asyncio.run(mismatch_command._generate(plan, TOKENS))
-    job = _job(plan, rollouts, folder)
-    scores = score(plan.model_path, plan.model_shape(), rollouts, plan.blobs())
+    make_family_model(folder / "model", family)
+    path = f"model.path={folder / 'model'}"
+    config = resolve(load_config(RECIPE, [*SETTINGS, path]))
+    context = mismatch_command._context(config, folder)
+    rollouts = asyncio.run(mismatch_command._generate(context, TOKENS))
+    job = _job(context, rollouts, folder)
+    scores = score(context.model_path, context.model_shape(), rollouts, context.blobs())
     np.savez(folder / "scores-hf.npz", **scores)
     job.save(folder / "job.json")  # last: it says that the family is complete
 
 
-def _job(plan: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
+def _job(context: RunContext, rollouts: list[Rollout], folder: Path) -> ScoreJob:
     records = folder / "rollouts.msgpack"
     records.write_bytes(encode_value(rollouts))
     job = make_job(
-        plan,
+        context,
         records,
         folder / "scores.npz",
-        variants=(*TRAINER_VARIANTS, *_sparse_variants(plan.model_shape())),
+        variants=(*TRAINER_VARIANTS, *_sparse_variants(context.model_shape())),
         dtypes=["fp32"],
-        model=plan.model_path,
+        model=context.model_path,
         version="",
     )
     return replace(job, ep=1)

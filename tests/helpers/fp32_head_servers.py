@@ -30,11 +30,10 @@ from moerl.audit import mismatch_command
 from moerl.config import load_config, resolve
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion
-from moerl.data.tiny_model import make_tiny_model
 from moerl.engine.host.host import EngineHost
 from moerl.launch.run_context import RunContext
-from tests.helpers.family_recipes import recipe_of
 from tests.helpers.family_servers import SETTINGS, forked, import_sglang, wait
+from tests.helpers.tiny_families import RECIPE, make_family_model
 
 # fp32 head of the engine, its tensor-parallel ranks, family, tied embeddings
 CASES: dict[str, tuple[bool, int, str, bool]] = {
@@ -59,7 +58,6 @@ def _run(case: str, folder: Path) -> None:
     fp32, tp, family, tied = CASES[case]
     settings = [
         *SETTINGS,
-        f"model.tiny.family={family}",
         f"model.fp32_lm_head={str(fp32).lower()}",
         f"model.path={folder / 'model'}",
         f"engine.tp={tp}",
@@ -67,12 +65,12 @@ def _run(case: str, folder: Path) -> None:
         "engine.args.enable_return_hidden_states=true",
         "trainer.dtype=bf16",
     ]
-    config = resolve(load_config(recipe_of("qwen3_moe"), settings))
-    make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
+    config = resolve(load_config(RECIPE, settings))
+    make_family_model(folder / "model", family, seed=config.run.seed)
     if tied:
         _tie(folder / "model")
-    plan = mismatch_command._plan(config, folder)
-    asyncio.run(_play(plan, folder))
+    context = mismatch_command._context(config, folder)
+    asyncio.run(_play(context, folder))
 
 
 def _tie(model: Path) -> None:
@@ -85,23 +83,23 @@ def _tie(model: Path) -> None:
     save_file(named, weights, metadata={"format": "pt"})
 
 
-async def _play(plan: RunContext, folder: Path) -> None:
-    host = plan.engine_host(0, plan.config.engine.tp)
+async def _play(context: RunContext, folder: Path) -> None:
+    host = context.engine_host(0, context.config.engine.tp)
     await host.start(PolicyVersion(0, 0))
     try:
-        rollouts = await mismatch_command._sample(plan, host, TOKENS)
-        np.savez(folder / "head.npz", **await _head(host, plan.token))
+        rollouts = await mismatch_command._sample(context, host, TOKENS)
+        np.savez(folder / "head.npz", **await _head(host, context.token))
     finally:
         await host.stop()
     (folder / "rollouts.msgpack").write_bytes(encode_value(rollouts))
     for name, fp32 in HEADS.items():
         job = mismatch_command.make_job(
-            plan,
+            context,
             folder / "rollouts.msgpack",
             folder / f"scores-{name}.npz",
             variants=["both"],
             dtypes=["bf16"],
-            model=plan.model_path,
+            model=context.model_path,
             version="",
         )
         replace(job, ep=1, fp32_head=fp32).save(folder / f"job-{name}.json")

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from moerl.weight_sync.buckets import SCALE_SUFFIX, WirePolicy, is_quantised
-from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.packed_buckets import quantize_blocks
 
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8",

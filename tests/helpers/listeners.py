@@ -53,7 +53,7 @@ LISTENERS = (
         _ENGINE,
         "free, printed in the log",
         "the run's token as bearer; `/health` and `/ready` answer without it",
-        r"moerl\.engine\.server_process",
+        r"moerl\.engine\.plugin\.server_process",
         1,
     ),
     Listener(
@@ -134,7 +134,7 @@ LISTENERS = (
     Listener("Ray: gcs_server", _EVERY, "`cluster.ports.ray`", _RAY, "/gcs_server ", 1),
     Listener("Ray: raylet", _EVERY, "free", _RAY, "/raylet ", 2),
     Listener("Ray: actors", _EVERY, "free", _RAY, _ACTOR, 1),
-    Listener("Ray: the root process", _EVERY, "free", _RAY, r"moerl\.launch\.root_process", 1),
+    Listener("Ray: the root process", _EVERY, "free", _RAY, r"moerl\.launch\.train", 1),
     Listener("Ray: RuntimeEnvAgent", "the node's address", "free", _RAY, "ray::RuntimeEnvAgent", 1),
     Listener(
         "Ray: metrics of its monitor",

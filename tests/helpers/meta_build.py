@@ -23,8 +23,7 @@ from moerl.config.schema import Config
 from moerl.layout import ModelSpec, model_spec
 from moerl.layout.shards import LayerSpec
 from moerl.planning.dry_run import model_shapes
-from moerl.planning.fit import training_of
-from moerl.planning.memory import trainer_memory
+from moerl.planning.memory import trainer_memory, training_of
 from moerl.trainer.model import cpu_patches, platform
 from tests.helpers import te_modules
 

@@ -62,7 +62,7 @@ TENSORS = {"torch": {"Tensor"}, "torch.nn.parameter": {"Parameter"}, "numpy": {"
 KINDS = {"token": TOKENS, "weight": WEIGHTS, "control": CONTROL}
 
 _FOLDER = "MOERL_PATH_TRACE"
-_DECODES = "serialization.py"
+_DECODES = "core/serialization.py"
 _LOOKS = 3000
 _DEPTH = 2
 _ITEMS = 4  # looked at in a container

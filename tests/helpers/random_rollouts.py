@@ -17,8 +17,8 @@ from moerl.core.types import (
     Score,
     Turn,
 )
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.records.blob_store import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 LAYERS, EXPERTS, TOP_K, VOCAB = (0, 2, 3), 8, 2, 50
 SHAPE = ModelShape(VOCAB, 4, LAYERS, EXPERTS, TOP_K)

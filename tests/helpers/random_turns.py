@@ -9,8 +9,8 @@ import numpy as np
 
 from moerl.controller.rollout_builder import PartialEpisode
 from moerl.core.types import Finish, PolicyVersion, Prompt
-from moerl.data.synthetic import RolloutSpec, random_reply
 from moerl.records.blob_store import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_reply
 
 V0 = PolicyVersion(0, 0)
 

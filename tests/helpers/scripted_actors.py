@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError
 from moerl.config import Config, load_config
 from moerl.core.errors import EngineError, TrainerError
 from moerl.launch.run_context import RunContext
-from moerl.launch.supervision.signal_watch import INTERRUPT, Interrupted, SignalWatch
 from moerl.launch.supervision.supervisor import Supervisor
+from moerl.runtime.process_tree import INTERRUPT, Interrupted, SignalWatch
 from moerl.runtime.run_dir import RunDir
 
 UNSET = object()
@@ -122,10 +122,10 @@ class ScriptedActors:
         self.controller_answers["poll"] = lambda: (STATUS, [], "")
         self.longest_wait_s = 0.0
 
-    def scorer(self, plan: RunContext) -> ScriptedActor:
+    def scorer(self, context: RunContext) -> ScriptedActor:
         return ScriptedActor("scorer", pid=8)
 
-    def engine(self, plan: RunContext, index: int, tp: int) -> Placed:
+    def engine(self, context: RunContext, index: int, tp: int) -> Placed:
         actor = ScriptedActor(f"engine {index}", **self.engine_answers)
         self.engines.setdefault(index, []).append(actor)
         return Placed(actor)
@@ -135,7 +135,7 @@ class ScriptedActors:
 
     def controller(
         self,
-        plan: RunContext,
+        context: RunContext,
         engines: Mapping[int, Any],
         sizes: Mapping[int, int],
         scorer: Any,
@@ -169,7 +169,7 @@ class ScriptedTrainer:
         self.starts = self.clocks = self.stops = 0
         self.fallen = True
 
-    def start(self, plan: RunContext, endpoint: str) -> None:
+    def start(self, context: RunContext, endpoint: str) -> None:
         self.starts += 1
         self.code = None
 
@@ -247,13 +247,13 @@ class Scene:
         run = RunDir(root / "run")
         run.create()
         config = _config(settings)
-        plan = RunContext(
+        context = RunContext(
             config, run, root, {}, "token", incarnation, "local", root / "blobs", None, None
         )
         self.run, self.clock, self.panel = run, Clock(), Panel()
         self.actors, self.signals = ScriptedActors(self.clock), Signals(self.clock)
         panel: Any = self.panel
-        self.supervisor = Supervisor(plan, panel, root, self.signals, self.actors, self.clock)
+        self.supervisor = Supervisor(context, panel, root, self.signals, self.actors, self.clock)
         self.trainer: Any = ScriptedTrainer()
         self.supervisor.trainer._ranks = self.trainer
         self.restarts = self.supervisor._context.restarts

@@ -22,8 +22,7 @@ from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
-from moerl.core.grammar import Grammar
-from moerl.core.types import SamplingParams
+from moerl.core.types import Grammar, SamplingParams
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
 

@@ -77,7 +77,7 @@ class Publisher:
             policy=asdict(POLICY),
             layer_spec="local",
             timeout_s=_DEADLINE_S,
-            lora=self._lora,
+            lora=asdict(self._lora) if self._lora else None,
         )
         prepared = await self._host.session(prepare)
         assert isinstance(prepared, UpdatePrepared)

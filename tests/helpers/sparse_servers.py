@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from moerl.config.schema import EngineConfig, ReplayConfig, TinyModel
-from moerl.config.tiny_configs import tiny_config
 from moerl.core.serialization import encode_value
 from moerl.core.types import ModelShape, PolicyVersion, SamplingParams
 from moerl.engine.host.host import EngineContext, EngineHost
@@ -29,18 +28,18 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model, family_servers, replay_scenario
 from tests.helpers.replay_scenario import LONG, TOKEN, A, B, World, start, tokens
+from tests.helpers.tiny_families import family_config
 
 SAMPLING = SamplingParams(8, top_p=0.9, top_k=60, ignore_eos=True)
 WAVES = 4  # groups of requests that compute one prefix at the same time
 TINY = TinyModel(
-    family="deepseek_v32",
     hidden_size=64,
     num_experts=16,
     experts_per_token=4,
     num_layers=4,
     initializer_range=0.1,
 )
-CONFIG = tiny_config(TINY, engine_tiny_model.VOCAB)
+CONFIG = family_config("deepseek_v32", TINY, engine_tiny_model.VOCAB)
 ENGINE = EngineConfig(
     count=1,
     max_running_requests=8,

@@ -44,12 +44,10 @@ from moerl.core.rpc import Keys, RpcClient
 from moerl.core.types import PolicyVersion
 from moerl.layout import ModelSpec, Named, at, hf_shapes, megatron_tiles, model_spec, sglang_tiles
 from moerl.layout.adapters import adapter_shapes, adapter_tiles, module_of
-from moerl.weight_sync import dither
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.adapters.merged_totals import MergedTotals
 from moerl.weight_sync.buckets import WirePolicy
-from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
@@ -76,14 +74,8 @@ def spec() -> ModelSpec:
     return model_spec(json.loads(FAMILIES.read_text())["qwen3_moe"])
 
 
-def policy_of(lora: LoraConfig | None) -> WirePolicy:
-    """Only bf16 is rounded with a dither."""
-    return replace(POLICY, dtype="bfloat16") if lora is not None and lora.dithers else POLICY
-
-
 def transfer(tp: int, lora: LoraConfig | None = None) -> TransferPlan | FactorPlan:
-    policy = policy_of(lora)
-    plan = TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), PLAN_ID, policy)
+    plan = TransferPlan(spec(), TRAINER, EngineLayout(tp=tp), PLAN_ID, POLICY)
     return plan if lora is None else FactorPlan(plan, lora)
 
 
@@ -101,16 +93,14 @@ def hf_merged(
     name: str, shape: tuple[int, ...], version: PolicyVersion, lora: LoraConfig
 ) -> Tensor:
     """Weights of the start, and the adapters of a version; the start has none."""
-    dtype = getattr(torch, policy_of(lora).dtype)
-    base, module = hf_tensor(name, shape, START).to(dtype), module_of(name)
+    base, module = hf_tensor(name, shape, START), module_of(name)
     rank = lora.rank_of(module) if len(shape) == 2 and version != START else 0
     if not rank:
         return base
-    a = hf_tensor(f"{module}.lora_A", (rank, shape[1]), version).to(dtype)
-    b = hf_tensor(f"{module}.lora_B", (shape[0], rank), version).to(dtype)
+    a = hf_tensor(f"{module}.lora_A", (rank, shape[1]), version)
+    b = hf_tensor(f"{module}.lora_B", (shape[0], rank), version)
     merged = torch.empty_like(base)
-    part = HfPart(module, range(shape[0]), range(shape[1])) if lora.dithers else None
-    merge_into(merged, base, a, b, lora.scale, part)
+    merge_into(merged, base, a, b, lora.scale)
     return merged
 
 
@@ -119,9 +109,8 @@ def local_factors(rank: int, version: PolicyVersion, lora: LoraConfig | None) ->
     if lora is None:
         return {}
     shapes = adapter_shapes(hf_shapes(spec()), lora.rank_of)
-    dtype = getattr(torch, policy_of(lora).dtype)
     return {
-        name: hf_tensor(name, shapes[name], version)[at(local.tiles[0].hf_box)].to(dtype)
+        name: hf_tensor(name, shapes[name], version)[at(local.tiles[0].hf_box)]
         for name, local in adapter_tiles(spec(), TRAINER, rank, lora.rank_of).items()
     }
 
@@ -130,12 +119,11 @@ def local_tensors(
     named: Named,
     version: PolicyVersion,
     lora: LoraConfig | None = None,
-    dtype: str = POLICY.dtype,
 ) -> dict[str, Tensor]:
     """What a rank with these tiles holds of a version; padding is 0."""
     shapes, tensors = hf_shapes(spec()), {}
     for name, local in named.items():
-        tensors[name] = torch.zeros(local.shape, dtype=getattr(torch, dtype))
+        tensors[name] = torch.zeros(local.shape)
         for tile in local.tiles:
             shape = shapes[tile.hf]
             if lora is None:
@@ -169,9 +157,9 @@ class PlainModel:
 class FaultyReceiver:
     """A receiver that commits on demand, says what it serves, and flips bytes when told to."""
 
-    def __init__(self, rank: int, tp: int, held: PolicyVersion, flips: int, dtype: str) -> None:
-        self._named, self._dtype = sglang_tiles(spec(), tp, rank), dtype
-        self._model = PlainModel(local_tensors(self._named, held, dtype=dtype))
+    def __init__(self, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
+        self._named = sglang_tiles(spec(), tp, rank)
+        self._model = PlainModel(local_tensors(self._named, held))
         self._flips = flips
         self._lora: LoraConfig | None = None
         self.receiver = Receiver(
@@ -185,7 +173,7 @@ class FaultyReceiver:
         match message:
             case PrepareUpdate():
                 prepared = self.receiver.handle(message)
-                self._lora = message.lora
+                self._lora = LoraConfig(**message.lora) if message.lora else None
                 return prepared
             case VerifyUpdate() if self._flips:
                 session = self.receiver._session
@@ -208,18 +196,16 @@ class FaultyReceiver:
 
     def _difference(self) -> str:
         """Why what is served is not the whole version that is claimed; empty when it is."""
-        want = local_tensors(self._named, self.receiver.held, self._lora, self._dtype)
+        want = local_tensors(self._named, self.receiver.held, self._lora)
         wrong = [
             name for name, t in self._model.tensors().items() if not torch.equal(t, want[name])
         ]
         return f"not {self.receiver.held}: {wrong}" if wrong else ""
 
 
-def run_engine_rank(
-    folder: Path, rank: int, tp: int, held: PolicyVersion, flips: int, dtype: str
-) -> None:
+def run_engine_rank(folder: Path, rank: int, tp: int, held: PolicyVersion, flips: int) -> None:
     torch.set_num_threads(1)
-    receiver, keys = FaultyReceiver(rank, tp, held, flips, dtype), Keys.read(keys_path(folder))
+    receiver, keys = FaultyReceiver(rank, tp, held, flips), Keys.read(keys_path(folder))
     ReceiverSocket(receiver.handle, socket_path(folder, rank), keys).run()
 
 
@@ -229,7 +215,6 @@ class Engine:
 
     folder: Path
     tp: int = 1
-    dtype: str = POLICY.dtype
     processes: list = field(default_factory=list)
     keys: Keys = field(default_factory=Keys.make)
 
@@ -238,7 +223,7 @@ class Engine:
         self.keys.write(keys_path(self.folder))
         for rank in range(self.tp):
             socket_path(self.folder, rank).unlink(missing_ok=True)
-            orders = (self.folder, rank, self.tp, held, flips, self.dtype)
+            orders = (self.folder, rank, self.tp, held, flips)
             self.processes.append(CONTEXT.Process(target=run_engine_rank, args=orders, daemon=True))
             self.processes[-1].start()
         deadline = time.monotonic() + 60
@@ -333,15 +318,13 @@ def run_trainer_rank(
     num_engines: int,
     lora: LoraConfig | None = None,
     stale: bool = False,
-    seed: int = 0,
 ) -> None:
     """Sender threads towards all engines; stores each version that comes over the queue.
 
     wires: keys of the run, and where the threads' endpoints are sent.  stale: the factors stay
-    those of version 0.1, whatever is published.  seed: of the dither.
+    those of version 0.1, whatever is published.
     """
     torch.set_num_threads(1)
-    dither._SEED = seed
     named = megatron_tiles(spec(), TRAINER, rank)
     offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
     keys, lines = wires
@@ -363,7 +346,7 @@ def run_trainer_rank(
         version = versions.get()  # type: ignore[attr-defined]
         with offer.changed:
             factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
-            weights = local_tensors(named, version, lora, policy_of(lora).dtype)
+            weights = local_tensors(named, version, lora)
             offer.weights.store(weights | factors, version)
             offer.changed.notify_all()
 
@@ -406,7 +389,6 @@ class Trainer:
         delta: bool = False,
         lora: LoraConfig | None = None,
         stale: bool = False,
-        seed: int = 0,
     ) -> None:
         """direct: engines that are served by the trainer ranks; 0 = all.
 
@@ -432,7 +414,6 @@ class Trainer:
                     len(engines),
                     lora,
                     stale,
-                    seed,
                 ),
                 daemon=True,
             )
@@ -447,8 +428,7 @@ class Trainer:
             timeout_s = timeouts[index] if timeouts else 60.0
             terms = self._terms(index, tp, transport, timeout_s, plan, delta, folder)
             if lora is not None:
-                policy = policy_of(lora)
-                terms = replace(terms, plan=transfer(tp, lora).id, policy=policy, lora=lora)
+                terms = replace(terms, plan=transfer(tp, lora).id, lora=lora)
             connect = lambda engine=engine: Control(engine, engines)  # noqa: E731
             (src,) = [hop.src for hop in hops if hop.dst == index]
             source = self.sessions[src] if src != TRAINER_ID else None

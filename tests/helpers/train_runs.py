@@ -16,8 +16,8 @@ import psutil
 from moerl.config.load import load_saved
 from moerl.core.serialization import decode_value
 from moerl.core.types import EpisodeGroup
-from moerl.launch.prepare import outside_folder
 from moerl.launch.run_context import RunContext
+from moerl.launch.train import outside_folder
 from moerl.observe.metrics import read_rows
 from moerl.runtime.run_dir import RunDir
 
@@ -163,8 +163,8 @@ def _runs(member: psutil.Process) -> bool:
 
 
 def survivors(members: list[psutil.Process], within_s: float) -> list[psutil.Process]:
-    """Members that still run when the time is up."""
-    deadline = time.monotonic() + within_s
+    """Members that still run when the time is up, which a busy machine makes longer."""
+    deadline = time.monotonic() + within_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     while True:
         left = [member for member in members if _runs(member)]
         if not left or time.monotonic() > deadline:

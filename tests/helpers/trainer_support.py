@@ -27,8 +27,8 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.synthetic import RolloutSpec, random_rollout
 from moerl.records.blob_store import BlobStore
+from tests.helpers.synthetic import RolloutSpec, random_rollout
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 67, 4, 8, 2
 SHAPE = ModelShape(VOCAB, LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)

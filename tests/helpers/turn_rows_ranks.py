@@ -32,13 +32,13 @@ from moerl.core.types import (  # noqa: E402
     Turn,
 )
 from moerl.data.batching import plan_batch  # noqa: E402
-from moerl.data.synthetic import RolloutSpec  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
 from tests.helpers.random_turns import V0, Call, random_episode  # noqa: E402
+from tests.helpers.synthetic import RolloutSpec  # noqa: E402
 from tests.helpers.trainer_support import SHAPE  # noqa: E402
 
 SPEC = RolloutSpec(SHAPE, 1, SamplingParams(16, temperature=0.9, top_p=0.95, top_k=8))

@@ -37,7 +37,7 @@ from moerl.controller.journal import write_retry
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import BlobError, RecordError
-from moerl.core.id_sets import IdSet
+from moerl.core.ids import IdSet
 from moerl.core.messages import Hello, Ok, Plan, Refresh, StepDone, TakePlan
 from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, RoutingBlob, Segment
 from moerl.layout import hf_shapes, model_spec

@@ -13,7 +13,7 @@ import torch
 
 from moerl.layout import hf_shapes, model_spec
 from moerl.trainer.checkpoints.convert import convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import file_form, write_json
 

@@ -1,4 +1,4 @@
-"""`tools/gpu-check --bare` on the device double: what it prints and writes; checks that fail."""
+"""`tools/gpu-check --parts` on the device double: what it prints and writes; checks that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools import gpu_check
 from tools.gpu_check_list import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
-BARE = [check for check in CHECKS if check.bare]
+PARTS = [check for check in CHECKS if check.parts]
 ABSENT = ("cuda-ipc",)  # the double has no memory of another process
 RESULT = """<testsuites><testsuite><properties><property name="machine" value="{}"/></properties>
 <testcase name="test_a[x]" time="1.5"><properties>
@@ -30,23 +30,25 @@ RESULT = """<testsuites><testsuite><properties><property name="machine" value="{
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one run on the double, through the command that a person types."""
     file = tmp_path_factory.mktemp("check") / "report.json"
-    command = [str(ROOT / "tools/gpu-check"), "--bare", "--double", "--json", str(file)]
+    command = [str(ROOT / "tools/gpu-check"), "--parts", "--double", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    for check in BARE:
+    for check in PARTS:
         assert re.search(rf"^\W*{check.name}\b", done.stdout, re.MULTILINE), check.name
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def test_every_bare_check_ran_on_the_double(report: dict[str, Any]) -> None:
+def test_every_parts_check_ran_on_the_double(report: dict[str, Any]) -> None:
     states = {check["name"]: check["state"] for check in report["checks"]}
-    assert states == {check.name: "skipped" if check.name in ABSENT else "passed" for check in BARE}
+    assert states == {
+        check.name: "skipped" if check.name in ABSENT else "passed" for check in PARTS
+    }
     assert (report["size"], report["double"], report["machine"]["device"]) == (
-        "bare", True, "double",
+        "parts", True, "double",
     )  # fmt: skip
     assert report["machine"]["megatron-core"]
-    assert "--bare --double" in report["command"]
+    assert "--parts --double" in report["command"]
 
 
 def test_figures_are_numbers_with_units(report: dict[str, Any]) -> None:
@@ -107,11 +109,11 @@ def test_names_and_tests_of_checks_exist() -> None:
         for name in (*check.tests, *(check.on_double or ())):
             assert f"def {name.partition('[')[0]}(" in text, f"{check.name}: {name}"
     with pytest.raises(SystemExit, match="no check 'engine'; there are speed"):
-        gpu_check.chosen(["engine"], bare=True)
-    assert [check.name for check in gpu_check.chosen(["delta"], bare=True)] == ["delta"]
+        gpu_check.chosen(["engine"], parts=True)
+    assert [check.name for check in gpu_check.chosen(["delta"], parts=True)] == ["delta"]
 
 
-def test_a_bare_check_sees_only_what_it_brings() -> None:
+def test_a_parts_check_sees_only_what_it_brings() -> None:
     """Packages of this environment that are neither torch's nor packed are absent for it."""
     code = (
         "from importlib.util import find_spec as found\n"

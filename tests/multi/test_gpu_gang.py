@@ -12,8 +12,7 @@ import torch
 from moerl.config.lora_settings import BasePlace, LoraConfig
 from moerl.config.schema import AlgorithmConfig, ParallelConfig
 from moerl.data.tiny_model import make_tiny_model
-from moerl.planning.fit import training_of
-from moerl.planning.memory import TrainerMemory, trainer_memory
+from moerl.planning.memory import TrainerMemory, trainer_memory, training_of
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from tests.double.gang import ADAPTED, LAYOUTS, RANKS, SCALED, SCALED_MODEL, Layout
 from tests.double.train_once import BOUNDS, largest_difference, make_folder, other_metrics

@@ -5,15 +5,11 @@ Layers are megatron-core's own; test_gpu_profile.py builds the same ranks with T
 
 from __future__ import annotations
 
-import shlex
-
 import pytest
 
-from moerl.config import load_config, resolve
+from moerl.config import load_config
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.schema import Config
-from moerl.planning.dry_run import model_shapes
-from moerl.planning.fit import what_fits
 from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
 
 NODE8 = "cluster=node8"
@@ -67,12 +63,3 @@ def test_adapters_are_what_the_dry_run_says(recipe: str, layers: str) -> None:
         for name, other in (("base", 0), ("gradients", 4 * told["parameters"])):
             with pytest.raises(AssertionError):
                 check(found._replace(told=told | {name: other}))
-
-
-@pytest.mark.full
-def test_the_proposal_for_one_node_is_what_the_dry_run_says() -> None:
-    """Qwen3-30B-A3B on node8, as the refusal of its recipe proposes."""
-    config = load_config("qwen3-30b-a3b", (NODE8,))
-    proposal = what_fits(resolve(config), model_shapes(config)).partition("what would: ")[2]
-    for found in ranks("local", "qwen3-30b-a3b", NODE8, *shlex.split(proposal)):
-        check(found)

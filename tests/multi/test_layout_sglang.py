@@ -38,7 +38,7 @@ from moerl.layout import (
 from moerl.layout.rules import Part, Rule
 from moerl.weight_sync import held_shards as plan_layout
 from moerl.weight_sync.buckets import Piece, WirePolicy, engine_wants
-from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.packed_buckets import quantize_blocks
 from moerl.weight_sync.transfer_plan import TransferPlan
 from tests.helpers.sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 

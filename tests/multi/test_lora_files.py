@@ -18,7 +18,7 @@ from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import CheckpointConfig, Config, ModelConfig
 from moerl.core.errors import ConfigError, ModelError
-from moerl.launch.prepare import with_start
+from moerl.launch.model_folders import with_start
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles

@@ -32,7 +32,7 @@ FORMS = {
         replace(ON, experts="shared", targets=[*ON.targets, "*.mlp.gate", "lm_head"]),
         "fp32",
     ),
-    "dither": (replace(ON, rounding="dither"), "bf16"),
+    "bf16": (ON, "bf16"),
 }
 
 

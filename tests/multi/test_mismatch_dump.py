@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.audit.mismatch_command import _plan, measure, score
+from moerl.audit.mismatch_command import _context, measure, score
 from moerl.audit.mismatch_page import write_page
 from moerl.config import load_config, resolve
 from moerl.core.errors import RecordError
@@ -46,13 +46,13 @@ def test_a_dump_is_scored_like_its_records(tmp_path: Path) -> None:
             [f"model.path={model}", "trainer.parallel.dp=1", "trainer.parallel.ep=1"],
         )
     )
-    plan = _plan(config, tmp_path / "own")
-    rollouts = [r for group in make_plan(plan.blobs()).groups for r in group.rollouts()]
+    context = _context(config, tmp_path / "own")
+    rollouts = [r for group in make_plan(context.blobs()).groups for r in group.rollouts()]
     dump = tmp_path / "other.jsonl"
-    lines = [json.dumps(row(rollout, plan.blobs())) for rollout in rollouts]
+    lines = [json.dumps(row(rollout, context.blobs())) for rollout in rollouts]
     dump.write_text("\n".join(lines))
     found = measure(config, tmp_path / "audit", dump=dump, dtypes=["fp32"])
-    job = score(plan, rollouts, tmp_path / "own", variants=["both"], dtypes=["fp32"])
+    job = score(context, rollouts, tmp_path / "own", variants=["both"], dtypes=["fp32"])
     mine, theirs = np.load(job.out), np.load(tmp_path / "audit" / "scores.npz")
     np.testing.assert_array_equal(mine["engine"], theirs["engine"])
     assert np.abs(mine["fp32/both"] - theirs["fp32/both"]).max() <= 1e-5
@@ -65,7 +65,7 @@ def test_a_dump_is_scored_like_its_records(tmp_path: Path) -> None:
     }
     assert "other.jsonl" in write_page(tmp_path / "page.html", found).read_text()
     # Control: one route less, and the line is named before any process starts.
-    broken = row(rollouts[1], plan.blobs())
+    broken = row(rollouts[1], context.blobs())
     broken["routing"] = broken["routing"][:-1]  # type: ignore[index]
     dump.write_text("\n".join([lines[0], json.dumps(broken), *lines[2:]]))
     with pytest.raises(RecordError, match=r"other.jsonl line 2: routing"):

@@ -21,7 +21,7 @@ from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ModelError
 from moerl.layout import model_spec
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_save import file_form, write_json
@@ -273,7 +273,7 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint(
     """Engines, trainer and reference get one folder, made once, in the trainer's dtype."""
     from moerl.config.algorithms import ref_models_of
     from moerl.config.load import load_config
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     source = HfFolder(tiny_model)
@@ -319,7 +319,7 @@ def test_a_start_that_does_not_fit_is_refused(
 ) -> None:
     from moerl.config.load import load_config
     from moerl.core.errors import ConfigError
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     start = {

@@ -16,7 +16,8 @@ import pytest
 # A root that starts a daemonised grandchild: new session, parent gone, SIGTERM ignored.
 ROOT = """
 import os, subprocess, sys, time
-from moerl.runtime.process_tree import become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.reaper import become_subreaper
+from moerl.runtime.process_tree import die_with_parent, end_descendants
 import signal
 die_with_parent()
 become_subreaper()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from moerl.trainer.checkpoints.convert import convert_to_hf
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from tests.helpers.rank_server import run_ranks
 from tests.helpers.trainer_support import OVERLAPPED, ROOT, make_model
@@ -176,7 +176,6 @@ def test_fresh_optimizer_state_crosses_the_boundary_and_moves_elsewhere(short: P
 
 
 def test_the_form_of_megatron_core_is_read_and_its_own_is_wrong_behind_padding(short: Path) -> None:
-    """Checkpoints of earlier versions are in that form, with the padding counted."""
     whole, gathered, cut = (
         torch.load(short / f"{name}.pt") for name in ("dp2-distributed.whole", "gathered", "cut")
     )

@@ -27,7 +27,7 @@ from moerl.core.types import PolicyVersion
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints.convert import convert_to_hf
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.trainer_support import make_model, make_plan

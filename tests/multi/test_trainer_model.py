@@ -20,10 +20,10 @@ warnings.filterwarnings("ignore")
 from moerl.trainer.model.platform import Platform, prepare
 place = prepare("cpu")
 from moerl.config.schema import TinyModel, TrainerConfig
-from moerl.config.tiny_configs import tiny_config
 from moerl.core.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.trainer.model.transformer import transformer_config
+from tests.helpers.tiny_families import family_config
 hf = dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2,
           num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
           num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64,
@@ -33,7 +33,7 @@ te = Platform("cuda", place.device, "nccl", "te")  # its fusions are refused whe
 for fields, replay, name, fused in json.loads(sys.argv[1]):
     try:
         config = transformer_config(
-            model_spec(hf if name == "qwen" else tiny_config(TinyModel(family=name), 128)),
+            model_spec(hf if name == "qwen" else family_config(name, TinyModel(), 128)),
             TrainerConfig(megatron=fields), te if fused else place, with_replay=replay)
         answers.append({name: str(getattr(config, name)) for name in fields})
     except ConfigError as error:

@@ -427,7 +427,7 @@ def test_mooncake_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) ->
     """Without the package, and with a package that does not find libibverbs."""
     real = builtins.__import__
     for failure, named in (
-        (ModuleNotFoundError("No module named 'mooncake'"), "moerl[mooncake]"),
+        (ModuleNotFoundError("No module named 'mooncake'"), "'.[mooncake]'"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "libibverbs1"),
     ):
 

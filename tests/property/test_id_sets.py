@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.core.id_sets import IdSet, both, ids_of, pages_of, ranges, spread
+from moerl.core.ids import IdSet, ids_of, page_union, pages_of, ranges, spread
 
 IDS = st.sets(st.integers(-20, 60))
 
@@ -39,7 +39,7 @@ def test_pages_are_lossless(numbers: set[int], others: set[int]) -> None:
     pages, more = pages_of(numbers), pages_of(others)
     assert {one for page, bits in pages.items() for one in ids_of(page, bits)} == numbers
     for page in pages.keys() & more.keys():
-        joined = set(ids_of(page, both(pages[page], more[page])))
+        joined = set(ids_of(page, page_union(pages[page], more[page])))
         assert joined == {*ids_of(page, pages[page]), *ids_of(page, more[page])}
 
 

@@ -6,7 +6,6 @@ are compared with the oracle of tests/multi/test_lora_parity.py, which is peft's
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from torch import Tensor
 from moerl.config.lora_settings import LoraConfig
 from moerl.core.errors import ModelError
 from moerl.trainer.hf_io.adapter_files import load_adapter, save_adapter
-from moerl.trainer.hf_io.foreign_adapter import read_foreign
-from moerl.trainer.hf_io.merge_adapter import merge_foreign, unmerge
 from tests.helpers.lora_oracle import (
     FAMILIES,
     LIMIT,
@@ -236,86 +233,6 @@ def test_what_peft_trained_is_read(models: dict[str, Path], tmp_path: Path, fami
     assert abs(loss - want) <= LIMIT * want
     plain = float(mean_nll(open_transformers(models[family])))
     assert abs(plain - want) > 100 * LIMIT
-
-
-FOREIGN = {
-    "plain": {},
-    "rslora": {"use_rslora": True},
-    "patterns": {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {r"layers\.1\..*o_proj": 3}},
-}
-
-
-@pytest.mark.parametrize("settings", FOREIGN)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_merge_of_a_folder_from_elsewhere_is_what_peft_computes(
-    models: dict[str, Path], tmp_path: Path, family: str, settings: str
-) -> None:
-    """Controls: another scale, and the adapter of the neighbour expert."""
-    model = models[family]
-    config = PeftConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["o_proj", "q_proj" if family == "qwen3_moe" else "kv_b_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        **FOREIGN[settings],
-    )
-    theirs = get_peft_model(open_transformers(model, EXACT), config)
-    chance = torch.Generator().manual_seed(0)
-    for name, param in theirs.named_parameters():
-        if "lora_" in name:
-            param.data.copy_(0.2 * torch.randn(param.shape, generator=chance))
-    theirs.save_pretrained(tmp_path / "adapter")
-    want = float(mean_nll(theirs).detach())
-
-    def gap(adapter: Path) -> float:
-        merge_foreign(model, adapter, tmp_path / "merged", torch.float32)
-        return abs(float(mean_nll(open_transformers(tmp_path / "merged", EXACT))) - want) / want
-
-    assert gap(tmp_path / "adapter") <= LIMIT
-    unmerge(tmp_path / "merged", tmp_path / "back", None)
-    found, kept = _tensors(tmp_path / "back"), _tensors(tmp_path / "adapter")
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[name], value) for name, value in kept.items())
-    described = tmp_path / "adapter" / "adapter_config.json"
-    described.write_text(described.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
-    assert gap(tmp_path / "adapter") > 100 * LIMIT
-    described.write_text(described.read_text().replace('"lora_alpha": 9', '"lora_alpha": 8'))
-    moved = {n: v.roll(1, 1) if ".experts." in n and "_B" in n else v for n, v in kept.items()}
-    save_file(moved, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
-    assert gap(tmp_path / "adapter") > 10 * LIMIT  # 2e-4 measured
-
-
-def test_a_foreign_folder_that_is_not_known_is_refused_by_name(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    model = models["qwen3_moe"]
-    spec, folder = read_spec(model), tmp_path / "adapter"
-    folder.mkdir()
-    path, rows = "base_model.model.model.layers.0.self_attn.q_proj", spec.q_rows
-    good = {f"{path}.lora_A.weight": torch.ones(2, spec.hidden)}
-    good[f"{path}.lora_B.weight"] = torch.ones(rows, 2)
-    plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    wrong = (
-        ({}, {"use_dora": True}, "use_dora"),
-        ({}, {"peft_type": "LOHA"}, "LOHA"),
-        ({f"{path}.lora_magnitude_vector": torch.ones(1)}, {}, "lora_magnitude_vector"),
-        ({f"{path}.lora_B.weight": torch.ones(rows + 1, 2)}, {}, "q_proj has factors"),
-        ({f"{path}x.lora_A.weight": torch.ones(2, 2)}, {}, "q_projx has no lora_B"),
-        (
-            {f"{path}x.lora_{x}.weight": torch.ones(2, 2) for x in "AB"},
-            {},
-            "q_projx with factors .* is no weight",
-        ),
-    )
-    for tensors, config, says in (({}, {}, ""), *wrong):
-        save_file(good | tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(plain | config))
-        if not says:
-            ((module, low),) = read_foreign(folder, spec).items()
-            assert (module, low.scale) == (path.removeprefix("base_model.model."), 2)
-            continue
-        with pytest.raises(ModelError, match=says):
-            read_foreign(folder, spec)
 
 
 def test_a_wrong_folder_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from verl.workers.config.actor import ActorConfig
 
 from moerl.algorithms import advantages, kl
 from moerl.algorithms.advantages import Outcomes
-from moerl.algorithms.loss import correct
+from moerl.algorithms.loss import correct, value_loss
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.algorithms.value_loss import value_loss
 from moerl.config.schema import AlgorithmConfig
 from tests.helpers.ragged_batches import Ragged, differences, ours, ragged
 

@@ -18,7 +18,7 @@ from moerl.controller.controller import Controller
 from moerl.controller.rollout_builder import group_refs, group_uris
 from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import BlobError, ProtocolError, TrainerError
-from moerl.core.id_sets import ranges
+from moerl.core.ids import ranges
 from moerl.core.messages import (
     Failed,
     Hello,

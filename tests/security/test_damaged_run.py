@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moerl.config.schema import ClusterConfig
-from moerl.launch.prepare import outside_folder
+from moerl.launch.train import outside_folder
 from tests.e2e.test_chaos import check_history, last_step
 from tests.helpers.train_runs import Run, start, survivors
 from tests.security.test_damaged_records import empty, flip, shorten

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.doctor import firewall_check
+from moerl.doctor.node import FIRST_PORT
 from tests.helpers.network_hosts import Host, hosts_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ listeners = [socket.create_server(("0.0.0.0", int(port))) for port in sys.argv[1
 print("ready", flush=True)
 time.sleep(300)
 """
-OWN, OTHER = str(firewall_check.FIRST + 7), "40007"
+OWN, OTHER = str(FIRST_PORT + 7), "40007"
 
 pytestmark = pytest.mark.full
 
@@ -39,7 +39,7 @@ def inside(host: Host, *command: str) -> list[str]:
 
 def reach(host: Host, target: Host) -> tuple[str, str]:
     """What a host finds at both ports of the target."""
-    command = [sys.executable, "-m", "moerl.doctor.firewall_check", "connect", target.address]
+    command = [sys.executable, "-m", "moerl.doctor.node", "try-port", target.address]
     found = [
         subprocess.run(
             inside(host, *command, port), cwd=ROOT, capture_output=True, text=True, check=True

@@ -201,7 +201,7 @@ def test_a_root_that_is_suspended_for_less_than_the_lease_is_waited_for(
     settings = ("run.steps=40", "engine.count=2", "supervision.lease_s=20")
     with cluster_run(three, tmp_path, *settings, engines=2) as run:
         run.wait_for(lambda: len(run.rows()) >= 2)
-        (root,) = [one for one in tree(run.head) if "root_process" in " ".join(one.cmdline())]
+        (root,) = [one for one in tree(run.head) if "moerl.launch.train" in " ".join(one.cmdline())]
         root.suspend()
         time.sleep(10.0)
         root.resume()

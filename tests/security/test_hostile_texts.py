@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import pytest
 
-from moerl.config.evaluating import EVALUATING
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
+from moerl.config.task_tables import EVALUATING
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.scoring import ProcessScorer
@@ -197,7 +197,7 @@ LASTING = {
         "(now,) = [o.serial for o in gc.get_objects() if isinstance(o, w.WorkerRequest)]\n"
         "data = w.encode(w.WorkerAnswer(now + 1, w.Score(1.0)))\n"
         "for fd in range(3, 64):\n"
-        "    try: os.write(fd, w._LENGTH.pack(len(data)) + data)\n"
+        "    try: os.write(fd, w.framed(data))\n"
         "    except OSError: pass"
     ),
     "leaves modules for the next text": (
@@ -303,9 +303,9 @@ def left_behind(workers: int) -> dict[int, list[str]]:
     deadline = time.monotonic() + 2
     while True:
         found = marked()
-        own = ("keeper.py", "moerl.scoring.worker", "bwrap")
+        own = ("reaper.py", "moerl.scoring.worker", "bwrap")
         others = {p: line for p, line in found.items() if not any(o in " ".join(line) for o in own)}
-        most = 4 * workers  # keeper, two of bwrap, worker
+        most = 4 * workers  # reaper, two of bwrap, worker
         if (not others and len(found) <= most) or time.monotonic() > deadline:
             return others or (found if len(found) > most else {})
         time.sleep(0.05)

@@ -20,7 +20,7 @@ import pytest
 from moerl.config.task_programs import TaskLimits
 from moerl.sandbox import isolation, limits
 from moerl.sandbox.pids_cgroup import cgroup_parent
-from moerl.sandbox.sandbox import Sandbox, ToolOutput, ToolSandbox
+from moerl.sandbox.sandbox import Sandbox, SandboxFactory, ToolOutput
 
 SECRET = "c0ffee" * 6
 LIMITS = TaskLimits(memory_mb=256, cpu_s=1, processes=24, file_mb=16, open_files=64)
@@ -146,13 +146,13 @@ def prey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prey]:
 
 
 @pytest.fixture(scope="module")
-def sandbox(prey: Prey) -> ToolSandbox:
-    return ToolSandbox(LIMITS)
+def sandbox(prey: Prey) -> SandboxFactory:
+    return SandboxFactory(LIMITS)
 
 
 @pytest.fixture
-def box(sandbox: ToolSandbox) -> Iterator[Sandbox]:
-    box = sandbox.open_box()
+def box(sandbox: SandboxFactory) -> Iterator[Sandbox]:
+    box = sandbox.open()
     yield box
     box.close()
 
@@ -212,7 +212,7 @@ def test_a_box_in_a_user_namespace_and_a_cgroup_holds_too(
 ) -> None:
     """What root gets where it may take no other user's id."""
     monkeypatch.setattr(limits, "fresh_uid", lambda: 0)
-    box = ToolSandbox(LIMITS).open_box()
+    box = SandboxFactory(LIMITS).open()
     try:
         check_holds(box, prey)
     finally:
@@ -228,10 +228,10 @@ def test_control_without_a_box_the_code_gets_there(prey: Prey, tmp_path: Path) -
 
 
 def test_control_without_the_filter_the_server_is_killed(
-    sandbox: ToolSandbox, prey: Prey, monkeypatch: pytest.MonkeyPatch
+    sandbox: SandboxFactory, prey: Prey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "syscall_filter", bytes)
-    box = sandbox.open_box()
+    box = sandbox.open()
     try:
         for name in ("a virtual socket to the host", "a namespace"):
             assert b"won" in python(box, prey.program((REACHES | ATTACKS)[name])).out, name
@@ -266,7 +266,7 @@ def test_limits_end_a_program_and_not_its_box(box: Sandbox) -> None:
 
 @pytest.mark.full
 def test_files_without_contents_count_as_memory(prey: Prey) -> None:
-    box = ToolSandbox(replace(LIMITS, memory_mb=64, cpu_s=60)).open_box()
+    box = SandboxFactory(replace(LIMITS, memory_mb=64, cpu_s=60)).open()
     try:
         made = python(box, "for n in range(10 ** 7): open(f'{n}', 'w').close()", 60.0)
         assert made.why == "memory"
@@ -342,8 +342,8 @@ def _named(text: str) -> list[psutil.Process]:
 def test_nothing_outlives_its_owner(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from moerl.sandbox.sandbox import BoxPool, ToolSandbox\n"
-        "pool = BoxPool(ToolSandbox(read_paths=[sys.argv[1]]), warm=1)\n"
+        "from moerl.sandbox.sandbox import SandboxPool, SandboxFactory\n"
+        "pool = SandboxPool(SandboxFactory(read_paths=[sys.argv[1]]), warm=1)\n"
         "box = pool.take()\n"
         "print(box.python('print(1)', timeout_s=60, max_output=9).out, flush=True)\n"
         "box.run(['/bin/sh', '-c', 'setsid sleep 600 & sleep 600'], timeout_s=600, max_output=9)\n"

@@ -15,7 +15,7 @@ import pytest
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.controller.rollout_builder import blob_uris
 from moerl.core.errors import EngineError
-from moerl.core.rollout_names import life_of, name_rollout
+from moerl.core.ids import life_of, name_rollout
 from moerl.core.types import Segment
 from moerl.engine.host import health as gate_module
 from moerl.engine.host import host as host_module

@@ -22,9 +22,9 @@ from moerl.config.schema import Config
 from moerl.controller.journal.journal import Journal
 from moerl.core.errors import ConfigError
 from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
-from moerl.launch import prepare as prepare_module
+from moerl.launch import train
 from moerl.launch.nodes import engine_node
-from moerl.launch.prepare import outside_folder, prepare
+from moerl.launch.train import outside_folder, prepare
 from moerl.observe.metrics import SampleWriter
 from moerl.observe.page import Page, write_html
 from moerl.records import BlobStore
@@ -171,9 +171,9 @@ def test_a_run_does_not_start_over_a_planted_folder(
     monkeypatch: pytest.MonkeyPatch,
     of_a_stranger: Plant,
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_with_model", lambda config, _: config)
-    monkeypatch.setattr(prepare_module, "check_model", lambda _: {})
-    monkeypatch.setattr(prepare_module, "check_planned_layout", lambda *_, **__: None)
+    monkeypatch.setattr(train, "with_tiny_model", lambda config, _: config)
+    monkeypatch.setattr(train, "check_model", lambda _: {})
+    monkeypatch.setattr(train, "check_planned_layout", lambda *_, **__: None)
     run = RunDir(tmp_path / "run")
     run.create()
     name = outside_folder(str(shared), run)

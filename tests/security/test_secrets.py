@@ -19,8 +19,8 @@ from moerl.data.tasks import load_tokenizer
 from moerl.distributed.token_server import ServerAddress
 from moerl.engine.host.host import EngineContext
 from moerl.engine.host.server_args import server_args
-from moerl.launch.root_process import ray_token
 from moerl.launch.run_context import RunContext
+from moerl.launch.train import ray_token
 from moerl.observe.report import write_report
 from moerl.planning.dry_run import describe
 from moerl.runtime.run_dir import RunDir

@@ -46,10 +46,17 @@ def test_reasoning_text_and_calls_are_told_apart(parser: AnswerParser) -> None:
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}',
         "<tool_call>\n[1, 2]\n</tool_call>",
         "<tool_call></tool_call>",
+        '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call>',
     ],
 )
 def test_what_cannot_be_parsed_stays_text(parser: AnswerParser, text: str) -> None:
     assert parser.parse(text, [ADD]) == ("", text, ())
+
+
+def test_a_whole_character_in_escapes_is_a_call(parser: AnswerParser) -> None:
+    """The control of half a character, which is text."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d\\ude00"}}\n</tool_call>'
+    assert parser.parse(call, [ADD]) == ("", "", (("add", '{"a": "😀"}'),))
 
 
 def test_without_tools_a_call_is_text(parser: AnswerParser) -> None:

@@ -13,9 +13,8 @@ from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError
 from moerl.core.types import BatchPlan, Finish, Prompt, TurnEnd
-from moerl.data.calculator import calculate, calculator, demonstration
 from moerl.data.demonstrations import demonstration_plan
-from moerl.data.environments import make_environment
+from moerl.data.environments import calculate, calculator, demonstration, make_environment
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import Products
 

@@ -184,7 +184,7 @@ def test_sandbox_tools_executes_calls_and_a_killed_box_is_an_answer() -> None:
         assert [tool["function"]["name"] for tool in seen.tools] == ["python", "shell"]  # type: ignore[index]
         said = [await told(environment, "python", "{\"code\": \"open('a', 'w').write('6')\"}")]
         said.append(await told(environment, "shell", '{"command": "cat a"}'))
-        box = environment.tools._box  # type: ignore[attr-defined]
+        box = environment.tools._sandbox  # type: ignore[attr-defined]
         running = asyncio.ensure_future(told(environment, "shell", '{"command": "sleep 60"}'))
         await asyncio.sleep(0.5)
         os.kill(box.pid, signal.SIGKILL)
@@ -356,7 +356,7 @@ class Here:
     steps: int = 2
     is_silent: bool = False  # no reward at the end
     waits: dict[str, asyncio.Event] = field(default_factory=dict)  # by episode; others do not wait
-    fails: dict[str, EpisodeFailed] = field(default_factory=dict)
+    fails: dict[str, Exception] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     held_out: dict[str, bool] = field(default_factory=dict)
@@ -471,6 +471,24 @@ def test_failures_of_an_environment_are_named() -> None:
     assert late.failure == "timeout"
     (silent,) = play(task_of("a:B"), Here(steps=1, is_silent=True), ["7.1"])
     assert silent.failure == "no_reward"
+
+
+def test_an_error_in_one_episode_ends_no_other() -> None:
+    """Half a character is text that no tokenizer takes; the whole one is the control."""
+
+    class Greets(Here):
+        async def open(self, name: str) -> OpenEnvironment:
+            return _Greets(name, self)
+
+    class _Greets(_Here):
+        async def reset(self, start: StartFields) -> Observation:
+            text = "\ud83d" if self.name == "7.1" else "\U0001f600"
+            return Observation([{"role": "user", "content": text}])
+
+    broken, whole = play(task_of("a:B"), Greets(), ["7.1", "7.2"])
+    assert (broken.failure, broken.turns) == ("error", ())
+    assert "UnicodeEncodeError" in broken.detail
+    assert (whole.failure, len(whole.turns)) == ("", 2)
 
 
 def run_groups(

@@ -17,8 +17,7 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from moerl.agents.agent_loop import no_grammar
 from moerl.config.task_programs import AgentConfig
 from moerl.core.errors import RecordError
-from moerl.core.grammar import Grammar
-from moerl.core.types import GenerateRequest, SamplingParams
+from moerl.core.types import GenerateRequest, Grammar, SamplingParams
 from moerl.engine.host.generation import _grammar
 from moerl.engine.plugin import grammars
 from tests.helpers.chat_tokenizer import END, SIZE

@@ -38,7 +38,7 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.sandbox.isolation import Isolation
-from moerl.scoring.process import WorkerBox
+from moerl.scoring.process import WorkerProcess
 from tests.helpers.chat_tokenizer import END
 from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model
@@ -465,6 +465,6 @@ def test_settings_of_other_models_that_cannot_work_are_one_sentence() -> None:
 
 def test_workers_of_rewards_get_no_keys() -> None:
     task = python("x", models={"judge": OtherModelConfig("http://h/v1", "big", KEY)})
-    box = WorkerBox(Isolation(task.limits, {}), task, 1.0)
+    box = WorkerProcess(Isolation(task.limits, {}), task, 1.0)
     assert KEY.encode() not in encode_value(box._setup)
     assert KEY.encode() in encode_value(task), "control"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_prog
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.tool_calls import PlainAnswers
+from moerl.config import resolve
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
@@ -303,11 +305,15 @@ def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
         try:
             prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
             names = [f"8.{place}" for place in range(len(FAULTS))]
-            return await asyncio.gather(*map(agents.play, names, prompts))
+            half = Prompt(
+                8, (1,), "\ud83d", None, {}
+            )  # half a character: no program can be given it
+            return await asyncio.gather(*map(agents.play, names, prompts), agents.play("8.9", half))
         finally:
             await agents.close()
 
-    played = asyncio.run(body())
+    *played, half = asyncio.run(body())
+    assert (half.failure, half.turns, "UnicodeEncodeError" in half.detail) == ("error", (), True)
     assert [episode.failure for episode in played] == list(FAULTS)
     assert [episode.own_score for episode in played] == [Score(0.0), *[None] * 4]
     assert [len(episode.turns) for episode in played] == [2, 0, 2, 2, 2]
@@ -542,9 +548,12 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
         ("rollout.group_quorum=2", "not with task.agent"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
         ("rollout.fixed_lag=1", "several versions"),
+        ("task.isolation=bwrap", r"task\.isolation = 'bwrap'.*task\.agent\.command.*use process"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
+    check(load_config("digits-by-agent", ["task.isolation=process"]))
+    check(load_config("digits-in-turns", ["task.isolation=bwrap"]))
     with pytest.raises(ConfigError, match=r"task\.agent\.command = \[\]"):
         check(load_config("quickstart", ["task.agent.max_turns=3"]))
     with pytest.raises(ConfigError, match=r"tasks\.turns\.environment.*answers between turns"):
@@ -555,3 +564,19 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"not with task\.agent"):
         check(load_config("digits-mixture", [one, "rollout.group_quorum=2"]))
     check(load_config("digits-mixture", [one, "tasks.three.agent.command=[python,other.py]"]))
+
+
+def _commands(page: str) -> list[list[str]]:
+    """Recipe and overrides of the `moerl train` commands of a page that name a recipe."""
+    text = Path(__file__).parents[2].joinpath("docs", page).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("moerl train ")]
+    return [words for line in lines if (words := shlex.split(line)[2:])[0] != "RECIPE"]
+
+
+def test_the_command_for_a_released_model_passes_the_checks() -> None:
+    """The control has the settings that its recipe needs and an agent cannot have."""
+    (words,) = [words for words in _commands("agents.md") if words[0].startswith("qwen3")]
+    check(resolve(load_config(words[0], words[1:])), starts=False)
+    kept = [word for word in words[1:] if not word.startswith("task.chat_template")]
+    with pytest.raises(ConfigError, match=r"task\.chat_template"):
+        check(resolve(load_config(words[0], kept)), starts=False)

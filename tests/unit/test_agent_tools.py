@@ -13,14 +13,14 @@ import pytest
 
 from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings, cut_text
 from moerl.sandbox import limits
-from moerl.sandbox.isolation import BoxError
+from moerl.sandbox.isolation import SandboxError
 from moerl.sandbox.limits import NoSandbox
-from moerl.sandbox.sandbox import SandboxPool, ToolSandbox
+from moerl.sandbox.sandbox import SandboxFactory, SandboxPool
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    pool = SandboxPool(ToolSandbox(), warm=1)
+    pool = SandboxPool(SandboxFactory(), warm=1)
     yield pool
     pool.close()
 
@@ -115,8 +115,8 @@ def test_texts_are_cut_between_characters() -> None:
 def test_an_episode_whose_box_ended_gets_another(pool: SandboxPool) -> None:
     tools = SandboxTools(pool)
     assert tools.call("shell", {"command": "echo mine > file"}) == ""
-    assert tools._box is not None
-    tools._box._box._kept.process.kill()  # the keeper, with which the box ends
+    assert tools._sandbox is not None
+    tools._sandbox._program._kept.process.kill()  # the keeper, with which the box ends
     texts = []
     deadline = time.monotonic() + 20
     while not texts or (texts[-1] == "mine\n" and time.monotonic() < deadline):
@@ -139,7 +139,7 @@ def test_each_episode_has_a_box_of_its_own_and_they_do_not_wait_for_each_other(
             return await asyncio.gather(*calls)
 
     assert asyncio.run(all_at_once()) == ["x\n"] * 3
-    boxes = [one._box for one in episodes]
+    boxes = [one._sandbox for one in episodes]
     assert len({id(box) for box in boxes}) == 3
     for one in episodes:
         one.close()
@@ -156,13 +156,13 @@ def test_a_pool_has_boxes_that_have_started(pool: SandboxPool) -> None:
 
 
 def test_a_closed_pool_leaves_nothing(running_under: Callable[[str], int], tmp_path: Path) -> None:
-    pool = SandboxPool(ToolSandbox(read_paths=[str(tmp_path)]), warm=2)
+    pool = SandboxPool(SandboxFactory(read_paths=[str(tmp_path)]), warm=2)
     box = pool.take()
     assert running_under(str(tmp_path))
     pool.close()
     assert not running_under(str(tmp_path))
     assert box.lost
-    with pytest.raises(BoxError, match="was closed"):
+    with pytest.raises(SandboxError, match="was closed"):
         pool.take()
 
 
@@ -196,7 +196,7 @@ def test_without_a_sandbox_nothing_is_started(
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(limits, "_find_bwrap", lambda: str(tmp_path / "bwrap"))
     with pytest.raises(NoSandbox, match=says):
-        ToolSandbox()
+        SandboxFactory()
 
 
 def test_a_refusal_names_what_the_kernel_has_switched_off(
@@ -209,6 +209,6 @@ def test_a_refusal_names_what_the_kernel_has_switched_off(
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "max_user_namespaces").write_text("0\n")
     with pytest.raises(NoSandbox, match=r"the kernel has user\.max_user_namespaces = 0"):
-        ToolSandbox()
+        SandboxFactory()
     with pytest.raises(NoSandbox, match="read_paths has /nowhere"):
-        ToolSandbox(read_paths=["/nowhere"])
+        SandboxFactory(read_paths=["/nowhere"])

@@ -21,7 +21,6 @@ from moerl.config.algorithms import (
     CORRECTIONS,
     KLS,
     OBJECTIVES,
-    PROCESS_REWARDS,
     check_algorithm,
     needed,
     ref_models_of,
@@ -29,7 +28,6 @@ from moerl.config.algorithms import (
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.config.validate import validate
 from moerl.core.errors import ConfigError
-from moerl.data.rewards import PROCESS
 
 TABLES = {
     "advantage": ADVANTAGES,
@@ -162,8 +160,8 @@ def test_an_own_objective_that_is_not_there_is_refused(name: str, why: str) -> N
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("none.such:f", "there is no module none.such on PYTHONPATH"),
-        ("heavy.none:loss", "there is no module heavy.none on"),
+        ("none.such:f", "have no module none.such"),
+        ("heavy.none:loss", "have no module heavy.none"),
         ("heavy.objectives:lost", "objectives.py defines no lost"),
     ],
 )
@@ -212,7 +210,6 @@ def test_process_rewards_need_a_reward_that_gives_them() -> None:
         check_algorithm(base)
     for reward in ("position_steps", "mine:reward"):
         check_algorithm(replace(base, task=replace(base.task, reward=reward)))
-    assert set(PROCESS_REWARDS) == set(PROCESS)
 
 
 def test_a_group_of_one_is_refused_where_siblings_are_needed() -> None:

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms.loss import policy_loss
+from moerl.algorithms.loss import policy_loss, value_loss
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.algorithms.value_loss import value_loss
 from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
 from moerl.config.schema import AlgorithmConfig
 

@@ -6,6 +6,7 @@ What a run passes is compared in tests/e2e/test_architecture.py.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,8 +36,8 @@ def edges(page: str) -> dict[str, set[str]]:
 def test_the_table_of_imports_is_the_enforced_one() -> None:
     page = PAGE.read_text()
     assert edges(page) == ALLOWED
-    every = page.split(f"## {PACKAGES}\n")[1].partition("Besides:")[0]
-    assert set(names(every)) == BASE
+    lowest = page.split(f"## {PACKAGES}\n")[1].partition("Besides")[0]
+    assert names(lowest) == [*BASE]
 
 
 def test_another_table_of_imports_is_noticed() -> None:
@@ -45,7 +46,7 @@ def test_another_table_of_imports_is_noticed() -> None:
     assert (
         edges(page.replace("| `data` | `records`, `layout` |", "| `data` | `records` |")) != ALLOWED
     )
-    assert edges(page.replace("| `observe` | - |\n", "")) != ALLOWED
+    assert edges(re.sub(r"(?m)^\| `observe` \|.*\n", "", page)) != ALLOWED
 
 
 def test_each_file_is_listed_once_and_exists() -> None:
@@ -62,7 +63,7 @@ def test_hops_are_classes_in_the_order_of_time() -> None:
     seen = [
         Passed("control", "rpc.py", "RpcClient.expect", 1),
         Passed("token", "types.py", "check", 2),
-        Passed("control", "serialization.py", "encode", 3),
+        Passed("control", "core/serialization.py", "encode", 3),
         Passed("control", "weight_sync/receiver.py", "Receiver.handle", 4),
         Passed("control", "weight_sync/receiver.py", "_starts", 5),
         Passed("control", "rpc.py", "RpcClient.request", 6),

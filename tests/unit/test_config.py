@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from moerl.cli import _named_run, app
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import _ENVIRONMENTS, _REWARDS, check, check_model_sizes
+from moerl.config.checks import check, check_model_sizes
+from moerl.config.functions import load_below
 from moerl.config.load import load_saved
-from moerl.config.renamed import REMOVED, RENAMED
 from moerl.config.resume import resume_facts
 from moerl.config.schema import NodeGroup, ParallelConfig
+from moerl.config.task_tables import ENVIRONMENTS, PACKAGE, REWARDS, SOURCES
 from moerl.config.validate import read_section
 from moerl.core.errors import ConfigError, ModelError
-from moerl.data import environments, rewards
 from moerl.launch.engine_commands import engines
 from moerl.planning.dry_run import describe
 from moerl.runtime.run_dir import RunDir, read_manifest
@@ -59,8 +59,6 @@ BAD = [
     ("trainer.megatron.enable_cuda_graph=true", "enable_cuda_graph = True", "a captured router"),
     ("rollout.max_lag=0", "rollout.max_lag = 0", "buffer_depth=0"),
     ("trainer.minibatches=3", "trainer.minibatches = 3", "divide rollout.groups_per_step = 32"),
-    ("replay.rows=latest", "replay.rows = 'latest'", "newest segment"),
-    ("replay.rows=sampled", "replay.rows = 'sampled'", "there is no choice; remove it"),
     ("rollout.in_flight_mode=pause", "in_flight_mode = 'pause'", "in_place or retract"),
     ("replay.probe=-1", "replay.probe = -1", "at least 0"),
     ("replay.routing=R9", "replay.routing = 'R9'", "R3, R2 or off"),
@@ -136,9 +134,32 @@ def test_an_anchor_may_be_merged_and_one_of_its_keys_replaced(tmp_path: Path) ->
     assert load_config(str(recipe)).engine.args == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 1}}
 
 
-def test_named_rewards_and_environments_are_those_that_exist() -> None:
-    assert set(_REWARDS) == {*rewards.NAMED, *rewards.PROCESS}
-    assert set(_ENVIRONMENTS) == set(environments.NAMED)
+def test_every_line_of_the_task_tables_names_a_function() -> None:
+    lines = [*(reward.function for reward in REWARDS.values()), *ENVIRONMENTS.values()]
+    lines += [path for source in SOURCES.values() for path in (source.factory, source.reward)]
+    for line in filter(None, lines):
+        assert callable(load_below(PACKAGE, line)), line
+    with pytest.raises(AttributeError):  # negative control
+        load_below(PACKAGE, "rewards:no_such")
+
+
+@pytest.mark.parametrize("field", ["task.reward", "task.environment", "algorithm.objective"])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("http://localhost:80/score", "use "),
+        ("no_such_module:f", "have no module no_such_module; use "),
+        ("tests.helpers.run_rewards:no_such", "run_rewards.py defines no no_such; use "),
+    ],
+)
+def test_a_function_that_does_not_exist_is_refused_before_a_start(
+    field: str, value: str, why: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(resolve(load_config("quickstart", [f"{field}={value}"])))
+    assert (error.value.field, error.value.value) == (field, value)
+    assert why in error.value.allowed
+    assert error.value.allowed.endswith("package.module:function")
 
 
 def test_experts_are_whole_or_cut_as_the_rest() -> None:
@@ -168,21 +189,6 @@ def test_the_transport_follows_the_cluster(cluster: str, transport: str, tmp_pat
     assert f"transport: {transport}\n" in (tmp_path / "config.yaml").read_text()
     chosen = ["sync.transport=disk", f"cluster={cluster}"]
     assert resolve(load_config("quickstart", chosen)).sync.transport == "disk"
-
-
-def test_the_transport_that_was_removed_is_refused(tmp_path: Path) -> None:
-    """By an override, and in the saved settings of an older run."""
-    says = (
-        r"^sync.transport = 'broadcast' is not usable: publish sessions replaced it; "
-        r"use auto, shm, cuda_ipc, gloo, nccl, mooncake or disk$"
-    )
-    with pytest.raises(ConfigError, match=says):
-        check(resolve(load_config("quickstart", ["sync.transport=broadcast"])))
-    saved = tmp_path / "config.yaml"
-    save_config(resolve(load_config("quickstart")), saved)
-    saved.write_text(saved.read_text().replace("transport: shm", "transport: broadcast"))
-    with pytest.raises(ConfigError, match=says):
-        check(resolve(load_saved(saved)))
 
 
 @pytest.mark.parametrize(
@@ -341,82 +347,6 @@ def test_yaml_is_read_as_it_is_meant(tmp_path: Path) -> None:
     assert load_config("quickstart", ["replay.routing=off"]).replay.routing == "off"
 
 
-# --- old keys ------------------------------------------------------------------------------------
-def test_an_old_key_is_refused_with_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = {"seeds.one": "run.seed", "fixed": "ref_models", "rollout.selection=newest": "freshest"}
-    monkeypatch.setattr("moerl.config.renamed.RENAMED", table)
-    monkeypatch.setattr("moerl.config.renamed.REMOVED", {"sync.link=pigeon": "it flew; use gloo"})
-    for item, says in (
-        ("seeds.one=3", "seeds.one = 3 is not usable: it is called run.seed now"),
-        (
-            "fixed.placement=own",
-            "fixed.placement = 'own' is not usable: it is called ref_models.placement now",
-        ),
-        (
-            "fixed.parallel.tp=2",
-            "fixed.parallel.tp = 2 is not usable: it is called ref_models.paral",
-        ),
-        ("rollout.selection=newest", "rollout.selection = 'newest' is not usable: it is called f"),
-        ("sync.link=pigeon", "sync.link = 'pigeon' is not usable: it flew; use gloo"),
-        ("sync.link=wire", "sync.link = 'wire' is not usable: unknown key; sync has"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            load_config("quickstart", [item])
-        assert str(error.value).startswith(says)
-    saved = tmp_path / "config.yaml"
-    saved.write_text("fixed: {placement: own}\nseeds: {one: 3}\n")
-    with pytest.raises(ConfigError, match=r"placement now .*seeds.one: it is called run"):
-        load_saved(saved)
-
-
-def test_saved_settings_of_the_old_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
-    """As `save_config` wrote them before the renaming, the role of a node included."""
-    saved = tmp_path / "config.yaml"
-    saved.write_text(
-        "frozen: {ranks: own, parallel: {tp: 2}}\n"
-        "cluster: {ports: {frozen: 0}, nodes: {all: {roles: [trainer, frozen]}}}\n"
-    )
-    with pytest.raises(ConfigError) as error:
-        load_saved(saved)
-    for says in (
-        "frozen.ranks = 'own' is not usable: it is called ref_models.placement=separate now",
-        "frozen.parallel.tp: it is called ref_models.parallel.tp now",
-        "cluster.ports.frozen: it is called cluster.ports.ref_models now",
-        "cluster.nodes.all.roles: the role frozen is called ref_models now",
-    ):
-        assert says in str(error.value)
-
-
-def test_the_table_of_old_keys_fits_the_schema() -> None:
-    names = {name for name, _, _ in SETTINGS}
-    sections = {name.rpartition(".")[0] for name in names} | names
-    sections |= {part.rpartition(".")[0] for part in sections}
-    kinds = {name: kind for name, kind, _ in SETTINGS}
-    for old in (*RENAMED, *REMOVED):
-        field, equals, value = old.partition("=")
-        if equals and field in names:
-            assert value not in get_args(kinds[field]), old
-        else:
-            assert field not in sections, old
-    for old, new in RENAMED.items():
-        field, is_value, _ = old.partition("=")
-        new_field, is_pair, new_value = new.partition("=")  # key and value moved together
-        if is_pair:
-            assert new_value in get_args(kinds[new_field]), old
-        else:
-            assert new in (get_args(kinds[field]) if is_value else sections), old
-
-
-@pytest.mark.parametrize("old", sorted(REMOVED))
-def test_a_removed_setting_says_why(old: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config("quickstart", [old if "=" in old else f"{old}=1"])
-    assert error.value.field == old.partition("=")[0]
-    assert error.value.allowed == REMOVED[old]
-
-
 def test_defaults_are_their_own_choices() -> None:
     check(Config())
 
@@ -450,6 +380,16 @@ def fails(*args: str) -> str:
     result = CliRunner().invoke(app, list(args))
     assert isinstance(result.exception, ConfigError), result.exception
     return str(result.exception)
+
+
+def test_a_dry_run_refuses_a_reward_that_does_not_exist() -> None:
+    for value in ("no_such_module:f", "ftp://host/reward"):
+        for dry in ([], ["--dry-run"]):
+            text = fails("train", "quickstart", f"task.reward={value}", *dry)
+            assert text.startswith(f"task.reward = '{value}' is not usable: ")
+    good = ["train", "quickstart", "task.reward=tests.helpers.run_rewards:digit_share", "--dry-run"]
+    done = CliRunner().invoke(app, good)  # negative control
+    assert done.exit_code == 0, done.output
 
 
 def test_missing_model_folder() -> None:
@@ -506,7 +446,7 @@ def finished(tmp_path: Path) -> Path:
     )
     save_config(replace(config, run=replace(config.run, name="mine")), run.config)
     run.checkpoint(20).mkdir()
-    manifest = resume_facts(config) | {"step": 20}
+    manifest = resume_facts(config) | {"step": 20, "files": {"metadata.json": [2, ""]}}
     (run.checkpoint(20) / "manifest.json").write_text(json.dumps(manifest))
     (run.checkpoint(20) / "metadata.json").write_text("{}")
     return run.root
@@ -570,11 +510,6 @@ def test_mismatch_needs_a_token() -> None:
     done = CliRunner().invoke(app, ["mismatch", "quickstart", "--tokens", "0"])
     assert done.exit_code == 2
     assert "--tokens" in done.output
-
-
-def test_kubernetes_has_names_of_its_own() -> None:
-    sentence = fails("manifest", "qwen3-30b-a3b", "cluster=kuberay", "--run", "My_run")
-    assert sentence.startswith("run.name = 'My_run'")
 
 
 def test_a_report_is_made_of_what_is_there(finished: Path) -> None:

@@ -26,7 +26,7 @@ from moerl.core.errors import (
     ScoreError,
     TrainerError,
 )
-from moerl.core.id_sets import Ranges, ranges
+from moerl.core.ids import Ranges, ranges
 from moerl.core.messages import (
     CommitUpdate,
     EngineStatus,

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from moerl.core.errors import ConfigError, ModelError, MoerlError
 from moerl.layout import hf_shapes, model_spec
-from moerl.trainer.checkpoints import convert, convert_job
+from moerl.trainer.checkpoints import convert, convert_output
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
 from moerl.trainer.checkpoints.convert_cli import hf_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from tests.helpers.nested_model import nest
@@ -274,9 +273,7 @@ def run_tool(tool: str, *args: object, limit: int = 0) -> subprocess.CompletedPr
     )
 
 
-def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_full_disk_names_the_tensor_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
     out = tmp_path / "out"
     command = ("hf_to_megatron.py", model, out)
     failed = run_tool(*command, limit=40_000)
@@ -285,8 +282,7 @@ def test_a_full_disk_names_the_tensor_and_the_same_command_continues(
     assert last.startswith("error: ")
     assert "cannot write tensor " in last
     assert "File too large" in last
-    assert not out.exists()
-    assert not list(tmp_path.rglob("*.writing"))
+    assert os.listdir(tmp_path) == ["model"]
     assert run_tool(*command).returncode == 0
     assert MegatronFolder(out).names == HfFolder(model).names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
@@ -296,11 +292,11 @@ def test_a_disk_too_small_is_refused_before_writing(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=40_000)
-    monkeypatch.setattr(convert_job.shutil, "disk_usage", lambda path: usage)
-    want = r"out: needs \d{3},\d{3} bytes and its disk has 40,000, which ends in tensor .*weight;"
+    monkeypatch.setattr(convert_output.shutil, "disk_usage", lambda path: usage)
+    want = r"out: needs \d{3},\d{3} bytes and its disk has 40,000; free"
     with pytest.raises(ModelError, match=want):
         to_megatron(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def last_tensor(file: Path) -> str:
@@ -313,10 +309,9 @@ def last_tensor(file: Path) -> str:
 def test_a_folder_without_a_checkpoint_is_refused_with_what_is_read(
     tmp_path: Path, model: Path
 ) -> None:
-    """A folder of the earlier format of the tools is one of them."""
-    (tmp_path / "old" / "rank-00000").mkdir(parents=True)
-    (tmp_path / "old" / "manifest.json").write_text(json.dumps({"format": "moerl-megatron-2"}))
-    for folder in (tmp_path / "old", model):
+    (tmp_path / "other" / "rank-00000").mkdir(parents=True)
+    (tmp_path / "other" / "manifest.json").write_text(json.dumps({"format": "another"}))
+    for folder in (tmp_path / "other", model):
         with pytest.raises(ModelError, match="no torch_dist checkpoint; name a run, one of its"):
             MegatronFolder(folder)
 
@@ -353,64 +348,16 @@ def test_an_existing_target_is_kept_unless_forced(tmp_path: Path, model: Path) -
     assert MegatronFolder(a).dtype(name) == torch.bfloat16
 
 
-class Stopped(Exception):
-    """Ends a conversion as a killed process would, without its error handling."""
-
-
-def stop_after(nbytes: float) -> Callable[[str, int, int], None]:
-    def progress(stage: str, done: int, total: int) -> None:
-        if stage == "writing" and done > nbytes:
-            raise Stopped
-
-    return progress
-
-
 def four_files(model: Path) -> int:
     """Size of a file with which the model has four."""
     return sum(v.nbytes for v in contents(model).values()) * 3 // 10
-
-
-def test_a_stopped_conversion_continues_with_the_files_that_are_intact(
-    tmp_path: Path, model: Path
-) -> None:
-    out, size = tmp_path / "out", four_files(model)
-    with pytest.raises(Stopped):
-        to_megatron(model, out, max_file_bytes=size, progress=stop_after(size * 2.7))
-    partial = tmp_path / ".out.partial"
-    assert not out.exists()
-    done = sorted(partial.glob("*.distcp"))
-    assert len(done) >= 2
-    damaged = done[1].read_bytes()
-    done[1].write_bytes(damaged[:-1] + bytes([damaged[-1] ^ 1]))
-    times = [path.stat().st_mtime_ns for path in done]
-
-    to_megatron(model, out, max_file_bytes=size)
-    files = sorted(out.glob("*.distcp"))
-    assert len(files) == 4
-    assert files[0].stat().st_mtime_ns == times[0]
-    assert files[1].stat().st_mtime_ns > times[1]
-    assert files[1].read_bytes() == damaged
-    assert not partial.exists()
-    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == {".metadata"}
-
-
-def test_a_partial_folder_of_another_job_is_not_used(tmp_path: Path, model: Path) -> None:
-    out, size = tmp_path / "out", four_files(model)
-    with pytest.raises(Stopped):
-        to_megatron(model, out, max_file_bytes=size, progress=stop_after(size * 2.7))
-    assert list((tmp_path / ".out.partial").glob("*.distcp"))
-    per_expert(model)
-    changed = contents(model)["model.embed_tokens.weight"] + 1
-    rewrite(model, {"model.embed_tokens.weight": changed})
-    to_megatron(model, out, max_file_bytes=size)
-    assert torch.equal(MegatronFolder(out).read("model.embed_tokens.weight"), changed)
 
 
 def test_a_killed_process_leaves_nothing_that_looks_complete(tmp_path: Path, model: Path) -> None:
     code = f"""
 import os, signal
 from moerl.trainer.checkpoints.convert import convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.hf_io.hf_folder import HfFolder
 def kill(stage, done, total):
     if done > 100_000:
@@ -422,7 +369,22 @@ convert_to_megatron(HfFolder({str(model)!r}), {str(tmp_path / "out")!r}, Convers
     assert not (tmp_path / "out").exists()
     with pytest.raises(MoerlError):
         MegatronFolder(tmp_path / ".out.partial")
+    per_expert(model)
+    changed = contents(model)["model.embed_tokens.weight"] + 1
+    rewrite(model, {"model.embed_tokens.weight": changed})
     to_megatron(model, tmp_path / "out")
+    found = MegatronFolder(tmp_path / "out").read("model.embed_tokens.weight")
+    assert torch.equal(found, changed), "no file of the killed conversion is used"
+    assert sorted(os.listdir(tmp_path)) == ["model", "out"]
+
+
+def test_two_conversions_to_one_folder_do_not_mix(tmp_path: Path, model: Path) -> None:
+    def again(stage: str, done: int, total: int) -> None:
+        with pytest.raises(ModelError, match="another conversion is writing there"):
+            to_megatron(model, tmp_path / "out")
+
+    to_megatron(model, tmp_path / "out", progress=again)
+    assert MegatronFolder(tmp_path / "out").names == HfFolder(model).names
 
 
 def test_bytes_that_changed_on_the_disk_are_noticed(tmp_path: Path, model: Path) -> None:
@@ -537,7 +499,7 @@ import re, sys
 from pathlib import Path
 import torch
 from moerl.trainer.checkpoints.convert import convert_to_hf, convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
 source, a, hf = sys.argv[1:]

@@ -18,9 +18,8 @@ import pytest
 from moerl.config import Config, load_config, resolve
 from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
-from moerl.doctor import firewall_check
-from moerl.doctor.doctor import Finding, describe, examine
-from moerl.doctor.remote_command import on_node
+from moerl.doctor.doctor import Finding, describe, examine, on_node
+from moerl.doctor.node import try_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "it's a {b,c} $(touch ran) ; touch ran"  # part of the tested paths
@@ -54,9 +53,7 @@ def ward(
     monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
     for limit in ("_ANSWER_S", "_LINK_S"):  # a loaded machine is not a fault of the link
         monkeypatch.setattr(f"moerl.doctor.doctor.{limit}", 250.0)
-    monkeypatch.setattr("moerl.doctor.doctor._TRIES_BOX", False)  # one test does
-    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "UCX_"))]:
-        monkeypatch.delenv(name)
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_SANDBOX", False)  # one test does
     runs = tmp_path / HOSTILE / "runs"
     model = tmp_path / HOSTILE / "model"
     for folder in (runs, model):
@@ -110,7 +107,7 @@ def test_a_model_without_weights_has_no_file_that_is_right(
 def test_the_sandbox_is_tried(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
     for between in ("_links", "_locks", "_firewall"):
         monkeypatch.setattr(f"moerl.doctor.doctor.{between}", lambda *_: [])
-    monkeypatch.setattr("moerl.doctor.doctor._TRIES_BOX", True)
+    monkeypatch.setattr("moerl.doctor.doctor._TRIES_SANDBOX", True)
     task = ward.config.task
 
     def found(isolation: Literal["process", "bwrap"], **faults: object) -> Finding:
@@ -129,7 +126,7 @@ def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
     """Negative control of all others; the links are real gloo."""
     found = ward.examine()
     assert [finding for finding in found if finding.remedy] == []
-    assert {"versions", "ports", "clock", "disk", "model", "memory"} <= {f.check for f in found}
+    assert {"versions", "ports", "clock", "disk", "model", "interface"} <= {f.check for f in found}
     links = [finding for finding in found if finding.check == "link"]
     assert [link.node for link in links] == ["engine-0 -> trainer-0", "trainer-0 -> engine-0"]
     assert all("GB/s" in link.what for link in links)
@@ -239,4 +236,4 @@ def test_a_firewall_that_is_said_to_be_there_is_looked_for(
 
 
 def test_a_port_that_nobody_listens_on_is_closed(free_port: Callable[[], int]) -> None:
-    assert firewall_check.attempt("127.0.0.1", free_port()) == "closed"
+    assert try_port("127.0.0.1", str(free_port())) == "closed"

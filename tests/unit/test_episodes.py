@@ -52,7 +52,7 @@ def rows(request: GenerateRequest, count: int, version: PolicyVersion) -> Routin
     shape = (2, end - request.rows_from, 2)
     name = f"blob://n/{request.rollout_id}"
     return RoutingBlob(
-        BlobRef(name, 0, "uint8", shape, "2:0"), request.rows_from, end, version, (0, 1), 4
+        BlobRef(name, 0, "uint8", shape, "0"), request.rows_from, end, version, (0, 1), 4
     )
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from moerl.config.checks import check
-from moerl.config.evaluating import EVALUATING
 from moerl.config.schema import Config, TaskConfig
+from moerl.config.task_tables import EVALUATING
 from moerl.core.errors import ConfigError
 
 # Calls that may run text as code, or pass it to something that does.

@@ -15,7 +15,7 @@ import torch
 
 from examples.audit_dump import write_dump
 from examples.live_environment import Locks
-from examples.new_model_family import ACME, CONFIG, read
+from examples.new_model_family import CONFIG
 from examples.new_objective import soft_clip
 from examples.own_reward import reward
 from examples.turn_environment import reply
@@ -38,7 +38,6 @@ from moerl.core.errors import LayoutError
 from moerl.core.json_files import read_model_config
 from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
-from moerl.layout.register import register_family
 from moerl.records.blob_store import BlobStore
 from tests.unit.test_docs import wrong_command
 
@@ -118,7 +117,7 @@ def test_the_objective_fades_with_distance() -> None:
 
 
 def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
-    """In a process of its own: a family is registered for good."""
+    """In a process of its own: the table keeps the family."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples/new_model_family.py"],
         cwd=ROOT,
@@ -131,7 +130,7 @@ def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
     wrong = (
         "from dataclasses import replace\nfrom examples.new_model_family import *\n"
         "parts = (NORM_GQA, GQA, replace(QKV_BIAS, megatron=()), QK_NORM)\n"
-        "register_family('acme_moe', read, Family(parts, ACME.moe))\n"
+        "FAMILY_TABLES['acme_moe'] = Family(SpecReader(read), parts, ACME.moe)\n"
         "check_layout(model_spec(CONFIG), ParallelConfig(), EngineLayout(tp=1), 'local')"
     )
     done = subprocess.run(
@@ -140,9 +139,7 @@ def test_the_family_is_proved_and_a_wrong_table_is_named() -> None:
     assert "self_attn.q_proj.bias: sources hold 0 of" in done.stderr, "control: a missing rule"
 
 
-def test_a_family_is_registered_once() -> None:
-    with pytest.raises(LayoutError, match="'mixtral' has a layout already"):
-        register_family("mixtral", read, ACME)
+def test_the_family_is_known_in_that_process_only() -> None:
     with pytest.raises(LayoutError, match="'acme_moe' has no layout"):
         model_spec(CONFIG)
 

@@ -18,7 +18,7 @@ from moerl.engine.host import server_args
 from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
-from tools import family_table
+from tests.helpers import family_table
 
 REPO = Path(__file__).parents[2]
 ROWS = [

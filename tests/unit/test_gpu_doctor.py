@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from moerl.config import load_config, resolve
-from moerl.doctor.doctor import examine
-from moerl.doctor.gpu_check import check_gpu
-from moerl.launch.cluster import gpu_facts as module
-from moerl.launch.cluster.gpu_facts import GpuFacts, gpu_facts
+from moerl.doctor import node as module
+from moerl.doctor.doctor import check_gpu, examine
+from moerl.doctor.node import GpuFacts, gpu_facts
 
 SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1} |"
 NVCC = "Cuda compilation tools, release {0}, V{0}.88"
@@ -49,7 +48,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").touch()
     (tmp_path / "torch/version.py").write_text("cuda: str | None = '13.0'\n")
-    names = [name.format(major=13).replace("-", "_") for name in module.LIBRARIES.values()]
+    names = [name.format(major=13).replace("-", "_") for name in module.GPU_PACKAGES.values()]
     for name in names:
         version = "2.20.2" if "engine" in name else "9.1"
         (tmp_path / f"{name}-{version}.dist-info").mkdir()

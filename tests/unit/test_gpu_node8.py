@@ -1,9 +1,8 @@
-"""One node of 8 GPUs: recipes that fit it, what others are told, and what a dry run refuses."""
+"""One node of 8 GPUs: recipes that fit it, and settings that a dry run refuses."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -12,24 +11,21 @@ from typer.testing import CliRunner
 
 from moerl.cli import app
 from moerl.config import load_config, resolve
-from moerl.config.checks import check
-from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import check_planned_layout
 from moerl.planning.dry_run import describe, model_shapes
-from moerl.planning.fit import what_fits
 
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do
-OTHERS = {
-    "glm-4.5-air": "nodes of 8 x 80 GB for the trainer alone",
-    "gpt-oss-120b": "nodes of 8 x 80 GB for the trainer alone",
-    "qwen3-235b-a22b": "8 nodes of 8 x 80 GB for the trainer alone",
-    "deepseek-v3": "nodes of 8 x 80 GB for the trainer alone",
-    "deepseek-v3-80gb": "nodes of 8 x 80 GB for the trainer alone",
-    "kimi-k2": "64 nodes of 8 x 80 GB for the trainer alone",
-    "kimi-k2-80gb": "64 nodes of 8 x 80 GB for the trainer alone",
-}
+OTHERS = (
+    "glm-4.5-air",
+    "gpt-oss-120b",
+    "qwen3-235b-a22b",
+    "deepseek-v3",
+    "deepseek-v3-80gb",
+    "kimi-k2",
+    "kimi-k2-80gb",
+)
 
 
 def dry_run(*words: str) -> tuple[int, str]:
@@ -80,17 +76,6 @@ def test_qwen3_30b_fits_one_node_with_its_optimizer_on_the_host() -> None:
     ]
     on_device = dry_run(recipe, NODE8, "trainer.optimizer_args.optimizer_cpu_offload=false")[1]
     assert "a trainer rank DOES NOT FIT" in on_device
-    assert "trainer.optimizer_args='{optimizer_cpu_offload: true}'" in on_device
-
-
-def test_the_proposal_for_qwen3_30b_fits() -> None:
-    code, text = dry_run("qwen3-30b-a3b", NODE8)
-    assert code != 0
-    settings = shlex.split(text.split("what would: ")[1].splitlines()[0])
-    config = resolve(load_config("qwen3-30b-a3b", (NODE8, *settings)))
-    check(config, starts=False)
-    assert config.trainer.optimizer_args == {"optimizer_cpu_offload": True}
-    assert "DOES NOT FIT" not in describe(config, [])
 
 
 def test_host_memory_that_a_node_does_not_have() -> None:
@@ -100,30 +85,10 @@ def test_host_memory_that_a_node_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("recipe", OTHERS)
-def test_the_others_are_told_what_does_not_fit_and_what_would(recipe: str) -> None:
+def test_the_others_do_not_fit_the_node(recipe: str) -> None:
     code, text = dry_run(recipe, NODE8)
     assert code != 0
     assert re.search(r"engine\.(count|nodes) = \d+ is not usable: ", text), text
-    assert OTHERS[recipe] in text
-    assert re.search(r"and \d+ GPU\(s\) for each engine|no number of GPUs", text), text
-
-
-def test_the_proposal_fits() -> None:
-    """OLMoE with a trainer that does not fit: the named settings do, and are the first that do."""
-    wrong = (NODE8, "trainer.parallel={dp: 1, ep: 1}", "engine.count=1")
-    text = describe(resolve(load_config("olmoe-1b-7b", wrong)), [])
-    assert "a trainer rank DOES NOT FIT" in text
-    proposal = text.split("what would: ")[1].splitlines()[0]
-    settings = shlex.split(proposal)
-    config = resolve(load_config("olmoe-1b-7b", (NODE8, *settings)))
-    check(config, starts=False)
-    assert "DOES NOT FIT" not in describe(config, [])
-    assert placement(config).trainers[0].devices[-1] == 7, "no GPU is left over"
-
-
-def test_a_cluster_without_described_gpus_gets_no_proposal() -> None:
-    config = resolve(load_config("olmoe-1b-7b", ("cluster=laptop",)))
-    assert what_fits(config, model_shapes(config)) == ""
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 
 from moerl.config import load_config
 from moerl.config.checks import check
-from moerl.config.clusters import engine_gpus, placement
-from moerl.config.visible_devices import VISIBLE, visible_devices
+from moerl.config.clusters import VISIBLE, engine_gpus, placement, visible_devices
 from moerl.core.errors import ConfigError
 from moerl.distributed import numa
 from moerl.launch.run_context import rank_environment
-from moerl.launch.supervision.engine_gpus import EngineGpus
+from moerl.launch.supervision.actors import EngineGpus
 from moerl.planning.device_table import device_lines
 
 ADDRESSES = ("0000:1b:00.0", "0000:43:00.0", "0000:9b:00.0", "0000:c3:00.0")

@@ -16,7 +16,7 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
 from moerl.core.errors import ConfigError
 from moerl.sandbox import limits, pids_cgroup
-from moerl.sandbox.isolation import BoxError, BoxTimeout, Finished, Isolation, fresh_uid
+from moerl.sandbox.isolation import Finished, Isolation, SandboxError, SandboxTimeout, fresh_uid
 from moerl.sandbox.limits import isolation_of
 
 ECHO = (
@@ -125,11 +125,11 @@ def test_a_program_of_root_runs_as_a_user_of_its_own() -> None:
 def test_a_box_answers_requests_until_it_is_closed(plain: Isolation) -> None:
     box = plain.open(python(ECHO))
     assert [box.call(code, 20.0) for code in (b"pass", b"1 + 1")] == [b"pass", b"1 + 1"]
-    with pytest.raises(BoxTimeout, match=r"took longer than 0\.2 s"):
+    with pytest.raises(SandboxTimeout, match=r"took longer than 0\.2 s"):
         box.call(b"import time; time.sleep(60)", 0.2)
     box.close()
     box.close()
-    with pytest.raises(BoxError):
+    with pytest.raises(SandboxError):
         box.call(b"pass", 1.0)
 
 
@@ -144,9 +144,9 @@ def test_a_box_answers_requests_until_it_is_closed(plain: Isolation) -> None:
     ],
 )
 def test_a_box_that_does_not_answer_says_why(plain: Isolation, code: bytes, says: str) -> None:
-    box = replace(plain, changes_user=False).open(python(ECHO))  # another user ends no keeper
+    box = replace(plain, changes_user=False).open(python(ECHO))  # another user ends no reaper
     try:
-        with pytest.raises(BoxError, match=says):
+        with pytest.raises(SandboxError, match=says):
             box.call(code, 20.0)
     finally:
         box.close()
@@ -158,7 +158,7 @@ def test_a_cgroup_ends_what_its_keeper_lost(plain: Isolation) -> None:
         pytest.skip("needs a cgroup folder that this user may write to")
     box = replace(plain, changes_user=False, cgroups=parent).open(python(ECHO))
     (folder,) = parent.glob(f"moerl-{os.getpid()}-*")
-    with pytest.raises(BoxTimeout):
+    with pytest.raises(SandboxTimeout):
         box.call(b"os.fork() and os.kill(os.getppid(), 9); os.read(0, 1)", 1.0)
     (lost,) = (folder / "cgroup.procs").read_text().split()
     box.close()

@@ -17,7 +17,7 @@ from moerl.controller.journal.recovered_state import RecoveredState, SharedState
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import JournalError
-from moerl.core.id_sets import ranges
+from moerl.core.ids import ranges
 from moerl.core.types import (
     Episode,
     EpisodeGroup,

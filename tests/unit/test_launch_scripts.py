@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from moerl.core.errors import ConfigError
-from moerl.doctor import firewall_check
+from moerl.doctor.node import FIRST_PORT, LAST_PORT
 from moerl.launch.cluster import slurm_job
 from moerl.launch.cluster.slurm_job import options, plan
 
@@ -55,7 +54,7 @@ def test_the_firewall_names_the_nodes_and_prints_only_addresses() -> None:
     rules = printed("--allow", "10.0.0.9", "10.9.0.1", "10.9.0.0/24").stdout
     assert "elements = { 10.9.0.1,10.9.0.0/24 }" in rules
     assert "ip saddr { 10.0.0.9 } accept" in rules
-    own = rules.index(f"@nodes tcp dport {firewall_check.FIRST}-{firewall_check.LAST} drop")
+    own = rules.index(f"@nodes tcp dport {FIRST_PORT}-{LAST_PORT} drop")
     assert own < rules.index("@nodes accept") < rules.index("tcp dport 1024-65535 drop")
     for wrong in ((), ("10.9.0.1; flush ruleset",), ("--allow",), ("--all", "10.9.0.1")):
         done = printed(*wrong)
@@ -101,31 +100,6 @@ def test_a_setting_cannot_add_an_answer(capsys: pytest.CaptureFixture[str]) -> N
     words = ["plan", "--hosts", "n1", "--", *RECIPE, "run.root=a\nengine=n9", "--run", "a"]
     assert slurm_job.main(words) == 2
     assert "a line break cannot be passed on" in capsys.readouterr().err
-
-
-def test_the_kubernetes_manifest_follows_the_cluster_file() -> None:
-    recipe = ["qwen3-30b-a3b", "cluster=kuberay", "run.root=/runs", "--run", "a"]
-    done = subprocess.run(
-        [sys.executable, "-m", "moerl", "manifest", *recipe],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        check=True,
-    )
-    ray, service, job, policy = yaml.safe_load_all(done.stdout)
-    kinds = [one["kind"] for one in (ray, service, job, policy)]
-    assert kinds == ["RayCluster", "Service", "Job", "NetworkPolicy"]
-    head, (workers,) = ray["spec"]["headGroupSpec"], ray["spec"]["workerGroupSpecs"]
-    assert (workers["replicas"], job["spec"]["parallelism"]) == (1, 2)
-    for pod in (head["template"], workers["template"], job["spec"]["template"]):
-        (container,) = pod["spec"]["containers"]
-        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-        env = {one["name"]: one for one in container["env"]}
-        assert env["RAY_AUTH_MODE"]["value"] == "token"
-        assert "secretKeyRef" in env["RAY_AUTH_TOKEN"]["valueFrom"], "no token in the text"
-    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert command == ["tools/launch/torchrun.sh", "/runs/a", "$(JOB_COMPLETION_INDEX)"]
 
 
 def test_a_requeued_job_resumes(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout import (
-    FAMILIES,
     Local,
     Tile,
     check_covers,
@@ -29,7 +28,6 @@ from moerl.layout import (
     sglang_tiles,
     stacked_aliases,
 )
-from moerl.layout.families import FAMILY_TABLES
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -94,10 +92,6 @@ def test_names_of_older_and_newer_configs() -> None:
 def test_unusable_configs_are_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         model_spec(CONFIG | change)
-
-
-def test_every_known_family_has_tables() -> None:
-    assert set(FAMILIES) == set(FAMILY_TABLES)
 
 
 def test_missing_key_is_refused() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moerl.config.algorithms import base_is_reference, ref_models_of
-from moerl.config.checks import check
-from moerl.config.load import load_config, resolve
+from moerl.config.checks import check, check_model
+from moerl.config.load import CONFIG_ROOT, load_config, resolve
 from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
@@ -53,23 +53,6 @@ def test_one_scale_holds_for_all_ranks() -> None:
     assert [lora.rank_of(f"model.layers.0.{name}") for name in names] == [4, 2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "means"),
-    [
-        (["trainer.dtype=bf16"], "dither"),
-        (["trainer.dtype=bf16", "lora.rounding=nearest"], "nearest"),
-        (["trainer.dtype=bf16", "lora.delivery=adapter"], "nearest"),
-        (["trainer.dtype=bf16", "lora.rank=0"], "nearest"),
-        (["trainer.dtype=fp32"], "nearest"),
-    ],
-)
-def test_merged_weights_in_bf16_are_dithered_unless_told(settings: list[str], means: str) -> None:
-    resolved = resolve(load_config("quickstart-lora", settings))
-    assert resolved.lora.rounding == means
-    assert resolve(resolved) == resolved
-    assert resolved.lora.dithers == (means == "dither")
-
-
 def test_the_base_is_the_reference_unless_another_model_is_wanted() -> None:
     kl = AlgorithmConfig(kl="k3", kl_coef=0.1)
     config = replace(Config(), lora=ON, algorithm=kl, model=ModelConfig(path="base"))
@@ -100,7 +83,6 @@ def test_the_dry_run_counts_no_second_model() -> None:
         (replace(ON, dropout=0.1), "lora.dropout", "use 0"),
         (replace(ON, targets=[]), "lora.targets", "at least one pattern"),
         (replace(ON, ranks={"*.up_proj": 0}), "lora.ranks", "at least 1"),
-        (replace(ON, rounding="dither"), "lora.rounding", "weights in fp32 keep small updates"),
     ],
 )
 def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
@@ -156,6 +138,24 @@ def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
     check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
 
 
+def test_a_quantised_folder_is_refused_by_the_dry_run_and_before_a_start() -> None:
+    """DeepSeek-V3's released folder is fp8 without a setting; SGLang keeps it so."""
+    settings = ["lora.send=factors"]
+    config = resolve(load_config("deepseek-v3-lora", settings))
+    with pytest.raises(ConfigError, match=r"cannot merge factors, or set lora\.send = weights"):
+        check(config, starts=False)
+    args = {"ep_size": 8, "attn_dp_size": 8}  # without quantization, as for a folder in bf16
+    config = replace(config, engine=replace(config.engine, args=args))
+    check(config, starts=False)
+    with pytest.raises(ConfigError, match=r"keep the fp8 weights.*set lora\.send=weights, or mod"):
+        describe(config, ["deepseek-v3-lora", *settings])
+    folder = replace(config, model=ModelConfig(path=str(CONFIG_ROOT / config.model.path)))
+    folder = replace(folder, checkpoint=replace(config.checkpoint, start="runs/x"))
+    with pytest.raises(ConfigError, match=r"lora\.send = 'factors'"):
+        check_model(folder)
+    assert "deepseek-v3" in describe(resolve(load_config("deepseek-v3-lora")), ["deepseek-v3-lora"])
+
+
 SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_proj']"]
 
 
@@ -168,7 +168,6 @@ SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_p
         ),
         (["lora.targets=['*.experts.*']"], "q_proj, k_proj, v_proj, o_proj alone"),
         (["lora.send=weights"], "an adapter is its factors"),
-        (["lora.rounding=dither", "trainer.dtype=bf16"], "no weight is rounded"),
         (["rollout.in_flight_mode=in_place"], "ends under the adapter that it began with"),
         (["rollout.in_flight_mode=retract"], "use abort_resume or drain"),
         (["engine.args={attn_dp_size: 2}", "engine.tp=2"], "attn_dp_size above 1 was not tried"),
@@ -228,7 +227,6 @@ def test_a_checkpoint_continues_with_its_own_adapters() -> None:
     config = replace(Config(), lora=ON)
     saved = resume_facts(config)
     check_resume(config, saved, reset_optimizer=False)
-    check_resume(replace(config, lora=replace(ON, rounding="dither")), saved, reset_optimizer=False)
     for other in (Config(), replace(config, lora=replace(ON, alpha=4))):
         with pytest.raises(ConfigError, match="the checkpoint holds adapters of"):
             check_resume(other, saved, reset_optimizer=True)

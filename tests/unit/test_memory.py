@@ -14,8 +14,8 @@ from moerl.algorithms import head_logprob
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
-from moerl.planning.factor_forecast import factor_forecast
 from moerl.planning.memory import (
+    COPIED_BY_A_BLOCK,
     ENTRIES_OF_A_BLOCK,
     LOGITS_OF_A_BLOCK,
     Training,
@@ -24,6 +24,7 @@ from moerl.planning.memory import (
     optimizer_bytes,
     trainer_memory,
 )
+from moerl.planning.publish_forecast import factor_forecast
 from moerl.weight_sync.held_shards import EngineLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,9 @@ def test_recompute_and_sharding_save_what_they_should() -> None:
 
 
 def test_the_size_of_a_block_is_that_of_the_head() -> None:
-    assert (head_logprob._BLOCK, head_logprob._UNION) == (LOGITS_OF_A_BLOCK, ENTRIES_OF_A_BLOCK)
+    assert (head_logprob._BLOCK, head_logprob._UNION, head_logprob._COPIED) == (
+        LOGITS_OF_A_BLOCK, ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK,
+    )  # fmt: skip
 
 
 def test_kv_bytes_of_a_token() -> None:
@@ -192,7 +195,7 @@ def test_an_fp32_head_of_bf16_weights_takes_its_casts() -> None:
     spec, layout = spec_of("qwen3-30b-a3b"), ParallelConfig()
     (plain,) = trainer_memory(spec, layout, Training())
     (wide,) = trainer_memory(spec, layout, Training(fp32_head=True))
-    casts = 2 * 8192 * spec.hidden + 2 * 4 * 8192 * spec.hidden  # of 8192 tokens, of 8192 entries
+    casts = 2 * 8192 * spec.hidden + 2 * 4 * 16384 * spec.hidden  # of tokens, of entries copied
     assert wide.head - plain.head == casts == wide.total - plain.total
     fp32 = [trainer_memory(spec, layout, Training("fp32", fp32_head=on)) for on in (False, True)]
     assert fp32[0] == fp32[1], "it is in fp32 already"

@@ -16,7 +16,7 @@ from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import server_args
 from moerl.planning.dry_run import describe
-from moerl.planning.sync_forecast import planned_layouts
+from moerl.planning.publish_forecast import planned_layouts
 from moerl.weight_sync.publisher import engine_layout
 from moerl.weight_sync.transfer_plan import TransferPlan
 

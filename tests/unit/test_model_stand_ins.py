@@ -10,17 +10,14 @@ import json
 from importlib.metadata import entry_points as entry_points_of
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from moerl.config import load_config
-from moerl.config.schema import EngineConfig, TinyFamily, TinyModel
-from moerl.config.tiny_configs import FAMILY_FIELDS, tiny_config
+from moerl.config.schema import EngineConfig, TinyModel
 from moerl.core.errors import ConfigError, EngineError
-from moerl.data.tiny_model import make_tiny_model
 from moerl.engine.host import cpu_kernels
 from moerl.engine.host.server_args import arguments, check_planned_layout
 from moerl.engine.plugin import entry_points
@@ -35,7 +32,12 @@ from moerl_cpu_sglang import (
     registry,
     shared_expert_gate,
 )
-from tests.helpers.family_recipes import recipe_of
+from tests.helpers.tiny_families import (
+    FAMILY_FIELDS,
+    family_config,
+    make_family_model,
+    recipe_shape,
+)
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -328,14 +330,14 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
     ],
 )
 def test_an_engine_without_kernels_is_refused_on_a_cpu(
-    family: TinyFamily,
+    family: str,
     more: dict[str, Any],
     args: dict[str, Any],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = EngineConfig(args=args, tp=2 if args else 1)
-    model = tiny_config(TinyModel(family=family), 128) | more
+    model = family_config(family, TinyModel(), 128) | more
     check_planned_layout(engine, model, cuda=False, routing=True)  # control: kernels are installed
     monkeypatch.setattr(cpu_kernels, "entry_points", lambda **_: ())
     check_planned_layout(engine, model, cuda=True, routing=False)
@@ -396,11 +398,9 @@ def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.Monkey
 
 
 # --- tiny models ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", get_args(TinyFamily))
-def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
-    config = load_config(recipe_of(family))
-    assert config.model.tiny.family == family
-    spec = model_spec(tiny_config(config.model.tiny, 128))
+@pytest.mark.parametrize("family", FAMILY_FIELDS)
+def test_a_family_has_a_tiny_model(family: str) -> None:
+    spec = model_spec(family_config(family, recipe_shape(family), 128))
     assert spec.moe_layers
     assert spec.experts > spec.experts_per_token
     assert spec.moe_ffn % 64 == 0, "on a CPU SGLang pads experts of other widths"
@@ -408,7 +408,7 @@ def test_a_family_has_a_tiny_model_and_a_recipe(family: TinyFamily) -> None:
 
 def test_norms_of_a_tiny_model_scale_by_one(tmp_path: Path) -> None:
     for family in ("qwen2_moe", "qwen3_next"):
-        make_tiny_model(tmp_path / family, TinyModel(family=family, num_layers=4), 0)
+        make_family_model(tmp_path / family, family, TinyModel(num_layers=4))
         weights = load_file(tmp_path / family / "model.safetensors")
         norms = {name: w for name, w in weights.items() if name.endswith("norm.weight")}
         added = {name for name in norms if family == "qwen3_next" and "linear_attn" not in name}
@@ -418,8 +418,7 @@ def test_norms_of_a_tiny_model_scale_by_one(tmp_path: Path) -> None:
 
 
 def test_tiny_models_cover_what_their_names_say() -> None:
-    specs = {name: model_spec(tiny_config(TinyModel(family=name), 128)) for name in FAMILY_FIELDS}
-    assert tuple(specs) == get_args(TinyFamily)
+    specs = {name: model_spec(family_config(name, TinyModel(), 128)) for name in FAMILY_FIELDS}
     assert [name for name, spec in specs.items() if spec.yarn] == [
         "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss",
     ]  # fmt: skip

@@ -1,11 +1,9 @@
-"""`trainer.ddp`, `trainer.optimizer_args`: every field of megatron-core is allowed or refused."""
+"""`trainer.ddp`, `trainer.optimizer_args`: which fields of megatron-core may be set."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -13,53 +11,35 @@ import pytest
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.optimizer_settings import (
-    DDP_FIELDS,
     DDP_REFUSED,
-    OPTIMIZER_FIELDS,
     OPTIMIZER_REFUSED,
-    Kind,
     ddp_args,
+    installed_fields,
     optimizer_args,
+    refusal,
 )
 from moerl.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
 from moerl.core.errors import ConfigError
 
 
-def installed(file: str, name: str) -> dict[str, str]:
-    """Fields of a dataclass of megatron-core and their annotations, read without importing it."""
-    found = importlib.util.find_spec("megatron")
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    path = Path(next(iter(found.submodule_search_locations))) / "core" / file
-    (made,) = (
-        node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
-    return {
-        node.target.id: ast.unparse(node.annotation)
-        for node in made.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-
-
-def test_both_lists_are_the_fields_of_the_installed_megatron_core() -> None:
-    ddp = installed(
+def test_each_refusal_names_fields_of_the_installed_megatron_core() -> None:
+    ddp = installed_fields(
         "distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"
     )
-    optimizer = installed("optimizer/optimizer_config.py", "OptimizerConfig")
-    for has, allowed, refused in (
-        (ddp, DDP_FIELDS, DDP_REFUSED),
-        (optimizer, OPTIMIZER_FIELDS, OPTIMIZER_REFUSED),
-    ):
-        assert not allowed.keys() & refused.keys()
-        assert allowed.keys() | refused.keys() == has.keys()
-        for name, kind in allowed.items():
-            assert _word(kind) in has[name], name
-
-
-def _word(kind: Kind) -> str:
-    return "dtype" if isinstance(kind, tuple) else kind.__name__
+    optimizer = installed_fields("optimizer/optimizer_config.py", "OptimizerConfig")
+    assert len(ddp) > 30
+    assert len(optimizer) > 50
+    for fields, refused in ((ddp, DDP_REFUSED), (optimizer, OPTIMIZER_REFUSED)):
+        for pattern in " ".join(refused).split():
+            assert any(fnmatchcase(name, pattern) for name in fields), pattern
+    free = {name for name in ddp if not refusal(name, DDP_REFUSED)}
+    assert free == {
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+    }
+    assert "exp_avg_dtype" in {name for name in optimizer if not refusal(name, OPTIMIZER_REFUSED)}
 
 
 GPU = ["trainer.platform=cuda", "trainer.dtype=bf16", "trainer.optimizer.distributed=true"]

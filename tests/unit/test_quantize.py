@@ -14,8 +14,7 @@ from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.hf_io.dequantize import Fp8Block
 from moerl.weight_sync.buckets import WirePolicy, engine_wants
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.packed_buckets import BucketPacker
-from moerl.weight_sync.quantize import quantize_blocks
+from moerl.weight_sync.packed_buckets import BucketPacker, quantize_blocks
 from moerl.weight_sync.sender import Destination, WeightSender
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan

@@ -27,7 +27,7 @@ from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.data.ref_scores import basis_of, received, record_digest
 from moerl.launch.cluster.node_commands import node_commands, torchrun
 from moerl.launch.cluster.slurm_job import plan as slurm_plan
-from moerl.launch.prepare import _check_ref_models
+from moerl.launch.model_folders import check_ref_models
 from moerl.layout import model_spec
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
@@ -284,7 +284,7 @@ def test_own_ranks_are_placed_printed_and_counted() -> None:
 def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with_ref_models(tmp_path)  # leaves a model folder
     student = model_spec(json.loads((tmp_path / "model" / "config.json").read_text()))
-    _check_ref_models("algorithm.teacher", str(tmp_path / "model"), student)
+    check_ref_models("algorithm.teacher", str(tmp_path / "model"), student)
     for name, change, responses in (
         ("unknown", {"model_type": "mamba"}, "known families"),
         ("foreign", {"vocab_size": 11}, "must share a tokenizer"),
@@ -294,7 +294,7 @@ def test_a_model_that_cannot_score_is_refused_before_anything_starts(tmp_path: P
         shape = json.loads((tmp_path / "model" / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(shape | change))
         with pytest.raises(ConfigError, match=rf"algorithm\.teacher .*{responses}"):
-            _check_ref_models("algorithm.teacher", str(folder), student)
+            check_ref_models("algorithm.teacher", str(folder), student)
 
 
 def test_own_ranks_get_gpus_that_nobody_has() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moerl.config.schema import SupervisionConfig
-from moerl.launch.supervision.restart_policy import RestartPolicy
+from moerl.launch.supervision.restarts import RestartPolicy
 from tests.helpers.scripted_actors import Clock
 
 

@@ -61,13 +61,15 @@ def test_missing_weights_are_refused_always(saved: list[str], wanted: list[str])
 
 
 def test_the_refusal_comes_before_the_start_is_counted(tmp_path: Path) -> None:
-    from moerl.launch.prepare import prepare
+    from moerl.launch.train import prepare
     from moerl.runtime.run_dir import RunDir
 
     run = RunDir(tmp_path / "run")
     run.create()
     run.checkpoint(2).mkdir()
-    (run.checkpoint(2) / "manifest.json").write_text(json.dumps(_saved(EP1)))
+    (run.checkpoint(2) / "manifest.json").write_text(
+        json.dumps(_saved(EP1) | {"files": {"metadata.json": [2, ""]}})
+    )
     (run.checkpoint(2) / "metadata.json").write_text("{}")
     with pytest.raises(ConfigError, match="--reset-optimizer"):
         prepare(_config(EP2), run, resume=True)

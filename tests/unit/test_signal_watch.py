@@ -11,7 +11,7 @@ import pytest
 
 ROOT = """
 import ctypes, os, sys, time
-from moerl.launch.supervision.signal_watch import Interrupted, SignalWatch
+from moerl.runtime.process_tree import Interrupted, SignalWatch
 
 def end():
     print("the thread ends the run", flush=True)

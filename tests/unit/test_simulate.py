@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from moerl.cli import app
 from moerl.planning.simulate import MODES, Choice, Costs, Workload, advise, simulate
 
 WORK = Workload(groups_per_step=2, group_size=2, lengths=[100], waits_s=(0.5,))
@@ -85,17 +81,3 @@ def test_advice_takes_no_more_engines_and_lag_than_help() -> None:
     slow = Workload(8, 4, lengths=[2000])
     costs = Costs(train_s=[2.0], token_s=0.01, request_token_s=0.001)
     assert advise(slow, costs, max_engines=16, max_lag=4).choice.engines > 4
-
-
-def test_plan_prints_the_advice_and_names_what_is_missing() -> None:
-    run = CliRunner().invoke
-    told = run(
-        app,
-        ["plan", "qwen3-30b-a3b", "rollout.groups_per_step=8", "rollout.group_size=4"]
-        + ["--costs", "train_s=60,token_s=0.02,output_tokens=500", "--json"],
-    )
-    assert told.exit_code == 0, told.output
-    pace = json.loads(told.output)["pace"]
-    assert pace["choice"] in [{key: row[key] for key in pace["choice"]} for row in pace["table"]]
-    missing = run(app, ["plan", "qwen3-30b-a3b", "--costs", "train_s=60,token_s=0.02"])
-    assert "output_tokens is missing" in str(missing.exception)

@@ -14,7 +14,7 @@ import pytest
 
 from moerl.core.errors import ConfigError
 from moerl.core.types import Episode, Prompt, Score
-from moerl.launch import prepare
+from moerl.launch import train
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.runtime.process_tree import error_in, serving
 from moerl.runtime.stack_dump import stacks
@@ -63,11 +63,11 @@ def test_stacks_of_a_process_that_hangs(how: str, tmp_path: Path) -> None:
 def test_a_journal_on_a_network_file_system_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prepare.file_system(Path("/proc/self")) == "proc"
-    prepare._refuse_network(tmp_path)
-    monkeypatch.setattr(prepare, "file_system", lambda folder: "nfs4")
+    assert train.file_system(Path("/proc/self")) == "proc"
+    train._refuse_network(tmp_path)
+    monkeypatch.setattr(train, "file_system", lambda folder: "nfs4")
     with pytest.raises(ConfigError, match=r"rollout\.journal_dir.*nfs4 is a network file system"):
-        prepare._refuse_network(tmp_path)
+        train._refuse_network(tmp_path)
 
 
 def test_a_scorer_that_was_replaced_is_counted() -> None:

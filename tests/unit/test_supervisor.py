@@ -17,11 +17,11 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import actors as actors_module
-from moerl.launch.supervision import hang_reports, trainer_supervisor
+from moerl.launch.supervision import supervisor_context, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer
-from moerl.launch.supervision.remote_calls import CallTimeout
-from moerl.launch.supervision.signal_watch import Interrupted
+from moerl.launch.supervision.supervisor_context import CallTimeout
+from moerl.runtime.process_tree import Interrupted
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.scripted_actors import UNSET, Scene, death
 
@@ -30,7 +30,7 @@ TWO = ("engine.count=2", "supervision.backoff_s=1")
 
 @pytest.fixture(autouse=True)
 def no_signals_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_reports, "stacks", lambda processes: "")
+    monkeypatch.setattr(supervisor_context, "stacks", lambda processes: "")
 
 
 # --- steps and trainers --------------------------------------------------------------------------
@@ -521,5 +521,5 @@ def test_a_trainer_waits_for_room_for_its_number(
     scene.trainer.code = 1
     scene.go_on(30.0, lambda: scene.trainer.starts == 2)
     assert any("state.json cannot be written" in event for event in scene.panel.events)
-    assert scene.supervisor.plan.incarnation == 7
+    assert scene.supervisor.run_context.incarnation == 7
     assert not answers

@@ -26,10 +26,10 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.trace import Tracer, read_spans
 from moerl.weight_sync import session
 from moerl.weight_sync.buckets import Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.commit_copies import check_targets
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import _RegionSender
 from moerl.weight_sync.snapshot import WeightSnapshot
-from moerl.weight_sync.staged_targets import check_targets
 from moerl.weight_sync.transfer_plan import ReceiverPlan, SenderPlan
 from moerl.weight_sync.transports.disk import Disk
 from moerl.weight_sync.transports.mooncake import MooncakeStaging, _Registered

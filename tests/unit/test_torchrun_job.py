@@ -39,7 +39,7 @@ ROOT_PROCESS = """
 import os, sys, psutil
 from pathlib import Path
 from moerl.runtime.process_tree import become_subreaper
-from moerl.launch.nodes.torchrun_job import TorchrunJob
+from moerl.distributed.torchrun import TorchrunJob
 
 become_subreaper()
 folder = Path(sys.argv[1])

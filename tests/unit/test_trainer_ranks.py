@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moerl.launch.supervision import trainer_ranks
-from moerl.launch.supervision.trainer_ranks import TrainerRanks
+from moerl.launch.supervision import trainer_supervisor
+from moerl.launch.supervision.trainer_supervisor import TrainerRanks
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRank
     now = SimpleNamespace(value=0.0)
     clock = SimpleNamespace(monotonic=lambda: now.value, time=time.time)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(trainer_ranks, "time", clock)
-    monkeypatch.setattr(trainer_ranks, "trainer_command", lambda plan, endpoint: command)
-    monkeypatch.setattr(trainer_ranks, "trainer_environment", lambda plan: {})
+    monkeypatch.setattr(trainer_supervisor, "time", clock)
+    monkeypatch.setattr(trainer_supervisor, "trainer_command", lambda plan, endpoint: command)
+    monkeypatch.setattr(trainer_supervisor, "trainer_environment", lambda plan: {})
     made: Any = TrainerRanks(tmp_path, limit_s=10.0)
     made.now = now
     made.start(None, "")

@@ -30,13 +30,13 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal.turn_log import TurnLog
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
 from moerl.controller.rollout_builder import PartialRollout, blob_uris, group_uris
-from moerl.core.grammar import Grammar
+from moerl.core.ids import life_of, name_rollout, without_life
 from moerl.core.messages import Ok
-from moerl.core.rollout_names import life_of, name_rollout, without_life
 from moerl.core.types import (
     Array,
     Finish,
     GenerateRequest,
+    Grammar,
     GraphTurn,
     ModelShape,
     PolicyVersion,

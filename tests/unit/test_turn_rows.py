@@ -35,12 +35,12 @@ from moerl.core.types import (
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import pack_microbatch
-from moerl.data.synthetic import RolloutSpec
 from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from tests.helpers.random_rollouts import LAYERS, SHAPE, TRUNCATED
 from tests.helpers.random_turns import Call, random_episode
+from tests.helpers.synthetic import RolloutSpec
 
 V0, V1, V2 = (PolicyVersion(0, step) for step in range(3))
 PROMPT = Prompt(0, (1, 2, 3, 4), "", None, {})

@@ -118,7 +118,7 @@ def test_a_command_that_needs_torch_says_how_to_get_it(installed: Path, tmp_path
     done = moerl(installed, "train", "quickstart", f"run.root={tmp_path}")
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert done.stderr.startswith("moerl: this command needs torch: ")
-    assert "pip install 'moerl[cpu]'" in done.stderr
+    assert "pip install '.[cpu]'" in done.stderr
 
 
 @pytest.mark.full

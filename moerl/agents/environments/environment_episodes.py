@@ -10,6 +10,7 @@ An episode whose turns, tokens or context are used up ends there, with the rewar
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from moerl.agents.open_episode import OpenEpisode
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
 from moerl.core.types import Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _AGAIN, _TRIES = ("engine_unavailable", "record_refused"), 3  # as often as OpenAI's client asks
@@ -147,6 +150,9 @@ class _EnvironmentTable(EpisodeTable):
             failure = error.reason, error.detail
         except TimeoutError:
             failure = "timeout", f"took longer than task.agent.wall_s = {self._limits.wall_s:g}"
+        except Exception as error:  # an error of one episode does not end the run
+            log.exception("the episode %s failed", name)
+            failure = "error", f"failed: {error!r}"
         finally:
             done = await episode.finish()
         clock = self.engine.clocks.pop(name, EngineClock())

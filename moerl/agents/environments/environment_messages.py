@@ -6,7 +6,6 @@ Both ends decode into fixed types: nothing that a worker sends runs in the contr
 from __future__ import annotations
 
 import asyncio
-import struct
 
 import msgspec
 
@@ -18,8 +17,7 @@ from moerl.agents.environments.episode_environment import (
     StartFields,
 )
 from moerl.core.errors import MoerlError
-
-_LENGTH = struct.Struct("!Q")
+from moerl.runtime.frames import HEAD, size_in
 
 
 class WorkerGone(MoerlError):
@@ -83,14 +81,10 @@ decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
-def framed(data: bytes) -> bytes:
-    return _LENGTH.pack(len(data)) + data
-
-
 async def read_frame(reader: asyncio.StreamReader, most: int) -> bytes:
     """The next message.  Raises WorkerGone at the end, and for one of more than `most` bytes."""
     try:
-        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        size = size_in(await reader.readexactly(HEAD))
         if size > most:
             raise WorkerGone(f"sent a message of {size} bytes; {most} are allowed")
         return await reader.readexactly(size)

@@ -1,8 +1,8 @@
 """Workers with the environments of open episodes, as the controller's process sees them.
 
-An episode goes to the worker with the fewest.  A worker that dies, or does not end an episode when
-it is told to, costs all its open episodes, which fail as `lost`; another one is started for those
-that come.  Tools run on this side, because a worker may be in a box that can make no other box.
+An episode goes to the worker with the fewest episodes.  A worker that dies, or does not end an
+episode on request, costs all its open episodes, which fail as `lost`; another worker is started for
+later episodes.  Tools run on this side, because a worker in a sandbox can make no other sandbox.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from moerl.agents.environments.environment_messages import (
     WorkerReply,
     decode_from_worker,
     encode,
-    framed,
     read_frame,
 )
 from moerl.agents.environments.episode_environment import (
@@ -47,16 +46,17 @@ from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings
 from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import LOST
 from moerl.core.errors import ConfigError
+from moerl.runtime.frames import framed
 from moerl.sandbox.isolation import Isolation, SandboxedProcess
 from moerl.sandbox.limits import NoSandbox, import_paths, isolation_of
-from moerl.sandbox.sandbox import SandboxPool, ToolSandbox
+from moerl.sandbox.sandbox import SandboxFactory, SandboxPool
 
 log = logging.getLogger(__name__)
 
 _START_S = 120.0  # most seconds for a worker to import the environment
 _CLOSE_S = 20.0  # most seconds for a worker to end an episode; its environment has fewer
 _CALLS = 64  # tool calls at once; each waits in a thread
-_WARM = 4  # started boxes that wait for an episode
+_WARM = 4  # started sandboxes that wait for an episode
 _HEAD = 1 << 10  # bytes of a message besides what task.limits.reply_kb bounds
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -136,17 +136,17 @@ class EnvironmentPool:
 class ToolHost:
     """The sandbox tools of open episodes, and the threads in which they are called."""
 
-    def __init__(self, sandbox: ToolSandbox, settings: ToolSettings) -> None:
-        self.settings, self.boxes = settings, SandboxPool(sandbox, _WARM)
+    def __init__(self, factory: SandboxFactory, settings: ToolSettings) -> None:
+        self.settings, self.sandboxes = settings, SandboxPool(factory, _WARM)
         self.threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tools")
-        self.schemas = SandboxTools(self.boxes, settings).schemas
+        self.schemas = SandboxTools(self.sandboxes, settings).schemas
 
     def tools(self) -> SandboxTools:
-        return SandboxTools(self.boxes, self.settings)
+        return SandboxTools(self.sandboxes, self.settings)
 
     def close(self) -> None:
-        """End all boxes, also those in which a call runs."""
-        self.boxes.close()
+        """End all sandboxes, also those in which a call runs."""
+        self.sandboxes.close()
         self.threads.shutdown(cancel_futures=True)
 
 
@@ -171,7 +171,7 @@ class EnvironmentProcess:
 
     @property
     def pid(self) -> int:
-        """Of the keeper."""
+        """Of the reaper."""
         assert self._kept is not None
         return self._kept.process.pid
 
@@ -236,7 +236,7 @@ class EnvironmentProcess:
         if self._kept is not None:
             await asyncio.to_thread(self._kept.end)
 
-    async def end_box(self, tools: SandboxTools | None) -> None:
+    async def end_sandbox(self, tools: SandboxTools | None) -> None:
         if self._tools is not None and tools is not None:
             with contextlib.suppress(RuntimeError):  # all tools are being closed
                 loop = asyncio.get_running_loop()
@@ -315,7 +315,7 @@ class _Episode:
             self._worker.lose(f"did not end an episode in {_CLOSE_S:g} s")
         finally:
             self._worker.forget(self._name)
-            await self._worker.end_box(self.tools)
+            await self._worker.end_sandbox(self.tools)
 
     async def _answer(self, message: Reset | Step) -> Observation | EpisodeEnd:
         limit_s = self._worker.answer_s
@@ -333,10 +333,10 @@ class _Episode:
         return answer
 
 
-def _sandbox(task: TaskConfig) -> ToolSandbox | None:
+def _sandbox(task: TaskConfig) -> SandboxFactory | None:
     if not task.agent.tools:
         return None
     try:
-        return ToolSandbox(read_paths=task.read_paths)
+        return SandboxFactory(read_paths=task.read_paths)
     except NoSandbox as error:
         raise ConfigError("task.agent.tools", task.agent.tools, str(error)) from None

@@ -1,6 +1,6 @@
 """A worker process: it holds environments of many episodes on one event loop.
 
-It is started below a keeper, as rewards are, with the same limits and variables; it ends with its
+It is started below a reaper, as rewards are, with the same limits and variables; it ends with its
 connection.  What an environment raises fails its own episode.  What blocks the loop, or ends the
 process, costs all episodes of this worker.
 """
@@ -30,7 +30,6 @@ from moerl.agents.environments.environment_messages import (
     decode_from_worker,
     decode_to_worker,
     encode,
-    framed,
     read_frame,
 )
 from moerl.agents.environments.episode_environment import (
@@ -40,7 +39,8 @@ from moerl.agents.environments.episode_environment import (
     Observation,
 )
 from moerl.agents.environments.ready_environments import environment_class
-from moerl.scoring.worker import one_line, own_connection
+from moerl.runtime.frames import framed, own_connection
+from moerl.scoring.worker import one_line
 
 _MOST = 1 << 32  # bytes of a message to this process: what is sent was checked
 _CLOSE_S = 5.0  # most seconds for an environment to close

@@ -44,7 +44,7 @@ class SandboxEnvironment:
         )
 
     async def close(self) -> None:
-        """The box ends with the episode."""
+        """The sandbox ends with the episode."""
 
 
 def _of_server(url: str, **options: str | float) -> EpisodeEnvironment:

@@ -1,4 +1,4 @@
-"""Tools that a policy may call in its episode: Python, a shell and files, in a box of its own.
+"""Tools that a policy may call in its episode: Python, a shell and files, in a sandbox of its own.
 
 Whatever a call asks for, the answer is text: what is wrong is said to the policy, and never raises
 in the run.  The answer is valid UTF-8 of a bounded number of bytes.
@@ -17,7 +17,7 @@ import msgspec
 
 from moerl.agents.chat_messages import Json
 from moerl.config.task_programs import ToolName
-from moerl.sandbox.isolation import BoxError
+from moerl.sandbox.isolation import SandboxError
 from moerl.sandbox.sandbox import Sandbox, SandboxPool, ToolOutput
 
 
@@ -62,12 +62,12 @@ _ENDS = {
 
 
 class SandboxTools:
-    """The tools of one episode; its box is taken from the pool at the first call."""
+    """The tools of one episode; its sandbox is taken from the pool at the first call."""
 
     def __init__(self, pool: SandboxPool, settings: ToolSettings | None = None) -> None:
         self._pool, self._settings = pool, settings or ToolSettings()
-        self._box: Sandbox | None = None
-        self._lock = threading.Lock()  # of the box: calls of an episode come one after the other
+        self._sandbox: Sandbox | None = None
+        self._lock = threading.Lock()  # one call of an episode at a time
         self._closed = False
         self.counts: Counter[str] = Counter()  # calls, and by how they ended
 
@@ -90,10 +90,10 @@ class SandboxTools:
         return await loop.run_in_executor(threads, self.call, name, arguments)
 
     def close(self) -> None:
-        """End the box, also while a call runs in it."""
+        """End the sandbox, also while a call runs in it."""
         self._closed = True
-        if (box := self._box) is not None:
-            self._pool.end(box)
+        if (sandbox := self._sandbox) is not None:
+            self._pool.end(sandbox)
 
     def _answer(self, name: str, arguments: str | Mapping[str, object]) -> str:
         self.counts["calls"] += 1
@@ -105,47 +105,47 @@ class SandboxTools:
             names = ", ".join(f'"{key}": text' for key in wanted)
             return self._error(f"the arguments of {name} must be a JSON object {{{names}}}")
         try:
-            box = self._opened()
-        except BoxError as error:
+            sandbox = self._opened()
+        except SandboxError as error:
             return self._error(f"the sandbox {error}")
-        return self._told(name, self._act(box, name, given), box)
+        return self._told(name, self._act(sandbox, name, given), sandbox)
 
     def _opened(self) -> Sandbox:
         if self._closed:
-            raise BoxError("was closed")
-        if self._box is None:
-            self._box = self._pool.take()
+            raise SandboxError("was closed")
+        if self._sandbox is None:
+            self._sandbox = self._pool.take()
             if self._closed:  # in the meantime
-                self._pool.end(self._box)
-        return self._box
+                self._pool.end(self._sandbox)
+        return self._sandbox
 
-    def _act(self, box: Sandbox, name: str, given: Mapping[str, str]) -> ToolOutput:
+    def _act(self, sandbox: Sandbox, name: str, given: Mapping[str, str]) -> ToolOutput:
         wait_s, most = self._settings.timeout_s, self._settings.output_bytes
         acts: dict[str, Callable[[], ToolOutput]] = {
-            "python": lambda: box.python(
+            "python": lambda: sandbox.python(
                 given["code"],
                 timeout_s=wait_s,
                 max_output=most,
                 keeps=self._settings.keeps_variables,
             ),
-            "shell": lambda: box.run(
+            "shell": lambda: sandbox.run(
                 ["/bin/sh", "-c", given["command"]], timeout_s=wait_s, max_output=most
             ),
-            "read_file": lambda: box.read(given["path"], timeout_s=wait_s, max_output=most),
-            "write_file": lambda: box.write(
+            "read_file": lambda: sandbox.read(given["path"], timeout_s=wait_s, max_output=most),
+            "write_file": lambda: sandbox.write(
                 given["path"], given["content"].encode(errors="replace"), timeout_s=wait_s
             ),
         }
         return acts[name]()
 
-    def _told(self, name: str, ran: ToolOutput, box: Sandbox) -> str:
+    def _told(self, name: str, ran: ToolOutput, sandbox: Sandbox) -> str:
         """What the policy reads about a call."""
         self.counts[f"ended/{ran.why}"] += 1
         if ran.why == "lost":
-            self._pool.end(box)
-            self._box = None
+            self._pool.end(sandbox)
+            self._sandbox = None
             return self._error(
-                f"the sandbox {box.lost}, and its files are lost; the next call has a new one"
+                f"the sandbox {sandbox.lost}, and its files are lost; the next call has a new one"
             )
         out, err = ran.out.decode(errors="replace"), ran.err.decode(errors="replace")
         if ran.why == "refused" or (ran.why == "exit" and ran.code and name.endswith("_file")):

@@ -6,7 +6,7 @@ import msgspec
 
 from moerl.agents.chat_messages import Json
 from moerl.agents.gateway.api_errors import ApiError, unsupported
-from moerl.core.grammar import Grammar
+from moerl.core.types import Grammar
 
 # Each field, with the values that change nothing.
 FIELDS: dict[str, tuple[object, ...]] = {

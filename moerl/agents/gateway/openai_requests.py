@@ -17,8 +17,7 @@ from moerl.agents.chat_messages import ChatMessage, Json
 from moerl.agents.episode_types import Ends
 from moerl.agents.gateway import grammar_fields
 from moerl.agents.gateway.api_errors import ApiError
-from moerl.core.grammar import Grammar
-from moerl.core.types import SamplingParams
+from moerl.core.types import Grammar, SamplingParams
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Siblings = Annotated[int, msgspec.Meta(ge=1, le=128)]

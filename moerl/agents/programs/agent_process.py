@@ -1,6 +1,6 @@
-"""One external program: started below a keeper, read to its end, and never left behind.
+"""One external program: started below a reaper, read to its end, and never left behind.
 
-The keeper (`moerl.sandbox.reaper`) ends everything that the program started as soon as the program
+The reaper (`moerl.runtime.reaper`) ends everything that the program started as soon as the program
 has ended or this process is gone, and applies `task.limits`.
 """
 
@@ -19,7 +19,7 @@ from moerl.core.errors import ConfigError
 from moerl.sandbox.isolation import Isolation
 from moerl.sandbox.limits import program_environment
 
-_END_S = 15.0  # most seconds for a keeper to end its program
+_END_S = 15.0  # most seconds for a reaper to end its program
 _LIMIT = 2**16  # bytes of one read
 MOST_LINE = 2**20  # bytes of a line that is read as one
 
@@ -28,13 +28,14 @@ MOST_LINE = 2**20  # bytes of a line that is read as one
 class ProgramEnd:
     """out, err: the last bytes that it printed.
 
-    why: timeout, ended: it was killed; error, lost: an episode of a worker, and err says why.
+    why: timeout, ended: it was killed; error, lost: an episode of a worker; failed: moerl could not
+    start or serve it.  err says why.
     """
 
     code: int
     out: bytes
     err: bytes
-    why: Literal["exit", "timeout", "ended", "error", "lost"]
+    why: Literal["exit", "timeout", "ended", "error", "lost", "failed"]
 
 
 def program_of(command: Sequence[str]) -> list[str]:
@@ -64,7 +65,7 @@ async def run_program(
 async def kept_program(
     task: TaskConfig, variables: dict[str, str]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
-    """task.agent.command below its keeper; all that it started ends with the block.
+    """task.agent.command below its reaper; all that it started ends with the block.
 
     It ends earlier when the socket is closed.  Raises OSError when no process can be started.
     """
@@ -85,7 +86,7 @@ async def kept_program(
         try:
             yield process, ours
         finally:
-            ours.close()  # the keeper ends everything
+            ours.close()  # the reaper ends everything
             await _reap(process)
 
 
@@ -116,7 +117,7 @@ async def _watch(
         async with asyncio.timeout(_END_S):
             out, err, code, _ = await reading
         return ProgramEnd(code, out, err, why)
-    except TimeoutError:  # a program with our user id has stopped its keeper
+    except TimeoutError:  # a program with our user id has stopped its reaper
         return ProgramEnd(-1, b"", b"", "timeout")
     finally:
         reading.cancel()
@@ -143,7 +144,7 @@ async def _give(process: asyncio.subprocess.Process, given: bytes) -> None:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for the keeper, and until the pipes are closed.
+    """Wait for the reaper, and until the pipes are closed.
 
     They are read meanwhile: the process counts as running while one of them is full.
     """

@@ -29,6 +29,8 @@ from moerl.config.schema import TaskConfig
 from moerl.controller.agent_episodes import ENDED, PlayedEpisode
 from moerl.core.types import Prompt, SamplingParams
 
+log = logging.getLogger(__name__)
+
 _LOG_BYTES = 16 << 20  # of the log of all programs; one older file is kept
 _MOST_IN_ENVIRONMENT = 100_000  # bytes; Linux takes 128 KiB in one variable
 _SHOWN = 300  # characters of a program's last words in an error
@@ -71,9 +73,12 @@ class _ProgramTable(EpisodeTable):
     ) -> PlayedEpisode:
         now = asyncio.get_running_loop().time
         episode, begin = self._gateway.open_episode(name, self._limits, held_out), now()
-        given = self._given(name, prompt) | {"held_out": held_out is not None}
         try:
+            given = self._given(name, prompt) | {"held_out": held_out is not None}
             ended = await self._run(name, given, episode.key, end)
+        except Exception as error:  # an error of one episode does not end the run
+            log.exception("the episode %s failed", name)
+            ended = ProgramEnd(-1, b"", repr(error).encode(errors="replace"), "failed")
         finally:
             done = await self._gateway.end_episode(name)
         self._log_end(name, ended)
@@ -147,6 +152,8 @@ def _failure(
         return "timeout", f"took longer than task.agent.wall_s = {task.agent.wall_s:g}"
     if ended.why == "error":
         return "error", f"has answered with an error: {_last_line(ended.err)}"
+    if ended.why == "failed":
+        return "error", f"failed: {_last_line(ended.err)}"
     if ended.why == "lost":
         return "lost", f"was lost with its worker, which {_last_line(ended.err)}"
     if ended.code:

@@ -137,7 +137,7 @@ class _Worker:
                 printing = asyncio.create_task(self._log_lines(process.stderr))
                 try:
                     why = await self._until_retired(hearing)
-                    if not why:  # its output is closed before the keeper has its exit code
+                    if not why:  # its output is closed before the reaper has its exit code
                         await _wait(process, _EXIT_S)
                     control.close()
                     await asyncio.wait([printing], timeout=_EXIT_S)

@@ -50,7 +50,7 @@ from moerl.controller.journal.sqlite_files import remove_logs, set_up
 from moerl.controller.journal.turn_log import TurnLog
 from moerl.controller.rollout_builder import group_refs
 from moerl.core.errors import JournalError
-from moerl.core.id_sets import IdSet, Ranges, both, ids_of, pages_of, ranges
+from moerl.core.ids import IdSet, Ranges, ids_of, page_union, pages_of, ranges
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup, PolicyVersion
 from moerl.records.blob_store import BlobStore, sizes_of
@@ -70,7 +70,7 @@ create table if not exists groups(
 create table if not exists headers(id integer primary key, body blob not null);
 create table if not exists pages(
     kind text not null,       -- consumed: trained, beside the groups above | dropped: given up
-    page integer not null,    -- of ids, `moerl.core.id_sets.PAGE` each
+    page integer not null,    -- of ids, `moerl.core.ids.PAGE` each
     bits blob not null,
     digest text not null,
     primary key (kind, page)
@@ -410,7 +410,7 @@ class Journal:
         for page, bits in pages_of(ids).items():
             sql = "select bits from pages where kind = ? and page = ?"
             for (before,) in db.execute(sql, (kind, page)).fetchall():
-                bits = both(before, bits)
+                bits = page_union(before, bits)
             row = (kind, page, bits, _page_digest(kind, page, bits))
             db.execute("insert or replace into pages values (?, ?, ?, ?)", row)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from moerl.core.id_sets import Ranges
+from moerl.core.ids import Ranges
 from moerl.core.types import EpisodeGroup, PolicyVersion
 
 

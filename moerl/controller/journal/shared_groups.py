@@ -18,7 +18,7 @@ import msgspec
 from moerl.controller.journal.recovered_state import RecoveredState, SharedState
 from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import BlobError, JournalError
-from moerl.core.id_sets import spread
+from moerl.core.ids import spread
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore

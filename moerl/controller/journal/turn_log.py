@@ -29,7 +29,7 @@ import xxhash
 from moerl.controller.journal.recovered_state import digest_of
 from moerl.controller.journal.sqlite_files import remove_logs, set_up
 from moerl.controller.rollout_builder import blob_uris
-from moerl.core.rollout_names import episode_of, group_of, without_life
+from moerl.core.ids import episode_of, group_of, without_life
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Array, GenerateRequest, Segment
 

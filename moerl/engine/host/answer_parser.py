@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from moerl.core.errors import ConfigError
-from moerl.core.grammar import Grammar
+from moerl.core.types import Grammar
 from moerl.engine import torchvision_fix
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class SglangAnswers:
             return reasoning, rest, ()
         try:
             left, calls = self._calls(rest, tools)
+            "".join((left, *chain.from_iterable(calls))).encode()  # JSON escapes half a character
         except Exception as error:  # each format has its own errors, and the policy wrote the text
             log.debug("an answer has a call that SGLang cannot parse: %r", error)
             return reasoning, rest, ()

@@ -18,8 +18,8 @@ from typing import Any
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.core.errors import EngineError, RecordError
+from moerl.core.ids import life_of
 from moerl.core.messages import Answers, EngineStatus
-from moerl.core.rollout_names import life_of
 from moerl.core.types import Array, GenerateRequest, ModelShape, PolicyVersion, Segment
 from moerl.distributed.store_server import StoreServer
 from moerl.engine.feature_table import PROVEN

@@ -23,7 +23,7 @@ from moerl.weight_sync.receiver_names import COMMIT, Committed
 
 _CONNECT_S = 5.0
 _WHOLE = 1 << 30  # tokens between two events of a reply
-_SHORT = 32  # tokens; at 4, a stream cost about a fifth more CPU (bench/engine_rate.py)
+_SHORT = 32  # tokens; at 4, a stream cost about a fifth more CPU
 # Of SGLang's load report.  They stay equal while nothing is prefilled or decoded.
 _COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)

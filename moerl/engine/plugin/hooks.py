@@ -21,6 +21,7 @@ from moerl.engine.plugin import (
     loaded_weights,
     record_output,
     server_access,
+    top_k_first,
     update_hooks,
 )
 
@@ -110,6 +111,12 @@ HOOKS = (
         When.ALWAYS,
     ),
     Hook(f"{_STREAMER}.to_payload", "after", record_output.to_files, When.ALWAYS),
+    Hook(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        "around",
+        top_k_first.sample,
+        When.ALWAYS,
+    ),
     Hook(
         "sglang.srt.mem_cache.common.checkpoint_kv_cache",
         "around",

@@ -3,7 +3,7 @@
 Waits until the run's endpoints folder names Ray's head, joins it with the slots planned for this
 node, and ends its processes when the run is over, when the run's root process gave no sign of life
 for a lease (`lease`), or when this process gets SIGTERM.  The token is passed in the environment of
-the one child that needs it.
+the only child that needs it.
 
 A node outside the configuration joins a running run with `--slots N [--gpus G]`: it requests N
 engines, and removes them before it stops.
@@ -26,16 +26,15 @@ from pathlib import Path
 from types import FrameType
 
 from moerl.config import Config
-from moerl.config.clusters import Node, engine_gpus, placement
+from moerl.config.clusters import Node, engine_gpus, own_address, placement, visible_devices
 from moerl.config.load import load_saved
-from moerl.config.network import own_address
-from moerl.config.visible_devices import visible_devices
 from moerl.core.errors import ConfigError, MoerlError, TrainerError, printable
 from moerl.launch.cluster.node_commands import nth
 from moerl.launch.nodes.control_api import request
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, slots
-from moerl.runtime.process_tree import Orphans, become_subreaper, die_with_parent, end_descendants
+from moerl.runtime.process_tree import Orphans, die_with_parent, end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 
 _LOOK_S = 1.0
@@ -109,7 +108,7 @@ def _join(run: RunDir, args: argparse.Namespace, lease: LeaseReader) -> int:
     finally:
         for signum in _ENDINGS:
             signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt cleanup
-        _let_go(run, mine, args.leave_s)
+        _remove_engines(run, mine, args.leave_s)
         end_descendants(_GRACE_S)
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -145,7 +144,7 @@ def _engine_nodes(config: Config) -> list[Node]:
     return [node for node in placement(config).nodes if node.has("engine")]
 
 
-def _let_go(run: RunDir, engines: list[int], limit_s: float) -> None:
+def _remove_engines(run: RunDir, engines: list[int], limit_s: float) -> None:
     """Remove the engines that this node added, if the run is still running."""
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(MoerlError):

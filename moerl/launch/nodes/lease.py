@@ -1,8 +1,8 @@
 """Sign of life of a run for the processes on its other nodes: a counter in its endpoints folder.
 
 The root process counts on as long as it lives and removes the file when the run is over.  A reader
-compares what it reads with what it read before, by its own monotonic clock, so clocks of nodes are
-never compared.  A counter that stands still for `lease_s` means that the root process is lost, with
+compares the counter with its last reading, by its own monotonic clock, so clocks of nodes are never
+compared.  A counter that stands still for `lease_s` means that the root process is lost, with
 its node or alone: SIGKILL leaves the rest of the folder as it is.
 
 A reader trusts a file only after it has seen it change: one of an earlier start stands still.
@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from moerl.core.errors import MoerlError, TrainerError
 
+T = TypeVar("T")
 _LOOK_S = 0.5
 _PARTS = 12  # renewals per lease
 
@@ -75,6 +77,19 @@ class LeaseReader:
                     f"{self._path.parent} names no living controller after {timeout_s:g} s"
                 )
             time.sleep(_LOOK_S)
+
+    def until(self, find: Callable[[], T], timeout_s: float, missing: str) -> T:
+        """The first true result of `find`.
+
+        Raises TrainerError(missing) after timeout_s, and the errors of `check`.
+        """
+        deadline = self._clock() + timeout_s
+        while not (found := find()):
+            self.check()
+            if self._clock() > deadline:
+                raise TrainerError(missing)
+            time.sleep(_LOOK_S)
+        return found
 
     def check(self) -> None:
         """Raises RunEnded when the run is over, TrainerError when its root process is lost."""

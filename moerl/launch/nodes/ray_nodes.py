@@ -19,9 +19,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moerl.config import Config
-from moerl.config.clusters import Node, engine_gpus, is_local, placement
-from moerl.config.network import own_address
-from moerl.config.visible_devices import visible_devices
+from moerl.config.clusters import (
+    Node,
+    engine_gpus,
+    is_local,
+    own_address,
+    placement,
+    visible_devices,
+)
 from moerl.runtime.process_tree import end_descendants
 from moerl.runtime.run_dir import RunDir
 

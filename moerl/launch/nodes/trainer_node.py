@@ -26,16 +26,16 @@ from pathlib import Path
 from types import FrameType
 
 from moerl.config import Config
-from moerl.config.clusters import TrainerSlot, placement
+from moerl.config.clusters import TrainerSlot, own_address, placement
 from moerl.config.load import load_saved
-from moerl.config.network import own_address
 from moerl.core.errors import MoerlError, TrainerError, printable
+from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.cluster.node_commands import TRAINER_JOBS, nth, slots_of, torchrun
 from moerl.launch.nodes.lease import LeaseReader, RunEnded
-from moerl.launch.nodes.torchrun_job import TorchrunJob
 from moerl.launch.run_context import rank_environment
 from moerl.observe.metrics import read_rows
-from moerl.runtime.process_tree import Orphans, become_subreaper, end_descendants
+from moerl.runtime.process_tree import Orphans, end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir, newest_incarnation
 
 _GRACE_S, _LOOK_S = 5.0, 0.5
@@ -100,17 +100,12 @@ def _slot_taken(run: RunDir, name: str, wait_s: float, lease: LeaseReader) -> It
 
 
 def _next_opening(run: RunDir, lease: LeaseReader, wait_s: float) -> str:
-    """The opening of the endpoints folder, once there is one.
+    """Wait for an opening of the endpoints folder.
 
     Raises RunEnded when the run is over, TrainerError when it is lost or after wait_s.
     """
-    deadline = time.monotonic() + wait_s
-    while not (start := _opening(run, "")):
-        lease.check()
-        if time.monotonic() > deadline:
-            raise TrainerError(f"{run.endpoints.folder} names no controller after {wait_s:g} s")
-        time.sleep(_LOOK_S)
-    return start
+    missing = f"{run.endpoints.folder} names no controller after {wait_s:g} s"
+    return lease.until(lambda: _opening(run, ""), wait_s, missing)
 
 
 def _until_done(
@@ -150,12 +145,8 @@ def _await_answer(run: RunDir, name: str, start: str, wait_s: float, lease: Leas
 
     Raises TrainerError after wait_s, or as the lease does.
     """
-    deadline = time.monotonic() + wait_s
-    while _opening(run, start) == start:
-        lease.check()
-        if time.monotonic() > deadline:
-            raise TrainerError(f"{name} failed, and no supervisor answered within {wait_s:g} s")
-        time.sleep(_LOOK_S)
+    missing = f"{name} failed, and no supervisor answered within {wait_s:g} s"
+    lease.until(lambda: _opening(run, start) != start, wait_s, missing)
 
 
 def _falls_back(run: RunDir, start: str, lease: LeaseReader) -> bool:

@@ -22,21 +22,20 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moerl.config.clusters import is_local, placement
-from moerl.config.visible_devices import visible_devices
+from moerl.config import Config
+from moerl.config.clusters import is_local, placement, visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.core.errors import EngineError, MoerlError, ScoreError
+from moerl.core.errors import ConfigError, EngineError, MoerlError, ScoreError
 from moerl.core.messages import Engine, Message
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext, engine_environment
-from moerl.launch.supervision.engine_gpus import EngineGpus
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
-from moerl.launch.supervision.remote_calls import CallTimeout
+from moerl.launch.supervision.supervisor_context import CallTimeout
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
@@ -93,20 +92,20 @@ class PlacedEngine:
 
 
 def place_engine(
-    plan: RunContext, index: int, tp: int, devices: Sequence[int] = ()
+    context: RunContext, index: int, tp: int, devices: Sequence[int] = ()
 ) -> PlacedEngine:
-    """Start an engine host on a node with room for the ranks of its server there.
+    """Start an engine host on a node that has room for the ranks of its server.
 
     devices: GPUs of this machine.  The nodes of a cluster offer `engine` slots and, if they have
     them, GPUs; a placement group takes one slot and the GPUs of an engine from each node that the
     engine spans.
     """
-    plan = plan.without_tokenizer()
-    if is_local(plan.config.cluster):
+    context = context.without_tokenizer()
+    if is_local(context.config.cluster):
         named = visible_devices(devices)
-        return PlacedEngine(place(EngineActor, plan, index, tp, (), named), None)
-    nodes = plan.config.engine.nodes
-    has_gpus = any(slot.devices for slot in placement(plan.config).engines)
+        return PlacedEngine(place(EngineActor, context, index, tp, (), named), None)
+    nodes = context.config.engine.nodes
+    has_gpus = any(slot.devices for slot in placement(context.config).engines)
     each = tp // nodes if has_gpus else 0
     bundle: dict[str, float] = {ENGINE_SLOT: 1.0}
     if each:
@@ -118,7 +117,7 @@ def place_engine(
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": each}
         options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
-        return ray.remote(plain).options(**options).remote(plan, index, tp, *args)
+        return ray.remote(plain).options(**options).remote(context, index, tp, *args)
 
     followers = tuple(put(FollowerActor, node, node) for node in range(1, nodes))
     return PlacedEngine(put(EngineActor, 0, followers), group, followers)
@@ -129,18 +128,20 @@ class EngineActor(ActorServer):
 
     def __init__(
         self,
-        plan: RunContext,
+        context: RunContext,
         index: int,
         tp: int,
         followers: Sequence[ActorHandle[FollowerActor]] = (),
         devices: Mapping[str, str] | None = None,
     ) -> None:
-        """followers: on the engine's other nodes, by node; devices: variables that name its GPUs,
+        """Make the engine host in this process.
+
+        followers: on the engine's other nodes, by node.  devices: variables that name its GPUs,
         where Ray has not set them.
         """
-        _begin_engine_process(plan, f"engine-{index}.host.log")
+        _begin_engine_process(context, f"engine-{index}.host.log")
         self._followers = followers
-        self._host = plan.engine_host(
+        self._host = context.engine_host(
             index,
             tp,
             [
@@ -174,23 +175,23 @@ class EngineActor(ActorServer):
 class FollowerActor(ActorServer):
     """A further node of an engine: starts its part of the server."""
 
-    def __init__(self, plan: RunContext, index: int, tp: int, node: int) -> None:
-        _begin_engine_process(plan, f"engine-{index}-node{node}.host.log")
-        super().__init__(plan.engine_follower(index, tp))
+    def __init__(self, context: RunContext, index: int, tp: int, node: int) -> None:
+        _begin_engine_process(context, f"engine-{index}-node{node}.host.log")
+        super().__init__(context.engine_follower(index, tp))
 
 
-def _begin_engine_process(plan: RunContext, log_file: str) -> None:
-    log_to(plan.run.logs / log_file)
-    os.environ |= engine_environment(plan.config)
+def _begin_engine_process(context: RunContext, log_file: str) -> None:
+    log_to(context.run.logs / log_file)
+    os.environ |= engine_environment(context.config)
 
 
 class ScorerActor(ActorServer):
     """Reward functions in worker processes, outside every event loop."""
 
-    def __init__(self, plan: RunContext) -> None:
-        log_to(plan.run.logs / "scorer.log")
+    def __init__(self, context: RunContext) -> None:
+        log_to(context.run.logs / "scorer.log")
         log.info("the scorer is process %d", os.getpid())
-        self._scorer, self._tracer = plan.scorer(), Tracer(plan.run.trace, "scorer")
+        self._scorer, self._tracer = context.scorer(), Tracer(context.run.trace, "scorer")
         super().__init__(self._scorer)
 
     async def score(
@@ -212,7 +213,10 @@ class RemoteScorer:
     """
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
-        """is_restarted: a dead scorer fails its calls only, and does not end the run."""
+        """Ask the scorer of an actor.
+
+        is_restarted: a dead scorer fails its calls only, and does not end the run.
+        """
         self._actor, self._is_restarted = actor, is_restarted
         self._pid = 0
         self.restarts = 0
@@ -249,23 +253,25 @@ class ControllerActor:
 
     def __init__(
         self,
-        plan: RunContext,
+        context: RunContext,
         engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool = False,
     ) -> None:
-        """engines, sizes: by number; pool_changed: engines joined or left since the start."""
-        log_to(plan.run.logs / "controller.log")
+        """Take the arguments of the controller; `open` makes it.
+
+        engines, sizes: by number.  pool_changed: engines joined or left since the start."""
+        log_to(context.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
-        self._plan, self._sizes, self._pool_changed = plan, sizes, pool_changed
+        self._run_context, self._sizes, self._pool_changed = context, sizes, pool_changed
         self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
-        restarts = bool(plan.config.supervision.max_restarts)
+        restarts = bool(context.config.supervision.max_restarts)
         self._scorer = RemoteScorer(scorer, is_restarted=restarts)
         self._rows: list[dict[str, Any]] = []
         self._looked_at: StepReport | None = None  # by the alerts
         self._found: dict[str, float] = {}
-        self._tracer = Tracer(plan.run.trace, "controller")
+        self._tracer = Tracer(context.run.trace, "controller")
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
         """Bind the trainer server; returns its endpoint.  Must be called once, first.
@@ -273,36 +279,36 @@ class ControllerActor:
         endpoint: of a controller that died, whose trainer and engines are running; lost: engines
         that are being restarted.
         """
-        plan = self._plan
-        self._metrics = MetricsWriter(plan.run.metrics, open_sinks(plan.run, plan.config))
-        self._samples = SampleWriter(plan.run.samples)
-        self._alerts = Alerts(plan.config)
+        context = self._run_context
+        self._metrics = MetricsWriter(context.run.metrics, open_sinks(context.run, context.config))
+        self._samples = SampleWriter(context.run.samples)
+        self._alerts = Alerts(context.config)
         services = Services(
-            model=plan.model_shape(),
+            model=context.model_shape(),
             engines=self._engines,
             sizes=self._sizes,
             scorer=self._scorer,
-            prompts=plan.prompts(),
-            held_out=plan.held_out() if plan.config.evaluation.every else None,
-            decode=plan.decode,
-            encode=plan.encode,
-            blobs=plan.blobs(),
-            journal=plan.journal(),
-            records=plan.records,
-            saved_steps=lambda: (plan.run.latest_checkpoint() or (0,))[0],
+            prompts=context.prompts(),
+            held_out=context.held_out() if context.config.evaluation.every else None,
+            decode=context.decode,
+            encode=context.encode,
+            blobs=context.blobs(),
+            journal=context.journal(),
+            records=context.records,
+            saved_steps=lambda: (context.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
-            agents=task_agents(plan),
+            agents=task_agents(context),
         )
         self._controller = Controller(
-            plan.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed
+            context.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed
         )
         if endpoint:
             await self._controller.rejoin(lost)
-        any_port = f"tcp://{plan.config.cluster.address}:*"
+        any_port = f"tcp://{context.config.cluster.address}:*"
         self._server = RpcServer(
-            endpoint or plan.controller_endpoint() or any_port,
-            Keys.read(plan.run.endpoints.keys),
+            endpoint or context.controller_endpoint() or any_port,
+            Keys.read(context.run.endpoints.keys),
             self._handle,
         )
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
@@ -386,22 +392,22 @@ class ControllerActor:
 
 
 class RayActors:
-    """`Actors` of a run (`moerl.launch.supervision.remote_calls`)."""
+    """`Actors` of a run (`moerl.launch.supervision.supervisor_context`)."""
 
     _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
 
     def __init__(self) -> None:
         self._gpus: EngineGpus | None = None
 
-    def scorer(self, plan: RunContext) -> ActorHandle[ScorerActor]:
-        restarts = -1 if plan.config.supervision.max_restarts else 0
-        return place(ScorerActor, plan.without_tokenizer(), restarts=restarts)
+    def scorer(self, context: RunContext) -> ActorHandle[ScorerActor]:
+        restarts = -1 if context.config.supervision.max_restarts else 0
+        return place(ScorerActor, context.without_tokenizer(), restarts=restarts)
 
-    def engine(self, plan: RunContext, index: int, tp: int) -> PlacedEngine:
-        if not is_local(plan.config.cluster):
-            return place_engine(plan, index, tp)
-        self._gpus = self._gpus or EngineGpus(plan.config)
-        return place_engine(plan, index, tp, self._gpus.take(index, tp))
+    def engine(self, context: RunContext, index: int, tp: int) -> PlacedEngine:
+        if not is_local(context.config.cluster):
+            return place_engine(context, index, tp)
+        self._gpus = self._gpus or EngineGpus(context.config)
+        return place_engine(context, index, tp, self._gpus.take(index, tp))
 
     def engine_has_left(self, index: int) -> None:
         if self._gpus is not None:
@@ -409,13 +415,13 @@ class RayActors:
 
     def controller(
         self,
-        plan: RunContext,
+        context: RunContext,
         engines: Mapping[int, ActorHandle[EngineActor]],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool,
     ) -> ActorHandle[ControllerActor]:
-        return place(ControllerActor, plan, engines, sizes, scorer, pool_changed)
+        return place(ControllerActor, context, engines, sizes, scorer, pool_changed)
 
     def kill(self, actor: ActorHandle[Any]) -> None:
         with contextlib.suppress(RayError):  # its node is gone
@@ -438,3 +444,47 @@ class RayActors:
             raise EngineError(f"{name}: {type(error.cause).__name__}: {error.cause}") from error
         except GetTimeoutError as error:
             raise CallTimeout(f"{name} did not answer within {self._FETCH_S:g} s") from error
+
+
+class EngineGpus:
+    """GPUs of this machine by engine: as in the printed table, and free GPUs for later engines.
+
+    On a cluster Ray deals the GPUs that each node offers.
+    """
+
+    def __init__(self, config: Config) -> None:
+        placed = placement(config)
+        self._planned = {slot.engine: slot.devices for slot in placed.engines}
+        node = placed.engines[0].node
+        others = {
+            device
+            for slot in (*placed.trainers, *placed.ref_models)
+            if slot.node is node
+            for device in slot.devices
+        }
+        self._ours = [device for device in range(node.group.devices) if device not in others]
+        self._taken: dict[int, tuple[int, ...]] = {}
+
+    def take(self, engine: int, tp: int) -> tuple[int, ...]:
+        """GPUs of an engine, equal at each call; empty on a machine without GPUs.
+
+        Raises ConfigError when an engine outside the table finds too few.
+        """
+        if engine not in self._taken:
+            self._taken[engine] = self._planned.pop(engine, ()) or self._free(tp)
+        return self._taken[engine]
+
+    def give_back(self, engine: int) -> None:
+        """The engine has left."""
+        self._taken.pop(engine, None)
+
+    def _free(self, tp: int) -> tuple[int, ...]:
+        if not self._ours:
+            return ()
+        used = {gpu for gpus in (*self._taken.values(), *self._planned.values()) for gpu in gpus}
+        free = [gpu for gpu in self._ours if gpu not in used]
+        if len(free) < tp:
+            raise ConfigError(
+                "tp", tp, f"{len(free)} GPUs of this machine are free: remove an engine first"
+            )
+        return tuple(free[:tp])

@@ -1,4 +1,4 @@
-"""The controller under supervision: opened, polled, asked in time, restarted from its journal."""
+"""Supervises the controller: opens it, polls it, limits its calls, restarts it from its journal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from moerl.core.errors import EngineError, MoerlError
-from moerl.launch.supervision.remote_calls import CallTimeout
-from moerl.launch.supervision.supervisor_context import POLL_S, START_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import (
+    POLL_S,
+    START_S,
+    CallTimeout,
+    SupervisorContext,
+)
 
 Polled = tuple[dict[str, float], list[dict[str, Any]], str]  # (status, new rows, trainer failure)
 
@@ -23,7 +27,7 @@ class ControllerSupervisor:
         place: Callable[[], Any],
         lost_engines: Callable[[], list[int]],
     ) -> None:
-        """place: start its process, with the engines of now; returns the actor."""
+        """place: starts its process with the present engines and returns the actor."""
         self.endpoint = ""  # known when it has opened
         self.is_up = False
         self._context, self._place, self._lost_engines = context, place, lost_engines
@@ -32,7 +36,7 @@ class ControllerSupervisor:
         self._next_poll = 0.0  # clock seconds; inf while it is asked
 
     def start(self) -> None:
-        """Start it, at its old endpoint and from the journal if there was one before."""
+        """Start the controller; a second one has the endpoint and the journal of the first."""
         if self.endpoint:
             self._context.console.wait("controller")
         self._actor = self._place()

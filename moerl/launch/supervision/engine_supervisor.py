@@ -16,17 +16,16 @@ from moerl.core.types import PolicyVersion
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.membership import Membership
-from moerl.launch.supervision.remote_calls import CallTimeout
-from moerl.launch.supervision.supervisor_context import START_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import START_S, CallTimeout, SupervisorContext
 
 
 class EngineSupervisor:
     """The engines of one start of a run, by number."""
 
     def __init__(
-        self, context: SupervisorContext, plan: RunContext, controller: ControllerSupervisor
+        self, context: SupervisorContext, run_context: RunContext, controller: ControllerSupervisor
     ) -> None:
-        self.members = Membership(plan, context, controller, self)
+        self.members = Membership(run_context, context, controller, self)
         self.are_up = False  # all of the first start
         self._context, self._controller = context, controller
         self._starting: set[int] = set()
@@ -155,6 +154,6 @@ class EngineSupervisor:
         )
 
     def _forget_host(self, index: int) -> None:
-        """It died: the next one is asked as soon as it is there."""
+        """Forget a host that died; the next host is pinged as soon as it runs."""
         self._context.pids.pop(f"engine-{index}-host", None)
         self._next_pings.pop(index, None)

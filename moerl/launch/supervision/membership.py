@@ -1,9 +1,9 @@
 """Adds and removes engines of a running run; requests come over its control API.
 
 An engine number is never reused.  A new engine is handed to the controller when its server is up,
-and gets requests after its first publish.  A leaving engine gets no new requests; its running ones
-are interrupted and continue on other engines, and its process ends when the trainer has stopped
-publishing to it.
+and gets requests after its first publish.  A leaving engine gets no new requests; its running
+requests are interrupted and continue on other engines, and its process ends when the trainer has
+stopped publishing to it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from moerl.core.errors import ConfigError, EngineError, MoerlError
 from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
-from moerl.launch.supervision.remote_calls import PlacedActor
-from moerl.launch.supervision.supervisor_context import SupervisorContext
+from moerl.launch.supervision.supervisor_context import PlacedActor, SupervisorContext
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ _STOP_S = 60.0  # seconds a host may take to end its server
 
 
 class EngineWatcher(Protocol):
-    """What membership needs from the supervisor of engines.  Nothing here waits."""
+    """The supervisor of engines, as membership uses it.  No method waits."""
 
     def start(self, index: int) -> None: ...
 
@@ -44,15 +43,15 @@ class Membership:
 
     def __init__(
         self,
-        plan: RunContext,
+        run_context: RunContext,
         context: SupervisorContext,
         controller: ControllerSupervisor,
         watcher: EngineWatcher,
     ) -> None:
-        self.sizes = plan.config.engine.sizes
+        self.sizes = run_context.config.engine.sizes
         self.changed = False  # engines joined or left since this start of the run
-        self._plan, self._context, self._controller = plan, context, controller
-        self._watcher, self._control_api = watcher, ControlApi(plan.run)
+        self._run_context, self._context, self._controller = run_context, context, controller
+        self._watcher, self._control_api = watcher, ControlApi(run_context.run)
         self._placed: dict[int, PlacedActor] = {}
         self._next = len(self.sizes)
         self._joining: set[int] = set()  # being started for the first time
@@ -66,7 +65,9 @@ class Membership:
             self._place(index)
 
     def _place(self, index: int) -> None:
-        self._placed[index] = self._context.actors.engine(self._plan, index, self.sizes[index])
+        self._placed[index] = self._context.actors.engine(
+            self._run_context, index, self.sizes[index]
+        )
 
     @property
     def actors(self) -> dict[int, Any]:
@@ -109,7 +110,7 @@ class Membership:
             self._drain(index)  # the first call, or the controller died meanwhile
 
     def joined(self, index: int) -> bool:
-        """An engine is up.  Returns True if it is new and the controller was told."""
+        """An engine is up.  Returns True, and informs the controller, if the engine is new."""
         if index not in self._joining:
             return False
         self._joining.remove(index)
@@ -139,7 +140,7 @@ class Membership:
         work: Callable[[], int | str]
         match question:
             case {"do": "add", "tp": int(tp)} if tp >= 0:
-                work = partial(self._add, tp or self._plan.config.engine.tp)
+                work = partial(self._add, tp or self._run_context.config.engine.tp)
             case {"do": "remove", "engine": int(index)}:
                 work = partial(self._remove, index)
             case {"do": "list"}:
@@ -159,7 +160,9 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
-        placed = self._context.actors.engine(self._plan, self._next, tp)  # refuses one without room
+        placed = self._context.actors.engine(
+            self._run_context, self._next, tp
+        )  # refuses one without room
         index, self._next = self._next, self._next + 1
         self.changed = True
         self.sizes[index] = tp

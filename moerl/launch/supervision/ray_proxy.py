@@ -23,7 +23,7 @@ class ActorServer:
         return os.getpid()
 
     async def ask(self, method: str, *args: object) -> object:
-        """Result of one of the object's coroutine methods."""
+        """Result of a coroutine method of the object."""
         try:
             return await getattr(self._plain, method)(*args)
         except MoerlError as error:
@@ -38,7 +38,7 @@ class ActorProxy:
     """Has the methods of the object that an actor hosts."""
 
     def __init__(self, actor: ActorHandle[Any], name: str) -> None:
-        """name: of the actor, for error messages."""
+        """Stand for an actor.  name: of the actor, for error messages."""
         self._actor, self._name = actor, name
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[object]]:

@@ -1,11 +1,11 @@
-"""Starts the processes of one run, watches them, and restarts what dies.
+"""Starts the processes of one run, watches them, and restarts a process that dies.
 
 The root process starts Ray (engines, scorer, controller), then the trainer through torchrun, and
-checks all of them twice a second.  Its loop never waits for one of them: calls to actors are sent,
-and their answers handled when they arrive (`remote_calls`).
+checks all of them twice a second.  Its loop never waits for a single process: it sends
+calls to actors and handles their answers when they arrive (`RemoteCalls`).
 
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
-  it to the current version. One that keeps dying is excluded (`restart_policy`). Engines join and
+  it to the current version. One that keeps dying is excluded (`RestartPolicy`). Engines join and
   leave on request (`membership`).
 - Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
   stay, the steps after the checkpoint are trained again.
@@ -16,7 +16,7 @@ and their answers handled when they arrive (`remote_calls`).
 - Timeouts: the log names the process, the pending call and its thread stacks, then the process is
   ended and so restarted: controller and engine hosts after `supervision.answer_timeout_s`, the
   trainer after two `trainer.step_timeout_s` without a step (its stacks are logged after one).
-- Ray's own daemons hold the state of all actors: the run ends when one of them dies.
+- Ray's own daemons hold the state of all actors: the run ends when a daemon dies.
 - A failure before the first step ends the run, because it is likely a configuration error; so do
   `supervision.max_restarts` restarts of one process without a new step in between.
 """
@@ -38,15 +38,18 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.engine_supervisor import EngineSupervisor
-from moerl.launch.supervision.hang_reports import HangReports
-from moerl.launch.supervision.remote_calls import Actors, RemoteCalls
 from moerl.launch.supervision.restarts import Restarts
-from moerl.launch.supervision.signal_watch import SignalWatch
-from moerl.launch.supervision.supervisor_context import POLL_S, SupervisorContext
+from moerl.launch.supervision.supervisor_context import (
+    POLL_S,
+    Actors,
+    HangReports,
+    RemoteCalls,
+    SupervisorContext,
+)
 from moerl.launch.supervision.trainer_supervisor import TrainerSupervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
-from moerl.runtime.process_tree import Orphans
+from moerl.runtime.process_tree import Orphans, SignalWatch
 from moerl.runtime.run_dir import write_pids
 from moerl.runtime.trace import Tracer
 
@@ -56,23 +59,23 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: RunContext,
+        run_context: RunContext,
         console: Console,
         scratch: Path,
         signals: SignalWatch,
         actors: Actors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """actors: None = Ray's; clock: monotonic seconds."""
+        """Start nothing yet.  actors: None = Ray's.  clock: monotonic seconds."""
         self._scratch, self._signals, self._clock = scratch, signals, clock
-        self._context = _context(plan, console, actors or RayActors(), clock)
-        lease_s = plan.config.supervision.lease_s
-        self._lease = LeaseKeeper(plan.run.endpoints.lease, lease_s, clock)
+        self._context = _context(run_context, console, actors or RayActors(), clock)
+        lease_s = run_context.config.supervision.lease_s
+        self._lease = LeaseKeeper(run_context.run.endpoints.lease, lease_s, clock)
         self.controller = ControllerSupervisor(
             self._context, self._place_controller, lambda: self.engines.members.lost()
         )
-        self.engines = EngineSupervisor(self._context, plan, self.controller)
-        self.trainer = TrainerSupervisor(self._context, plan, self.controller)
+        self.engines = EngineSupervisor(self._context, run_context, self.controller)
+        self.trainer = TrainerSupervisor(self._context, run_context, self.controller)
         self._daemons = RayDaemons()
         self._orphans = Orphans()
         self._scorer: Any = None
@@ -80,9 +83,9 @@ class Supervisor:
         self._written_pids: dict[str, int] = {}
 
     @property
-    def plan(self) -> RunContext:
+    def run_context(self) -> RunContext:
         """Of the newest trainer."""
-        return self.trainer.plan
+        return self.trainer.run_context
 
     def run(self) -> dict[str, float]:
         """Train to the end.  Returns numbers measured outside the steps.
@@ -109,7 +112,7 @@ class Supervisor:
     def _place(self) -> None:
         """Engine hosts and scorer, which the controller is given handles of."""
         self.engines.members.place_all()
-        self._scorer = self._context.actors.scorer(self.plan)
+        self._scorer = self._context.actors.scorer(self.run_context)
 
     def _start(self) -> None:
         """Controller, trainer and engines, until all engines are up."""
@@ -126,7 +129,7 @@ class Supervisor:
         engines = members.present
         sizes = {index: members.sizes[index] for index in engines}
         return self._context.actors.controller(
-            self.plan, engines, sizes, self._scorer, members.changed
+            self.run_context, engines, sizes, self._scorer, members.changed
         )
 
     # --- the loop -------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ class Supervisor:
             watch()
 
     def _watch_processes(self) -> None:
-        """What is watched from the start on: a failure then ends the run."""
+        """Watch the processes; during the start a failure ends the run."""
         if cause := self._daemons.death():
             raise EngineError(cause)
         self.trainer.poll_ranks()
@@ -199,27 +202,31 @@ class Supervisor:
 
 
 def _context(
-    plan: RunContext, console: Console, actors: Actors, clock: Callable[[], float]
+    run_context: RunContext, console: Console, actors: Actors, clock: Callable[[], float]
 ) -> SupervisorContext:
-    tracer = Tracer(plan.run.trace, "supervisor")
+    tracer = Tracer(run_context.run.trace, "supervisor")
     return SupervisorContext(
-        config=plan.config,
-        run=plan.run,
+        config=run_context.config,
+        run=run_context.run,
         console=console,
         actors=actors,
         clock=clock,
         calls=RemoteCalls(actors, clock),
         restarts=Restarts(
-            plan.config.supervision, console, tracer, clock, partial(_steps_made, plan)
+            run_context.config.supervision,
+            console,
+            tracer,
+            clock,
+            partial(_steps_made, run_context),
         ),
-        hangs=HangReports(console, plan.run.logs),
+        hangs=HangReports(console, run_context.run.logs),
         pids={"root": os.getpid()},
     )
 
 
-def _steps_made(plan: RunContext) -> int:
+def _steps_made(run_context: RunContext) -> int:
     """Steps of the run whose rows this start has written; an older trainer's do not count."""
-    row = newest_row(plan.run.metrics)
-    if row is None or PolicyVersion.parse(row["version"]).incarnation < plan.incarnation:
+    row = newest_row(run_context.run.metrics)
+    if row is None or PolicyVersion.parse(row["version"]).incarnation < run_context.incarnation:
         return 0
     return int(row["step"]) + 1

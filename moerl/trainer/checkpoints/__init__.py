@@ -1,1 +1,1 @@
-"""Checkpoints: content, asynchronous writer, which ones are kept; conversion from and to models."""
+"""Checkpoints: content, asynchronous writer, rules of removal; conversion from and to models."""

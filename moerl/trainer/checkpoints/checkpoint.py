@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moerl.config.resume import resume_facts
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import TrainerError
-from moerl.core.id_sets import IdSet, Ranges, ranges
+from moerl.core.ids import IdSet, Ranges
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.runtime.run_dir import RunDir, read_manifest
@@ -105,8 +105,7 @@ def load_newest(
 ) -> Progress:
     """`load`, after all ranks together have compared the files with their digests; collective.
 
-    A damaged checkpoint is set aside and the one before is loaded.  Raises ModelError when there is
-    none.
+    A damaged checkpoint is set aside and its predecessor is loaded.  Raises ModelError without any.
     """
     path = newest
     while cause := _damage(path, parallel):
@@ -115,10 +114,8 @@ def load_newest(
 
 
 def _damage(path: Path, parallel: Parallel) -> str:
-    """What is damaged, the same text on every rank; each reads its share of the files."""
-    names = sorted(read_manifest(path).get("files", {}))
-    if not names:
-        log.warning("%s was written without digests: its files are not checked", path)
+    """The damage, equal text on every rank, or ""; each reads its share of the files."""
+    names = sorted(read_manifest(path)["files"])
     own = damage(path, names[parallel.rank :: parallel.world_size])
     return next(filter(None, all_gather_values(own, str, parallel.control)), "")
 
@@ -134,9 +131,9 @@ def _one_before(run: RunDir, path: Path, cause: str, parallel: Parallel) -> Path
 def load(
     path: Path, learner: Learner, parallel: Parallel, *, reset_optimizer: bool = False
 ) -> Progress:
-    """Restore what `save` wrote, collective over all ranks, on any layout `check_resume` allows.
+    """Restore a checkpoint, on any layout that `check_resume` allows; collective.
 
-    Rates, decay and Adam's constants are those of the configuration; moments and the position in
+    Rates, decay and Adam's constants come from the configuration; moments and the position in
     the schedule come from the checkpoint.
     reset_optimizer: take weights and position, start with fresh optimizer state.  Random states
     are restored on the layout they were saved with; on another layout they keep initial values.
@@ -162,17 +159,9 @@ def load(
     progress = state["moerl"]
     return Progress(
         version=PolicyVersion(**progress["version"]),
-        consumed=_ranges_of(progress["consumed"]),
-        # a checkpoint of an earlier format does not tell
-        begins=tuple(PolicyVersion(**one) for one in progress.get("begins", ())),
+        consumed=tuple((int(begin), int(end)) for begin, end in progress["consumed"]),
+        begins=tuple(PolicyVersion(**one) for one in progress["begins"]),
     )
-
-
-def _ranges_of(consumed: Sequence[Any]) -> Ranges:
-    """Earlier checkpoints list every id instead of ranges."""
-    if all(isinstance(one, int) for one in consumed):
-        return ranges(consumed)
-    return tuple((int(begin), int(end)) for begin, end in consumed)
 
 
 def _restore(learner: Learner, state: dict[str, Any], *, reset_optimizer: bool) -> None:
@@ -301,8 +290,8 @@ def _name_groups_by(saved: Any, optimizer: MegatronOptimizer) -> None:
     """Give saved parameter groups the configured rates and decays, in place.
 
     megatron-core finds the saved group of a live one by these values too
-    (`param_group_identifier_keys`), and a resume may change them.  What sets groups of moerl apart
-    is left: multipliers, and whether a group holds experts.
+    (`param_group_identifier_keys`), and a resume may change them.  Fields that set groups of
+    moerl apart are left: multipliers, and whether a group holds experts.
     """
     live = {_kind(group): group for group in optimizer.param_groups}
     for group in _saved_groups(saved):

@@ -1,8 +1,8 @@
-"""Files of a finished checkpoint: their digests, and what is done about a damaged one.
+"""Files of a finished checkpoint: their digests, and the treatment of damaged checkpoints.
 
 The manifest, which is written last, lists size and digest (xxh3) of every other file.  Sizes are
 compared whenever a checkpoint is chosen, digests when it is loaded.  A damaged checkpoint is
-renamed to `.step-NNNNNN.bad`, for the user, and the one before is taken; the rows of the steps in
+renamed to `.step-NNNNNN.bad`, for the user, and its predecessor is taken; the rows of the steps in
 between are cut by the next hello of the trainer, because its version says where it starts.
 """
 
@@ -58,15 +58,15 @@ def sum_of(path: Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def sums_of(folder: Path, known: Mapping[str, list[Any]]) -> Sums:
-    """Sums of all files of a folder; files that are not `known` are read."""
+def sums_of(folder: Path, written: Mapping[str, list[Any]]) -> Sums:
+    """Sums of all files of a folder; files that are not `written` are read."""
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    return {name: known[name] if name in known else sum_of(folder / name) for name in names}
+    return {name: written[name] if name in written else sum_of(folder / name) for name in names}
 
 
 def damage(folder: Path, names: Iterable[str]) -> str:
     """Which of these files differs from its digest in the manifest; empty for none."""
-    sums: Sums = read_manifest(folder).get("files", {})
+    sums: Sums = read_manifest(folder)["files"]
     for name in names:
         try:
             if sum_of(folder / name) != sums[name]:
@@ -77,9 +77,9 @@ def damage(folder: Path, names: Iterable[str]) -> str:
 
 
 def newest_checkpoint(run: RunDir) -> Path | None:
-    """Folder of the newest checkpoint that lacks no bytes; newer ones are set aside.
+    """Folder of the newest checkpoint that lacks no bytes; newer checkpoints are set aside.
 
-    Raises OSError; ModelError when there are checkpoints and none is whole.
+    Raises OSError; ModelError where checkpoints exist and none is whole.
     """
     whole, torn = run.latest_whole_checkpoint()
     for path, cause in torn.items():
@@ -88,7 +88,7 @@ def newest_checkpoint(run: RunDir) -> Path | None:
 
 
 def set_aside(folder: Path, cause: str) -> None:
-    """Rename a damaged checkpoint, so that the one before is the newest.  Raises OSError."""
+    """Rename a damaged checkpoint, so that its predecessor is the newest.  Raises OSError."""
     name = f".{folder.name.lstrip('.')}.bad"
     earlier = len(list(folder.parent.glob(f"{name}*")))
     aside = folder.with_name(name + (f"-{earlier}" if earlier else ""))

@@ -2,7 +2,7 @@
 
 A checkpoint's score is the mean of the metric `checkpoint.best` over the rows since the previous
 checkpoint.  For an `eval/` metric it is the evaluation of exactly its weights, which ends some
-steps later: each new checkpoint, and the end of the run, scores the existing ones again.
+steps later: each new checkpoint, and the end of the run, scores the existing checkpoints again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CheckpointStore:
                 _remove(path)
 
     def publish(self, step: int, manifest: dict[str, Any], sums: Sums) -> None:
-        """Rename the hidden folder to a checkpoint and remove the ones not kept.
+        """Rename the hidden folder to a checkpoint and remove checkpoints that are not kept.
 
         sums: of files that were summed when they were written.  Raises TrainerError when another
         trainer has started: the folder then belongs to it.

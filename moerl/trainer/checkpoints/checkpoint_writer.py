@@ -82,7 +82,10 @@ class CheckpointWriter:
         tracer: Tracer,
         incarnation: int,
     ) -> None:
-        """incarnation: of this trainer; a replaced trainer publishes no checkpoint."""
+        """Write nothing yet.
+
+        incarnation: of this trainer; a replaced trainer publishes no checkpoint.
+        """
         self._store = CheckpointStore(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
@@ -147,7 +150,10 @@ class CheckpointWriter:
     def _write(
         self, step: int, strategy: _StateCopy, manifest: dict[str, Any], pause: float, failed: str
     ) -> None:
-        """failed: reason why there is no folder to write to; empty when there is one."""
+        """Write and publish in the background.
+
+        failed: why the folder does not exist; "" if it does.
+        """
         begin = time.time()
         results: list[WriteResult] | str
         try:
@@ -178,7 +184,7 @@ class CheckpointWriter:
         manifest: dict[str, Any],
         results: list[WriteResult] | str,
     ) -> str:
-        """Join what all ranks wrote; returns why there is no checkpoint, or an empty string."""
+        """Join the files of all ranks; returns why no checkpoint was made, or an empty string."""
         outcome = (
             (results, []) if isinstance(results, str) else ("", list(map(_WrittenItem.of, results)))
         )
@@ -235,8 +241,9 @@ class _WrittenItem:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where the parts of a state are written.  All checkpoints of a trainer have one plan: to join
-    those of all ranks and to check them takes rank 0 the square of a tensor's parts."""
+    """Where the parts of a state are written.  All checkpoints of a trainer have one plan: rank 0
+    joins and checks the plans of all ranks in time that grows with the square of a tensor's parts.
+    """
 
     local: SavePlan
     central: SavePlan
@@ -247,18 +254,18 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
     def __init__(
-        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], known: _Plan | None
+        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], previous: _Plan | None
     ) -> None:
         super().__init__(BACKEND, FORMAT, thread_count=1)
-        self._group, self._buffers, self._known = group, buffers, known
+        self._group, self._buffers, self._known = group, buffers, previous
         self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
         self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
         self.writer: _Writer
 
     def copy_from(self, state: dict[str, Any], folder: Path) -> _Plan:
-        """Do what `dist_checkpointing.save` does before its first write.
+        """Take the steps of `dist_checkpointing.save` before its first write.
 
-        That write, of the common part, would make the other ranks wait for this one, and its check
+        That write, of the common part, would make the other ranks wait for rank 0, and its check
         would gather descriptions of all tensors over the default group, on the device.
         """
         state["content_metadata"] = dict(METADATA)
@@ -290,7 +297,7 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
         return plan
 
     def _is_known(self, local: SavePlan) -> bool:
-        """The plan of every rank is that of the last checkpoint."""
+        """Whether every rank has its plan of the last checkpoint."""
         is_same = self._known is not None and self._known.local.items == local.items
         return all(all_gather_values(is_same, bool, self._group))
 
@@ -322,7 +329,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 
     def _fit(self, live: Mapping[MetadataIndex, Tensor]) -> None:
-        """Have a buffer for each tensor; those of the last checkpoint, unless the state is new."""
+        """Have a buffer for each tensor: buffers of the last checkpoint, or new for a new state."""
         if _form(self._buffers) != _form(live):
             self._buffers.clear()  # first: both would not fit
             self._buffers.update(zip(live, host_tensors(list(live.values())), strict=True))

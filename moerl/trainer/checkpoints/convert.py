@@ -3,10 +3,10 @@
     convert_to_megatron   HF folder -> a `torch_dist` checkpoint without optimizer state
     convert_to_hf         any `torch_dist` checkpoint -> HF folder
 
-A checkpoint is in global coordinates: any layout loads it, and no layout is asked for.  A tensor is
+A checkpoint is in global coordinates: any layout loads it, and no layout is an input.  A tensor is
 made in pieces of CHUNK_BYTES, written and dropped; on the way back it is made whole, because
 safetensors files hold it so.  Peak memory is the largest tensor of the result plus a constant.
-Idea of one streamed job per file: the loaders of Megatron-Bridge stream too, but need live modules
+Idea of one stream per file: the loaders of Megatron-Bridge stream too, but need live modules
 and collectives.
 """
 
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +36,12 @@ from moerl.core.errors import ConfigError, ModelError
 from moerl.layout import LayerSpec, Local, at, hf_shapes
 from moerl.layout.tiles import full_box, hf_box, meet
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, damage, sum_of
-from moerl.trainer.checkpoints.convert_job import (
+from moerl.trainer.checkpoints.convert_output import (
     ConversionProgress,
     ConversionRanks,
-    Job,
-    Safetensors,
-    TorchSaved,
-    Unit,
+    Output,
     Written,
-    run_job,
+    write_output,
 )
 from moerl.trainer.checkpoints.find_checkpoint import METADATA_FILE
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
@@ -118,23 +115,15 @@ def convert_to_megatron(
     Raises ModelError for a source that cannot be read or a target that cannot be written.
     """
     files = _files(list(_all_pieces(source, layer_spec, dtype)), max_file_bytes)
-    units = tuple(Unit(file, partial(_planned, pieces, source)) for file, pieces in files.items())
-    identity = {
-        "kind": "torch_dist",
-        "source": _fingerprint(source.path),
-        "layer_spec": layer_spec,
-        "dtype": str(dtype),
-        "files": list(files),
-    }
 
-    def finish(folder: Path, known: Mapping[str, Written]) -> None:
+    def finish(folder: Path, written: Mapping[str, Written]) -> None:
         copy_tokenizer(source.path, folder)
         dtypes = _hf_dtypes(source, dtype)
         write_json(folder / "config.json", saved_config(source.config, source.spec, dtypes))
-        _finish_checkpoint(folder, files, known)
+        _finish_checkpoint(folder, files, written)
 
-    job = Job(Path(target).absolute(), units, TorchSaved(), identity, finish, replace)
-    run_job(job, ranks, progress)
+    plans = {file: partial(_planned, pieces, source) for file, pieces in files.items()}
+    write_output(Output(Path(target).absolute(), plans, finish, replace), ranks, progress)
 
 
 def convert_to_hf(
@@ -173,21 +162,13 @@ def convert_to_hf(
             for name in names
         ]
 
-    units = tuple(Unit(file, partial(plan, names)) for file, names in shards.items())
-
-    def finish(folder: Path, known: Mapping[str, Written]) -> None:
+    def finish(folder: Path, _written: Mapping[str, Written]) -> None:
         write_index(folder, shards, sum(nbytes.values()))
         write_json(folder / "config.json", saved_config(source.config, source.spec, dtypes))
         copy_tokenizer(source.model, folder)
 
-    identity = {
-        "kind": "hf",
-        "source": _fingerprint(source.path),
-        "dtype": str(dtype),
-        "shards": list(shards),
-    }
-    job = Job(Path(target).absolute(), units, Safetensors(), identity, finish, replace)
-    run_job(job, ranks, progress)
+    plans = {file: partial(plan, names) for file, names in shards.items()}
+    write_output(Output(Path(target).absolute(), plans, finish, replace), ranks, progress)
 
 
 # --- pieces of a checkpoint ----------------------------------------------------------------------
@@ -207,7 +188,7 @@ def _all_pieces(
 
 
 def _files(pieces: Sequence[_Piece], max_bytes: int) -> dict[str, list[_Piece]]:
-    """File -> its pieces; at most max_bytes of them unless one is larger."""
+    """File -> its pieces; at most max_bytes of them, or a single larger piece."""
     files: list[list[_Piece]] = [[]]
     used = 0
     for piece in pieces:
@@ -251,13 +232,13 @@ def _stored_dtype(tensor: ModelTensor, source: Source, dtype: torch.dtype | None
 
 
 def _finish_checkpoint(
-    folder: Path, files: Mapping[str, Sequence[_Piece]], known: Mapping[str, Written]
+    folder: Path, files: Mapping[str, Sequence[_Piece]], written: Mapping[str, Written]
 ) -> None:
-    """The files that say what the others hold; the manifest with all digests comes last."""
+    """Write the files that describe the others; the manifest with all digests comes last."""
     chunks: dict[str, list[_Piece]] = defaultdict(list)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for file, pieces in files.items():
-        for piece, (begin, length) in zip(pieces, known[file].places, strict=True):
+        for piece, (begin, length) in zip(pieces, written[file].places, strict=True):
             chunks[piece.stored.key].append(piece)
             index = MetadataIndex(piece.stored.key, torch.Size(piece.offsets))
             storage[index] = _StorageInfo(file, begin, length)
@@ -271,7 +252,7 @@ def _finish_checkpoint(
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / _FORMAT).write_text(json.dumps(backend), encoding="utf-8")
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    sums = {name: known[name].sum if name in known else sum_of(folder / name) for name in names}
+    sums = {name: written[name].sum if name in written else sum_of(folder / name) for name in names}
     write_json(folder / MANIFEST, {"step": 0, "files": sums})
 
 
@@ -309,10 +290,3 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _fingerprint(folder: Path) -> Mapping[str, Any]:
-    """Names, sizes and times of the source's files; changes when a file changes."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    stats = ((str(path.relative_to(folder)), path.stat()) for path in files)
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats}

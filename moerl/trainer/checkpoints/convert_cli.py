@@ -1,7 +1,6 @@
 """The command lines of tools/hf_to_megatron.py and tools/megatron_to_hf.py.
 
-Errors are one sentence on standard error and exit status 2; a full progress bar goes to a
-terminal, one line per stage elsewhere.
+Errors are one sentence on standard error and exit status 2.
 """
 
 from __future__ import annotations
@@ -11,20 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
 from moerl.core.errors import MoerlError
 from moerl.trainer.checkpoints.convert import DTYPE_NAMES, convert_to_hf, convert_to_megatron
-from moerl.trainer.checkpoints.convert_job import ConversionRanks
+from moerl.trainer.checkpoints.convert_output import ConversionProgress, ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
 
@@ -67,7 +55,9 @@ def megatron_to_hf(description: str | None) -> int:
     return _guarded(_to_hf, parser.parse_args())
 
 
-def _to_megatron(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
+def _to_megatron(
+    args: argparse.Namespace, ranks: ConversionRanks, progress: ConversionProgress
+) -> None:
     with ranks.together():
         source = HfFolder(args.source)
     convert_to_megatron(
@@ -81,7 +71,7 @@ def _to_megatron(args: argparse.Namespace, ranks: ConversionRanks, progress: _Ba
     )
 
 
-def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> None:
+def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: ConversionProgress) -> None:
     with ranks.together():
         source = MegatronFolder(args.source, args.model)
     convert_to_hf(
@@ -95,53 +85,28 @@ def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: _Bar) -> 
     )
 
 
-class _Bar:
-    """Bytes and time left on a terminal; elsewhere a line when a stage begins."""
-
-    def __init__(self, quiet: bool) -> None:
-        console = Console(stderr=True, quiet=quiet)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=console)
-        self._live = console.is_terminal
-        self._tasks: dict[str, TaskID] = {}
-        if self._live:
-            self._progress.start()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total)
-            if not self._live:
-                self._progress.console.print(f"{stage} {total:,} bytes", highlight=False)
-        self._progress.update(self._tasks[stage], completed=done, total=total)
-
-    def close(self) -> None:
-        if self._live:
-            self._progress.stop()
+def _show(stage: str, done: int, total: int) -> None:
+    """Overwrite one line of a terminal; elsewhere print nothing until the stage is done."""
+    is_live, ends = sys.stderr.isatty(), done >= total
+    if is_live or ends:
+        line = f"{stage} {done / 1e9:,.2f} of {total / 1e9:,.2f} GB"
+        print(line, end="\n" if ends else "\r", file=sys.stderr, flush=True)
 
 
 def _guarded(
-    convert: Callable[[argparse.Namespace, ConversionRanks, _Bar], None], args: argparse.Namespace
+    convert: Callable[[argparse.Namespace, ConversionRanks, ConversionProgress], None],
+    args: argparse.Namespace,
 ) -> int:
     ranks = ConversionRanks()
-    bar = _Bar(quiet=ranks.rank != 0)
     try:
-        convert(args, ranks, bar)
+        convert(args, ranks, _show if ranks.rank == 0 else lambda _stage, _done, _total: None)
     except MoerlError as error:
-        bar.close()
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        bar.close()
-        print("stopped; the same command continues", file=sys.stderr)
+        print("stopped; nothing was published", file=sys.stderr)
         return 130
-    bar.close()
     if ranks.rank == 0:
         print(args.target)
     return 0
@@ -151,9 +116,7 @@ def _parser(description: str | None, name: str, meaning: str) -> argparse.Argume
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="A conversion that was stopped leaves a hidden folder .OUT.partial; the same "
-        "command continues it.\nOUT appears when every file has been read back and matches its "
-        "digest.",
+        epilog="OUT appears when every file has been read back and matches its digest.",
     )
     parser.add_argument("source", type=Path, metavar=name, help=meaning)
     parser.add_argument("target", type=Path, metavar="OUT", help="folder for the result")

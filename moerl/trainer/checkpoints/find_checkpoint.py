@@ -15,7 +15,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 def find_checkpoint(path: Path) -> Path:
     """The folder with `.metadata`: of a run its newest whole step, of Megatron-LM its latest.
 
-    Raises ModelError when there is none.
+    Raises ModelError when no folder has it.
     """
     if (path / METADATA_FILE).is_file():
         return path
@@ -44,7 +44,7 @@ def _latest_of_megatron(path: Path) -> Path:
 
 
 def model_of(checkpoint: Path) -> Path:
-    """The model folder of a checkpoint: itself, or what its run was started from."""
+    """The model folder of a checkpoint: itself, or the model with which its run was started."""
     if (checkpoint / "config.json").is_file():
         return checkpoint
     settings = checkpoint.resolve().parents[1] / "config.yaml"

@@ -74,7 +74,7 @@ class MegatronFolder:
     def summed_files(self) -> list[str]:
         """Files whose digests the manifest has; folders of Megatron-LM have no manifest."""
         has_manifest = (self.path / MANIFEST).exists()
-        return sorted(read_manifest(self.path).get("files", {})) if has_manifest else []
+        return sorted(read_manifest(self.path)["files"]) if has_manifest else []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class MegatronFolder:
         )
 
     def _pieces(self, tensor: ModelTensor, stored: Stored, keys: Sequence[str]) -> list[_Source]:
-        """The tiles of a tensor on the stored ones, which follow each other along its rows."""
+        """The tiles of a tensor on the stored tensors, which follow each other along its rows."""
         lead, shape = len(stored.lead), tensor.tensor.shape
         entry = tuple(range(i, i + 1) for i in stored.lead)
         pieces, first = [], 0

@@ -61,7 +61,7 @@ def sharded_state(optimizer: MegatronOptimizer, model: State, *, is_loading: boo
 
 
 def load_state(optimizer: MegatronOptimizer, loaded: State) -> None:
-    """Give the optimizer what a load made of `sharded_state`."""
+    """Give the optimizer the loaded values of `sharded_state`."""
     chained = optimizer.chained_optimizers
     parts = [loaded] if len(chained) == 1 else [loaded[number] for number in range(len(chained))]
     shards = [part.pop(_STATE) for part in parts]
@@ -91,7 +91,7 @@ def _one_state(
 
 
 class _Owned(NamedTuple):
-    """What a rank's optimizer updates of a parameter."""
+    """The range of a parameter that a rank's optimizer updates."""
 
     parameter: Parameter
     start: int
@@ -118,8 +118,11 @@ def _values(
 
 
 def _as_saved(one: DistributedOptimizer, values: Tensor) -> Tensor:
-    """In fp32.  Moments in fewer bits are unscaled into tensors that live as long as the state: on
-    the host, so that the device holds those of one parameter at a time."""
+    """The optimizer's values of a parameter, in fp32.
+
+    Moments in fewer bits are unscaled into tensors that live as long as the state: on
+    the host, so that the device holds one parameter's values at a time.
+    """
     if one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         values = values.cpu()
     return values.float()
@@ -163,7 +166,10 @@ def _follows(part: Tensor, whole: Tensor, start: int) -> bool:
 
 
 def _box(one: DistributedOptimizer, name: str, part: _Part, values: Tensor | None) -> ShardedTensor:
-    """values: of the whole range.  Megatron may store a tensor behind further dims, which are 1."""
+    """Describe a range of a parameter for a checkpoint.
+
+    values: of the whole range.  Megatron may store a tensor behind further dims, which are 1.
+    """
     leaf, lead = part.leaf, part.leaf.prepend_axis_num
     shape = (*[1] * lead, *map(len, part.box))
     inside = (*[0] * lead, *(side.start for side in part.box))

@@ -26,7 +26,7 @@ _PREFIX = "lora."  # of the factors' names in a checkpoint
 
 
 def write_start_adapter(checkpoint: Path, out: Path, base: Path) -> None:
-    """Raises ModelError for a damaged checkpoint, or one of another W0."""
+    """Write the folder.  Raises ModelError for a damaged checkpoint, or another W0."""
     manifest = read_manifest(checkpoint)
     if cause := torn_checkpoint(checkpoint):
         raise ModelError(f"{checkpoint}: damaged: {cause}")

@@ -1,10 +1,11 @@
 """Adapters as folders of peft: gathered from all ranks, written, read.
 
-Linear layers have `MODULE.lora_A.weight` and `.lora_B.weight` there.  transformers keeps a layer's
-experts in two parameters, and peft packs their factors (`target_parameters`): A [E * R, in] with
-the expert slowest, B [out, R * E] with the expert fastest.  gate and up are one parameter, whose
-factors are theirs on a diagonal: R is the sum of both ranks, and B is 0 off the diagonal.  rsLoRA
-and ranks of their own are written as alpha, so that a reader that knows alpha / r alone is right.
+Linear layers have `MODULE.lora_A.weight` and `.lora_B.weight` in a folder.  transformers keeps a
+layer's experts in two parameters, and peft packs their factors (`target_parameters`): A [E * R, in]
+with the expert slowest, B [out, R * E] with the expert fastest.  gate and up are one parameter,
+whose factors are theirs on a diagonal: R is the sum of both ranks, and B is 0 off the diagonal.
+rsLoRA and ranks of their own are written as alpha, so that a reader that knows alpha / r alone is
+right.
 Read at peft 0.21.2, tuners/lora/layer.py, and transformers 5.19.0.
 """
 
@@ -61,7 +62,7 @@ def gather_factors(
 ) -> dict[str, Tensor] | None:
     """Whole factors on rank 0, None on the others; collective.  held: by Hugging Face name.
 
-    group: of gloo; its ranks are those of the layout.
+    group: of gloo; its ranks are numbered as in the layout.
     """
     rank = 0 if group is None else dist.get_rank(group)
     every = range(layout.world_size)
@@ -92,7 +93,7 @@ def gather_factors(
 def save_adapter(
     folder: Path, factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig, base: str
 ) -> None:
-    """Write what peft opens, replacing a folder of the same name.  base: the model's folder.
+    """Write a folder that peft opens, replacing an old folder.  base: the model's folder.
 
     Raises ConfigError for ranks that peft cannot express.
     """
@@ -128,7 +129,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
 def save_sglang_adapter(
     folder: Path, factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig, base: str
 ) -> None:
-    """Write what SGLang opens (`--lora-paths`), replacing a folder of the same name."""
+    """Write a folder that SGLang opens (`--lora-paths`), replacing a folder of the same name."""
     tensors, config = sglang_form(factors, spec, lora)
     write_adapter(folder, tensors, config | {"base_model_name_or_path": base})
 
@@ -166,7 +167,7 @@ def load_adapter(folder: Path, spec: ModelSpec, lora: LoraConfig) -> dict[str, T
 def _by_expert(
     factors: Mapping[str, Tensor], spec: ModelSpec, lora: LoraConfig
 ) -> dict[str, Tensor]:
-    """peft has no shared ones: each expert has a copy."""
+    """Copy factors that experts share: peft has a pair for each expert."""
     return {
         own: factors[name]
         for module in {n.rpartition(".")[0] for n in adapter_shapes(hf_shapes(spec), lora.rank_of)}
@@ -318,7 +319,7 @@ def _check_scale(folder: Path, config: Mapping[str, Any], lora: LoraConfig) -> N
             raise ModelError(f"{folder}: {feature} = {config[feature]} is not supported")
 
 
-def _taken(found: dict[str, Tensor], name: str, folder: Path) -> Tensor:
-    if name not in found:
+def _taken(tensors: dict[str, Tensor], name: str, folder: Path) -> Tensor:
+    if name not in tensors:
         raise ModelError(f"{folder}: tensor {name} is missing")
-    return found.pop(name)
+    return tensors.pop(name)

@@ -72,6 +72,6 @@ def _dense(box: Box) -> Box:
     return (*box[:-2], range(box[-2].start, box[-2].stop), box[-1])
 
 
-def _blocks(kept: range, size: int) -> range:
+def _blocks(elements: range, size: int) -> range:
     """The blocks that a range of elements touches."""
-    return range(kept.start // size, -(-kept.stop // size))
+    return range(elements.start // size, -(-elements.stop // size))

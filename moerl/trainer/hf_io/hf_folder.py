@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 class HfFolder:
     """A model folder: config.json and one or several safetensors files.
 
-    Names and shapes are those of `hf_shapes`, one expert per tensor, also when the files keep the
+    Names and shapes are as in `hf_shapes`, one expert per tensor, also when the files keep the
     experts stacked.  FP8-block and MXFP4 tensors are dequantised while they are read.  The whole
     folder is checked on opening: raises ModelError for a missing folder or config, an unknown
     family, and a tensor that is missing, unknown, truncated, of another shape or quantised without
@@ -108,7 +108,7 @@ class HfFolder:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The file's dtype; for a quantised tensor the one the config names."""
+        """The file's dtype; for a quantised tensor the dtype that the config names."""
         self.shape(name)
         return self._stored[self._places[name].tensor].dtype
 
@@ -202,15 +202,15 @@ class HfFolder:
             return _Stored((*lead, cols, rows), config_dtype(self.config), partial(_swapped, read))
         return _Stored(shape, config_dtype(self.config), read)
 
-    def _check(self, found: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
+    def _check(self, shapes: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
         for name, shape in self._shapes.items():
             if name not in self._places:
                 raise ModelError(f"{self.path}: tensor {name} is missing")
-            if self._places[name].inside is None and found[name] != shape:
+            if self._places[name].inside is None and shapes[name] != shape:
                 raise ModelError(
-                    f"{self.path}: {name} has shape {found[name]}, the config says {shape}"
+                    f"{self.path}: {name} has shape {shapes[name]}, the config says {shape}"
                 )
-        for name in found.keys() - self._shapes.keys() - stacked:
+        for name in shapes.keys() - self._shapes.keys() - stacked:
             if not is_repeated(self.spec, name):
                 raise ModelError(f"{self.path}: {name} is not a tensor of {self.spec.family}")
 
@@ -235,7 +235,7 @@ def load_hf(params: Mapping[str, Tensor], tiles: Named, folder: HfFolder) -> Non
 def fill(tensor: Tensor, local: Local, source: TensorSource) -> None:
     """Write all of one local tensor, cast to its dtype; padding rows become 0.
 
-    Peak memory beyond the tensor: FILL_BYTES of float32 and what the source maps.
+    Peak memory beyond the tensor: FILL_BYTES of float32 and the mapped part of the source.
     """
     for tile in local.tiles:
         for hf_box, box in _bands(tile):

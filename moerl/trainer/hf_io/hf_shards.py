@@ -1,11 +1,11 @@
 """The parameters of all ranks -> a Hugging Face folder, each of its files written by one rank.
 
 A file is written by the rank that holds most of it, so stages and expert ranks write side by side;
-other ranks send what that rank lacks.  Tensors travel in buckets of BUCKET_BYTES, one message per
-source, and are dropped when they are written: no rank holds the model.  All ranks take the buckets
-in the same order, so blocking messages cannot wait for each other in a circle.
-Everything is written to a sibling folder and moved to the target at the end, so a killed save
-leaves no folder that looks complete.
+other ranks send the parts that it lacks.  Tensors travel in buckets of BUCKET_BYTES, one message
+per source, and are dropped when they are written: no rank holds the model.  All ranks take the
+buckets in the same order, so blocking messages cannot wait for each other in a circle.  Everything
+is written to a sibling folder and moved to the target at the end, so a killed save leaves no folder
+that looks complete.
 Rejected: one message per tensor (thousands of small sends).
 """
 
@@ -60,7 +60,7 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This rank's place among the ranks that save; group ranks are those of the layout.
+    """This rank's place among the ranks that save; group ranks are numbered as in the layout.
 
     group: of gloo; None with one rank.
     """
@@ -73,10 +73,10 @@ class HfShards:
     """Saves the live parameters of all ranks as model folders.
 
     params: returns this rank's live parameters by local name, called at every save.
-    tiles: what every rank holds.  source: the model folder that training began with; it gives
+    tiles: the shards of every rank.  source: the model folder that training began with; it gives
     config, tokenizer, and the tensors that no rank holds (prediction layers).
-    Construction and `save` are collective.  Raises LayoutError when the live parameters are not
-    those of `tiles`, ModelError when they are not those of the source's config.
+    Construction and `save` are collective.  Raises LayoutError when the live parameters do
+    not match `tiles`, ModelError when they do not match the source's config.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class HfShards:
 
     @torch.no_grad()
     def save(self, folder: str | Path) -> None:
-        """Write the folder, replacing one of the same name; collective.
+        """Write the folder, replacing a folder of the same name; collective.
 
-        Raises TrainerError on all ranks when one could not write.
+        Raises TrainerError on all ranks when a rank could not write.
         """
         target = Path(folder).absolute()
         fresh = self._begin(target)
@@ -172,7 +172,7 @@ class HfShards:
         yield bucket
 
     def _ops(self, bucket: list[str], writer: int) -> dict[int, list[Op]]:
-        """Rank -> what it copies to the writer for a bucket, in an order that all ranks compute."""
+        """Rank -> its copies to the writer for a bucket, in an order that all ranks compute."""
         parts = dict.fromkeys(part for name in bucket for part in self._form[name].parts)
         held = [part for part in parts if part in self._held]
         sinks = {writer: {name: self._whole[name] for name in held}}
@@ -311,13 +311,13 @@ class HfShards:
 
 
 def every_rank(spec: ModelSpec, layout: ParallelConfig, layer_spec: LayerSpec) -> dict[int, Named]:
-    """What each rank of a trainer holds."""
+    """The shards of each rank of a trainer."""
     world = range(layout.world_size)
     return {rank: megatron_tiles(spec, layout, rank, layer_spec) for rank in world}
 
 
 def _held(tiles: Mapping[int, Named]) -> dict[str, list[tuple[int, str, int]]]:
-    """Hugging Face tensor -> (rank, local name, elements) of what ranks hold of it."""
+    """Hugging Face tensor -> (rank, local name, elements) of its parts on the ranks."""
     held: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
     for rank, named in tiles.items():
         for local_name, local in named.items():

@@ -35,11 +35,11 @@ class Planned(NamedTuple):
         return tensor
 
 
-def safetensors_header(plan: Iterable[Planned]) -> bytes:
+def safetensors_header(tensors: Iterable[Planned]) -> bytes:
     """Length and JSON header of a safetensors file, padded so that the data is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     first = 0
-    for planned in plan:
+    for planned in tensors:
         entries[planned.name] = {
             "dtype": _NAMES[planned.dtype],
             "shape": list(planned.shape),

@@ -32,7 +32,7 @@ from torch import Tensor
 from moerl.algorithms.advantages import plan_gae
 from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.device_copies import to_host, upload
-from moerl.algorithms.value_loss import value_loss
+from moerl.algorithms.loss import value_loss
 from moerl.config.schema import Config
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch
@@ -102,7 +102,10 @@ class _Sums:
         self.values += torch.stack([part.double() for part in parts])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """num_steps: optimizer steps in the sums, each with its own denominator."""
+        """Metrics of the joined sums.
+
+        num_steps: optimizer steps in the sums, each with its own denominator.
+        """
         n, loss, value, r, rr, e, ee = self.values.tolist()
         if not n:
             return {}
@@ -174,7 +177,7 @@ class Critic:
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]
 
-    def update(self, parts: Sequence[Minibatch]) -> dict[str, float]:
+    def update(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
         """Take one optimizer step per part towards the returns of the last `advantages`; metrics.
 
         Raises TrainerError when a gradient is not finite.
@@ -182,7 +185,7 @@ class Critic:
         begin, norms = time.perf_counter(), []
         self.schedule.step(1)
         sums = _Sums(torch.zeros(7, dtype=torch.float64, device=self.parallel.device))
-        for part in parts:
+        for part in minibatches:
             for ddp in self.ddp:
                 ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -198,7 +201,7 @@ class Critic:
         gather_parameters(self.ddp)
         sums.values = sums.values.cpu()
         dist.all_reduce(sums.values, group=self.parallel.control)
-        metrics = sums.metrics(len(parts))
+        metrics = sums.metrics(len(minibatches))
         if norms:
             metrics["critic/grad_norm"] = max(norms)
         return metrics | {"perf/critic_s": time.perf_counter() - begin}

@@ -62,7 +62,10 @@ def router_grad_norm(model: Model, parallel: Parallel) -> float:
 
 
 def make_optimizer(ddp: list[DistributedDataParallel], trainer: TrainerConfig) -> MegatronOptimizer:
-    """Raises ConfigError with what megatron-core says of `trainer.optimizer_args`."""
+    """Megatron's Adam.
+
+    Raises ConfigError with megatron-core's refusal of `trainer.optimizer_args`.
+    """
     half, settings = trainer.dtype == "bf16", trainer.optimizer
     asked = optimizer_args(trainer)
     args = {name: _DTYPES.get(value, value) for name, value in asked.items()}
@@ -106,8 +109,8 @@ def connect(
 def gather_parameters(ddp: Sequence[DistributedDataParallel]) -> None:
     """Make every rank's parameters whole after the last update of a batch; collective.
 
-    With `trainer.ddp.overlap_param_gather` the forward pass would do it, and what reads weights
-    without one (snapshot of a publish, checkpoint, hf/) would find those before the update.
+    With `trainer.ddp.overlap_param_gather` the forward pass would do it, and readers of weights
+    outside it (snapshot of a publish, checkpoint, hf/) would find the weights before the update.
     """
     for chunk in ddp:
         if chunk.ddp_config.overlap_param_gather:

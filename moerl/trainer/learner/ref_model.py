@@ -49,7 +49,9 @@ class RefModel:
     def __init__(
         self, field: str, path: str, vocab_size: int, config: Config, parallel: Parallel
     ) -> None:
-        """field: the setting that names `path`, a Hugging Face folder.
+        """Load the model.
+
+        field: the setting that names `path`, a Hugging Face folder.
 
         Raises ConfigError when its vocabulary is not the student's or the model cannot be built.
         """
@@ -84,16 +86,16 @@ class BasePolicy:
     """
 
     def __init__(self, model: Model, before_swap: Callable[[], None]) -> None:
-        """before_swap: waits for whoever still copies the weights."""
+        """Use the trained model.  before_swap: waits for threads that still copy the weights."""
         self.swap_s = 0.0  # of the last batch
         self._model, self._before_swap = model, before_swap
 
-    def logprobs(self, parts: Sequence[Batches]) -> list[dict[int, Tensor]]:
+    def logprobs(self, minibatches: Sequence[Batches]) -> list[dict[int, Tensor]]:
         """As `RefModel.logprobs`, of every minibatch of a batch: weights are exchanged once."""
         self._before_swap()
         to_base_s = _timed(self._model.unmerge)
         try:
-            return [score(self._model, batches, Mode.OFF) for batches in parts]
+            return [score(self._model, batches, Mode.OFF) for batches in minibatches]
         finally:
             back_s = _timed(self._model.merge)
             self.swap_s = to_base_s + back_s

@@ -45,7 +45,6 @@ from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import received
 from moerl.data.row_cost import pair_cost
 from moerl.records.blob_store import RecordReads
-from moerl.trainer.learner.dithered_cast import dither_casts
 from moerl.trainer.learner.optimizer import (
     connect,
     gather_parameters,
@@ -99,7 +98,10 @@ class Learner:
         store: RecordReads,
         critic: Critic | None = None,
     ) -> None:
-        """critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`)."""
+        """Wrap the model, make its optimizer and reference models.
+
+        critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`).
+        """
         self.critic = critic
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
@@ -111,8 +113,6 @@ class Learner:
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
-        if optimizer.rounding == "dither":
-            dither_casts(model.tensors, model.tiles, self.optimizer)
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         self.ref_models: dict[
             str, RefModel
@@ -162,7 +162,7 @@ class Learner:
         return metrics if self.critic is None else metrics | self.critic.update(parts)
 
     def read_ahead(self, plan: BatchPlan, records: RecordReads) -> None:
-        """Read what the first microbatch of each optimizer step of a plan will ask for.
+        """Read the records of the first microbatch of each optimizer step of a plan.
 
         Thread-safe: it computes nothing and changes nothing of the model.
         Raises RecordError and BlobError, as the step would.
@@ -185,14 +185,14 @@ class Learner:
         return self._accumulate(part, advantages, known, _Times())
 
     def _score_without_grad(
-        self, plan: BatchPlan, parts: Sequence[Minibatch]
+        self, plan: BatchPlan, minibatches: Sequence[Minibatch]
     ) -> list[ReferenceLogprobs]:
         """Forward passes over the whole batch, before it is trained; scores of separate reference
         ranks come with the plan.
         """
         config, known, read = self.config, [], []
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
-        for part in parts:
+        for part in minibatches:
             batches = Batches(part.plan, config, self.parallel, self.store)
             scores = ReferenceLogprobs()
             if proximal.is_needed(config):
@@ -208,16 +208,19 @@ class Learner:
                 scores.logprobs["reference"] = found
         if "m2" in config.algorithm.corrections:
             limit = config.algorithm.m2_limit
-            proximal.bound_second_moment(parts, known, limit, self.parallel, self.store)
+            proximal.bound_second_moment(minibatches, known, limit, self.parallel, self.store)
         return known
 
     def _advantages(
-        self, plan: BatchPlan, parts: Sequence[Minibatch], known: Sequence[ReferenceLogprobs]
+        self,
+        plan: BatchPlan,
+        minibatches: Sequence[Minibatch],
+        references: Sequence[ReferenceLogprobs],
     ) -> tuple[Advantages, dict[str, float]]:
         """Advantages by row of the whole plan, and their metrics."""
         algorithm, drift = self.config.algorithm, None
         if algorithm.advantage == "online_dpo" or algorithm.reward_kl_coef:
-            drift = proximal.over_reference(parts, known, self.parallel)
+            drift = proximal.over_reference(minibatches, references, self.parallel)
         if self.critic is not None:
             return self.critic.advantages(plan, drift), {}
         if algorithm.advantage == "online_dpo":
@@ -226,7 +229,7 @@ class Learner:
         return plan_advantages(algorithm, plan, drift), {}
 
     def _accumulate(
-        self, part: Minibatch, advantages: Advantages, known: ReferenceLogprobs, times: _Times
+        self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
     ) -> StepSums:
         """Forward and backward of all microbatches of this rank; returns the joined sums.
 
@@ -245,8 +248,8 @@ class Learner:
         )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0
-        step = partial(self._forward_step, sums, known, wide)
-        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, known))
+        step = partial(self._forward_step, sums, reference, wide)
+        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, reference))
         sums.count_scored()
         if self.router_losses is not None:
             sums.counts |= self.router_losses.values
@@ -265,12 +268,12 @@ class Learner:
             load=torch.zeros(len(spec.moe_layers), spec.experts, dtype=torch.float64),
         )
 
-    def _routes(self, plan: BatchPlan, known: ReferenceLogprobs) -> LoadRoutes | None:
+    def _routes(self, plan: BatchPlan, reference: ReferenceLogprobs) -> LoadRoutes | None:
         if self.model.replay is None:
             return None
         load = proximal.recorded_routes(self.model, self.parallel)
-        if known.routes is not None:
-            load = proximal.own_routes(self.model, self.parallel, known.routes)
+        if reference.routes is not None:
+            load = proximal.own_routes(self.model, self.parallel, reference.routes)
         if self.router_losses is None:
             return load
         self.router_losses.begin(plan)
@@ -296,24 +299,27 @@ class Learner:
     def _forward_step(
         self,
         sums: StepSums,
-        known: ReferenceLogprobs,
+        reference: ReferenceLogprobs,
         wide: bool,
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
-        """wide: compute also the entropy over the whole vocabulary."""
+        """One call of Megatron's schedule: the output and its loss.
+
+        wide: compute also the entropy over the whole vocabulary.
+        """
         scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
         output = forward.run_to_head(
             self.model, scheduled.chunk, ddp, scheduled.batch, scheduled.microbatch, mode
         )
         self._count_routes(sums, scheduled)
-        return output, partial(self._loss, scheduled, known, wide, sums)
+        return output, partial(self._loss, scheduled, reference, wide, sums)
 
     def _loss(
         self,
         scheduled: ScheduledPass,
-        known: ReferenceLogprobs,
+        reference: ReferenceLogprobs,
         wide: bool,
         sums: StepSums,
         hidden: Tensor,
@@ -330,8 +336,8 @@ class Learner:
             Sequences(upload(batch.seq, device), max(len(batch.rollouts), 1)),
             upload(batch.lag, device),
             entropy=scores.entropy,
-            m2_bound=known.m2_bound,
-            **known.tokens(scheduled.microbatch),
+            m2_bound=reference.m2_bound,
+            **reference.tokens(scheduled.microbatch),
         )
         result = policy_loss(self.config.algorithm, tokens, upload(batch.weight, device))
         if self.parallel.tp_rank == 0:

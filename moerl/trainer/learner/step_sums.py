@@ -1,7 +1,7 @@
 """Sums of a training pass on each rank, joined over the trainer once, and their metrics.
 
 Each token and each row is counted by one rank: where several ranks compute the same (tensor
-parallel peers, or context parallel ones after the join of log-probabilities), the first counts.
+parallel peers, or context parallel peers after the join of log-probabilities), the first counts.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class SampledScores:
         )
 
     def wait(self) -> None:
-        """For these and all earlier ones."""
+        """Wait for these scores and all before."""
         (self.entropy if self.full_entropy is None else self.full_entropy).wait()
 
 
 @dataclass(slots=True)
 class StepSums:
-    """What one rank adds up over the microbatches of an optimizer step."""
+    """Sums of one rank over the microbatches of an optimizer step."""
 
     loss: Tensor = field(default_factory=no_loss)  # on the device until it is joined
     mismatch: MismatchSums = field(default_factory=MismatchSums.zero)
@@ -117,13 +117,13 @@ class StepSums:
         self.load = self.load + other.load if self.load.numel() else other.load
         return self
 
-    def count_experts(self, layers: Sequence[int], found: Mapping[int, Array]) -> None:
-        """Add what a microbatch has read for the routers of this rank; layers: rows of `load`."""
-        for layer, counts in found.items():
+    def count_experts(self, layers: Sequence[int], counts_by_layer: Mapping[int, Array]) -> None:
+        """Add the recorded tokens per expert of a microbatch.  layers: of the rows of `load`."""
+        for layer, counts in counts_by_layer.items():
             self.load[layers.index(layer), : len(counts)] += torch.from_numpy(counts)
 
     def count_held(self, batch: Microbatch) -> None:
-        """Count what is split over context-parallel ranks."""
+        """Count tokens and masks, which are split over context-parallel ranks."""
         counts = self.counts
         counts["fed"] += batch.num_fed
         counts["forwarded"] += batch.tokens.numel()
@@ -151,7 +151,7 @@ class StepSums:
         self.scored.clear()
 
     def _count_sampled(self, batch: Microbatch, scored: SampledScores) -> None:
-        """Count what is equal on context-parallel ranks."""
+        """Count sampled tokens and entropies, which are equal on context-parallel ranks."""
         self.counts["sampled"] += len(batch.sampled)
         self.counts["entropy"] += float(scored.entropy.get().sum())
         if scored.full_entropy is not None:

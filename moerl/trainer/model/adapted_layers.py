@@ -1,6 +1,6 @@
 """Linear layers that can have adapters, and the hooks that send gradients to their factors.
 
-The layers are those of megatron-core's local spec, and of Transformer Engine where it is installed:
+The layers belong to megatron-core's local spec, and to Transformer Engine where it is installed:
 
     a norm in front of the projection   it gives out the normalised input, which A multiplies, when
     (TELayerNormColumnParallelLinear)   `return_layernorm_output` is set; the hook takes it off
@@ -8,8 +8,9 @@ The layers are those of megatron-core's local spec, and of Transformer Engine wh
     (TEGroupedLinear)                   them; each expert's rows meet its own factors
 
 Both communicate alike: the input of a column-parallel layer is this rank's part of the positions,
-gathered inside, the output of a row-parallel one is scattered inside, and experts leave it to their
-dispatcher.  The loop over experts costs some small kernels for each; no copy of their rows is made.
+gathered inside, the output of a row-parallel layer is scattered inside, and experts leave it to
+their dispatcher.  The loop over experts costs some small kernels for each; no copy of their rows is
+made.
 
 Source of the flag: NeMo.  Legend: T tokens (and batch), R rank.
 """
@@ -76,7 +77,7 @@ def tensor_group(linear: Linear) -> dist.ProcessGroup | None:
 
 
 def exchange(linear: Linear) -> Literal["", "gather", "scatter"]:
-    """What a layer does inside with the sequence: gather its input, scatter its output, neither.
+    """Handling of the sequence inside a layer: gather its input, scatter its output, neither.
 
     Experts do neither, nor do layers that are whole on each rank.
     """
@@ -195,7 +196,10 @@ class _StraightThrough(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, scale: float, places: Any, *tensors: Tensor) -> Tensor:
-        """places: rows of y and indices of each B; tensors: for each place its h, then its Bs."""
+        """Return y and keep h and B for backward.
+
+        places: rows of y and indices of each B; tensors: for each place its h, then its Bs.
+        """
         ctx.save_for_backward(*tensors)
         ctx.scale, ctx.places = scale, places
         return y.view_as(y)

@@ -2,9 +2,9 @@
 
 megatron-core 0.19.2 assumes CUDA in about ten places.  Each row of `PATCHES` replaces the symbols
 that it names, in torch or in megatron-core, before the rest of megatron is imported; `apply` runs
-the rows for what is absent.
+the rows for absent parts.
 patches/megatron/README.md has an entry per row: its test, and when it can be removed;
-tests/unit/test_patches.py compares that page with this table and with what the rows replace.
+tests/unit/test_patches.py compares that page with this table and with the replaced symbols.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Patch:
 
 
 def apply(*absent: Absent) -> None:
-    """Run the rows of `PATCHES` for what is absent, once per process.
+    """Run the rows of `PATCHES` for absent parts, once per process.
 
     Call it before megatron is imported.
     """

@@ -64,7 +64,7 @@ class KeyNorm(AllHeadsNorm):
 class DuplicatedLinear(torch.nn.Linear):
     """A projection that every tensor-parallel rank holds whole, as Transformer Engine's is.
 
-    The down projections of latent attention need one: the column-parallel ones of the local spec
+    The down projections of latent attention need it: column-parallel projections of the local spec
     are gathered without summing the gradient of the shared rotary key, so its gradient is wrong
     with tensor parallelism (0.16.1; at tp 2 off by up to 22 % of the model's largest gradient).
     """
@@ -200,7 +200,10 @@ class BiasedChoice:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores: logits [N, E]; -> (logits of the chosen [N, K], ids [N, K])."""
+        """Choose by biased scores.
+
+        scores: logits [N, E]; returns (logits of the chosen [N, K], ids [N, K]).
+        """
         biased = scores.softmax(-1, dtype=torch.float32) + self.bias
         if self.replay is None:
             _, ids = default_compute_topk(biased, topk, num_groups, group_topk)

@@ -65,7 +65,7 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
 
 
 class DeltaOrAttention:
-    """What `self_attention` of a layer is: a gated delta net, or attention."""
+    """`self_attention` of a layer: a gated delta net, or attention."""
 
     def __new__(
         cls,
@@ -76,7 +76,10 @@ class DeltaOrAttention:
         linear_layers: tuple[int, ...],
         **kwargs: Any,
     ) -> Any:
-        """layer_number: global, from 1.  kwargs: SelfAttention's own."""
+        """Make the module of a layer.
+
+        layer_number: global, from 1.  kwargs: SelfAttention's own.
+        """
         if layer_number - 1 not in linear_layers:
             return SelfAttention(config, submodules, layer_number, **kwargs)
         own = GatedDeltaNetSubmodules(

@@ -122,13 +122,13 @@ class Model:
         return Changes(sum(one.weights for one in every), sum(one.changed for one in every))
 
     def unmerge(self) -> None:
-        """Adapted weights are those of the base, until `merge`."""
+        """Set adapted weights to the base, until `merge`."""
         for adapters in self.adapters:
             adapters.unmerge()
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it the weights are those of a model folder: adapters are a part of them."""
+        """Within it the weights are as in a model folder: adapters are a part of them."""
         with ExitStack() as stack:
             for adapters in self.adapters:
                 stack.enter_context(adapters.merged())
@@ -136,7 +136,7 @@ class Model:
 
     @property
     def call_args(self) -> dict[str, Any]:
-        """Keep the output in bf16; the head casts what it needs."""
+        """Keep the output in bf16; the head casts the rows that it needs."""
         return {"fp32_output": False} if self.half else {}
 
 
@@ -269,7 +269,7 @@ def live_tensors(gpt: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check_family(
     spec: ModelSpec, sizes: ParallelConfig, packing: bool = False, *, on_cpu: bool = False
 ) -> None:
-    """Raises ConfigError naming what megatron-core 0.19.2 lacks for this model.
+    """Refuse models for which megatron-core 0.19.2 lacks a part.  Raises ConfigError naming it.
 
     Conversion does not need megatron-core: the layout tables cover all of these models.
     """

@@ -1,7 +1,7 @@
 """Keep Indexer: which recorded positions a layer's sparse attention reads.
 
 Rules as for routes (`replay.py`): keyed by (microbatch, model chunk, layer), each used once per
-pass, and a record that is missing, unused or asked for twice ends the step.  Unlike routes they are
+pass, and a record that is missing, unused or read twice ends the step.  Unlike routes they are
 not loaded: of 200,000 tokens of DeepSeek-V3.2 one layer holds 1 GB.  A layer's record is read when
 the layer runs, forward or recompute, and dropped after it.
 """

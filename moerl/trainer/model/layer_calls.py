@@ -3,13 +3,13 @@
 Shared by replayed routes and replayed positions of sparse attention.
 
 Which microbatch does a call serve?
-    forward    the one whose `forward(...)` context is open.
-    recompute  the one whose gradient is flowing: a hook on the output of each forward (`bind`)
+    forward    the microbatch whose `forward(...)` context is open.
+    recompute  the microbatch whose gradient flows: a hook on the output of each forward (`bind`)
                says so before autograd enters the graph behind it, whichever schedule is at work.
 A layer is recomputed if and only if its forward ran without gradients inside a forward that has
-them; that is what activation checkpointing is.  So this knows how often each record is needed,
-needs no setting, works for any recompute granularity, and says which use is the last.
-Rejected: patching megatron's checkpoint function (there are three, one of Transformer Engine).
+them; that is the definition of activation checkpointing.  So this knows how often each record is
+needed, needs no setting, works for any recompute granularity, and says which use is the last.
+Rejected: patching megatron's checkpoint function (it has three, one of Transformer Engine).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerCalls:
     what = "routes"
 
     def __init__(self, *chunks: Sequence[int]) -> None:
-        """chunks: global 0-based numbers of the layers with records, by model chunk."""
+        """Begin without records.  chunks: global 0-based layers with records, by model chunk."""
         self.chunks = tuple(tuple(layers) for layers in chunks)
         self.layers = tuple(layer for layers in self.chunks for layer in layers)
         self.rows_replayed = 0  # in forward passes, over layers and microbatches of the step
@@ -75,7 +75,7 @@ class LayerCalls:
     def forward(self, microbatch: int, mode: Mode, chunk: int = 0) -> Iterator[None]:
         """Layers of `chunk` inside this context serve `microbatch`, each exactly once.
 
-        Raises RecordError when a record is missing, left over or asked for twice.
+        Raises RecordError when a record is missing, left over or used twice.
         """
         if self._pass is not None:
             raise TrainerError(f"microbatch {self._pass.microbatch} is still in its forward pass")
@@ -102,7 +102,7 @@ class LayerCalls:
     def bind(self, output: Tensor, microbatch: int, chunk: int = 0) -> None:
         """Tie the backward pass of a replayed forward, recompute included, to its microbatch.
 
-        output: what the chunk returned; its gradient is the first thing its backward pass sees.
+        output: of the chunk; its gradient is the first thing its backward pass sees.
         """
 
         def begin(_grad: Tensor) -> None:
@@ -143,7 +143,7 @@ class LayerCalls:
         self.rows_replayed = self.rows_loaded = 0
 
     def _served(self, mode: Mode) -> Container[Key] | None:
-        """What a forward of this mode must have used; None = nothing."""
+        """The records that a forward of this mode must have used; None = no record."""
         return self._forwarded if mode is Mode.REPLAY else None
 
     def _add(self, key: Key, num_rows: int) -> None:

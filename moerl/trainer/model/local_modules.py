@@ -31,8 +31,8 @@ _QUERY_BLOCK = 1024
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that may be sequence parallel; in bf16 normalised in fp32, cast, then scaled.
 
-    The order of the cast is that of transformers' Qwen3, so bf16 logits agree with it; where norms
-    scale by 1 + weight it is that of Qwen3-Next, which casts at the end.
+    The cast is placed as in transformers' Qwen3, so bf16 logits agree with it; where norms scale by
+    1 + weight it is placed as in Qwen3-Next, at the end.
     """
 
     def __init__(

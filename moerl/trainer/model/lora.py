@@ -1,17 +1,17 @@
 """LoRA inside Megatron's linear layers: frozen weights that hold W0 + s B A, gradients for A and B.
 
-The forward pass runs on the merged weight itself, in its own dtype: what an engine gets by the
-same merge is bit for bit what was trained on, and a forward pass costs what it costs without
-LoRA.  `Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the
-previous product is never subtracted from rounded weights (that drifts).  A hook on each linear
-layer, of megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its
-output straight through the rounding (to the nearest, or with a dither) to the factors; that of the
-head is taken by `moerl.algorithms.head_logprob`, which has its logits by blocks:
+The forward pass runs on the merged weight itself, in its own dtype: an engine gets by the same
+merge the very bits that were trained on, and a forward pass costs no more than without LoRA.
+`Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the previous
+product is never subtracted from rounded weights (that drifts).  A hook on each linear layer, of
+megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its output straight
+through the rounding to the factors; `moerl.algorithms.head_logprob` does so for the head, whose
+logits it has by blocks:
 
     h = x A'          dB = s dy' h          dh = s dy B          dA = dh' x
 
-No gradient of W is computed and W has no gradient buffer.  What a rank holds of a factor follows
-from the tiles of its weights; only tensors of width `rank` are communicated:
+No gradient of W is computed and W has no gradient buffer.  A rank's part of a factor follows from
+the tiles of its weights; only tensors of width `rank` are communicated:
 
     layer               A on a rank   B on a rank   h                        summed over TP
     column parallel     whole         its rows      gathered                 A
@@ -70,7 +70,6 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.adapters.base_weights import BaseWeights
 from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.adapters.sglang_adapter import sglang_refusal
-from moerl.weight_sync.dither import HfPart
 
 PREFIX = "lora."  # of the factors' names in a GPTModel
 HEAD = "lm_head"
@@ -94,14 +93,14 @@ class Changes:
 
 
 class Adapters(torch.nn.Module):
-    """All factors of a model chunk, as `gpt.lora`: names of the weights stay those of the layout.
+    """All factors of a model chunk, as `gpt.lora`: names of the weights stay as in the layout.
 
     A factor's parameter name is its Hugging Face name with `/` for dots, which torch forbids.
     """
 
     def __init__(self, lora: LoraConfig) -> None:
         super().__init__()
-        self.scale, self._dithers, self._place = lora.scale, lora.dithers, lora.base
+        self.scale, self._place = lora.scale, lora.base
         self.tiles: Named = {}  # by parameter name
         self.head: HeadFactors | None = None
         self._merged: list[tuple[torch.nn.Parameter, tuple[Factors, ...]]] = []
@@ -110,7 +109,7 @@ class Adapters(torch.nn.Module):
     def adopt(self, linear: Linear, weights: Mapping[str, tuple[Projection, ...]]) -> None:
         """Give a linear layer factors, and a hook unless it is the head.
 
-        weights: what each of its weights holds, by parameter name; of experts, they are several.
+        weights: projections in each of its weights, by parameter name; experts have several.
         """
         every = {
             name: tuple(self._factors(linear, linear.get_parameter(name), part) for part in parts)
@@ -181,20 +180,18 @@ class Adapters(torch.nn.Module):
         for (weight, every), base in zip(self._merged, self._base, strict=True):
             before = weight.detach().clone()
             for part in every:
-                held = part.projection
-                dither = HfPart(held.module, held.rows, held.cols) if self._dithers else None
                 if part.index is None:
-                    merge_into(weight, base, part.a, part.b, self.scale, dither)
+                    merge_into(weight, base, part.a, part.b, self.scale)
                     continue
                 rows = base.new_empty(len(part.index), base.shape[1])
-                merge_into(rows, base[part.index], part.a, part.b, self.scale, dither)
+                merge_into(rows, base[part.index], part.a, part.b, self.scale)
                 weight[part.index] = rows
             changes.weights += weight.numel()
             changes.changed += (weight != before).sum()
         return changes
 
     def factors(self) -> dict[str, Tensor]:
-        """Factors, or what this rank holds of them, by Hugging Face name."""
+        """Factors, or their parts on this rank, by Hugging Face name."""
         named = self.named_parameters()
         return {self.tiles[name].tiles[0].hf: param.detach() for name, param in named}
 
@@ -300,7 +297,7 @@ def _no_adapter(module: str, lora: LoraConfig) -> ConfigError:
 
 
 def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -> None:
-    """Refuse what has no adapters, or was not compared with peft.
+    """Refuse models and layers without adapters, or not compared with peft.
 
     Raises ConfigError, LayoutError.
     """
@@ -354,10 +351,10 @@ def _mark(
     part: Projection,
     name: str,
 ) -> None:
-    """What Megatron's reductions, gradient norm and checkpoints read of a parameter.
+    """Set the marks that Megatron's reductions, gradient norm and checkpoints read.
 
     A factor that experts share has a part of its gradient on every rank of the stage, as a dense
-    one under sequence parallelism has: those with other experts are data-parallel ranks of it.
+    factor under sequence parallelism has: ranks with other experts are data-parallel ranks of it.
     """
     factor = name[-1]
     held = part.rows if factor == "B" else part.cols
@@ -385,7 +382,7 @@ def _mark(
 
 
 def _replica(param: torch.nn.Parameter) -> tuple[int, int, int]:
-    """Which copy of its part this rank has; the first one is written."""
+    """Which copy of its part this rank has; the first copy is written."""
     is_expert, is_cut = getattr(param, "is_expert_factor"), getattr(param, "is_cut_factor")  # noqa: B009
     if is_expert:
         among = parallel_state.get_expert_tensor_parallel_rank()

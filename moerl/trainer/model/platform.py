@@ -2,14 +2,13 @@
 
 megatron-core 0.19.2 assumes CUDA in about ten places.  On a machine without CUDA `prepare` replaces
 exactly those places, before megatron is imported (`cpu_patches`); on CUDA with Transformer Engine
-it changes nothing, so
-the same program runs on both.  Layers are those of Transformer Engine on CUDA, and of
-megatron-core's local spec on the CPU or where CUDA has no Transformer Engine (asked for by name:
-they are slow there).  Two modules complete the local (non Transformer Engine) layer spec:
-an RMSNorm that may be sequence parallel (which MoE with tensor parallelism requires) and a causal
-attention.
+it changes nothing, so the same program runs on both.  Layers come from Transformer Engine on CUDA,
+and from megatron-core's local spec on the CPU or where CUDA has no Transformer Engine (by name
+only, as they are slow on CUDA).  Two modules complete the local (non Transformer Engine) layer
+spec: an RMSNorm that may be sequence parallel (which MoE with tensor parallelism requires) and a
+causal attention.
 
-The patches are those for the 0.19.2 wheel, so other versions are refused unless allowed explicitly.
+The patches fit the 0.19.2 wheel, so other versions are refused unless allowed explicitly.
 Rejected: a fork of megatron-core, `if cpu` at our own calls (the assumptions are inside megatron).
 """
 
@@ -45,7 +44,7 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec =
     Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS and
     GLOO_SOCKET_IFNAME.  On the CPU nothing is compiled (megatron would compile its expert-bias
     update: a compiler and 20 s cold); on CUDA its fusions are.  layers: on CUDA; the CPU has local
-    ones.
+    layers.
     Raises ConfigError for a platform this machine does not have, ModelError for a megatron-core
     version the patches were not tested with.
     """

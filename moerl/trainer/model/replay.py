@@ -7,7 +7,7 @@ megatron-core calls `router.router_replay.get_replay_topk(...)` where it would t
 own `RouterReplay` keeps instances in a process-global list (a second model in the process shifts
 the order), accepts too few rows (the rest goes to no expert), repeated ids (probability mass
 vanishes) and a wrong k, and ties a recomputed layer to a microbatch by the order of a queue, which
-replays another microbatch's routes under 1F1B.  This module keeps that one interface and replaces
+replays another microbatch's routes under 1F1B.  This module keeps the interface and replaces
 the rest: routers are mapped by global layer number, rows are keyed by (microbatch, model chunk,
 layer), every row is checked, and anything but one use per pass is an error.  Source of the
 interface: megatron-core 0.19.2 `transformer/moe/router_replay.py`.
@@ -53,7 +53,10 @@ class RouteReplay(LayerCalls):
     """
 
     def __init__(self, *chunks: Sequence[int], num_experts: int, top_k: int) -> None:
-        """chunks: global 0-based numbers of the MoE layers in each model chunk of this rank."""
+        """Begin without routes.
+
+        chunks: global 0-based MoE layers in each model chunk of this rank.
+        """
         super().__init__(*chunks)
         self.num_experts, self.top_k = num_experts, top_k
         self.held_bytes = self.peak_bytes = 0  # of ids before their last use

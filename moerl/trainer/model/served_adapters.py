@@ -2,7 +2,7 @@
 
 The weights stay W0, so nothing is rounded and the reference pass only turns the sum off.  The
 forward pass pays two thin products for each adapted layer.  Gradients reach the factors and the
-layer's input through the sum; what a rank holds and communicates is that of `Adapters`.
+layer's input through the sum; shards and communication are as in `Adapters`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServedAdapters(Adapters):
         self.merge()
 
     def unmerge(self) -> None:
-        """The output is that of W0 until the next `merge`."""
+        """Compute with W0 alone until the next `merge`."""
         self.is_on = False
 
     @torch.no_grad()

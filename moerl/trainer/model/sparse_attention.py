@@ -46,7 +46,7 @@ class PositionSource(Protocol):
 
 
 class RecordedSparseAttention(DSAttention):  # type: ignore[misc]  # untyped
-    """DSAttention that reads recorded positions where there are any."""
+    """DSAttention that reads recorded positions where records have them."""
 
     choice: PositionSource | None = None  # set by `indexer_replay.attach_indexers`
 
@@ -67,7 +67,7 @@ class RecordedSparseAttention(DSAttention):  # type: ignore[misc]  # untyped
         return output
 
     def _get_index_share_topk_holder(self, *_args: Any) -> dict[int, Tensor]:
-        """What the layers before would have left here, by layer number."""
+        """The choice that earlier layers would have left, by layer number."""
         assert self._given is not None, "asked for by a layer that shares"
         return {self.source_layer: self._given}
 

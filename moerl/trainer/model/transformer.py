@@ -52,7 +52,7 @@ def transformer_config(
     """TransformerConfig of a model, a layout, a precision and the user's `trainer.megatron`.
 
     Raises ConfigError naming the field of `trainer.megatron` that is unknown, owned by moerl or
-    breaks replay, or repeating what megatron-core itself refuses.
+    breaks replay, or repeating a refusal of megatron-core itself.
     """
     owned = _model_fields(spec) | _layout_fields(trainer) | _precision_fields(trainer.dtype)
     if platform.layers == "local":

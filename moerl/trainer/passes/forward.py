@@ -51,7 +51,7 @@ def routed_slots(batch: Microbatch, parallel: Parallel) -> Span:
 
 
 def read_routes(model: Model, batch: Microbatch, microbatch: int, parallel: Parallel) -> None:
-    """Read and check what `load_routes` needs of all chunks.  Raises as `RouteReplay.load`."""
+    """Read and check the routes of all chunks for `load_routes`.  Raises as `RouteReplay.load`."""
     assert model.replay is not None, "the model was built without replay"
     for chunk, layers in enumerate(model.replay.chunks):
         routes = batch.routes(layers, routed_slots(batch, parallel))
@@ -103,9 +103,9 @@ def run_chunk(
     microbatch: int,
     mode: Mode,
 ) -> Tensor:
-    """Forward pass of one model chunk: its hidden states, or what its output layer makes of them.
+    """Forward pass of one model chunk: its hidden states, or the output of its output layer.
 
-    module: `chunk.module` or what wraps it.  Causal attention keeps right padding unseen, so no
+    module: `chunk.module` or its wrapper.  Causal attention keeps right padding unseen, so no
     mask is passed.
     """
     device = next(module.parameters()).device
@@ -212,7 +212,7 @@ def sampled_logprobs(
     """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
     Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
-    hidden_1MH: what `run_to_head` returned.  full_entropy: compute also the entropy over the
+    hidden_1MH: from `run_to_head`.  full_entropy: compute also the entropy over the
     vocabulary (with sampling masks, one more pass through the head).
     """
     hidden_MH, head = hidden_1MH[0], model.head(parallel.tp)

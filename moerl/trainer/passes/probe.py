@@ -9,7 +9,7 @@ without gradients: once with its recorded routes, once with the live router.
 
 2. routes: on inputs that no earlier difference has changed, the live router must agree with the
 record on most tokens;
-3. worth: recorded routes must not explain the engine much worse than live ones do.
+3. worth: recorded routes must not explain the engine much worse than live routes do.
 
 Checks 2 and 3 hold at any lag and precision, so they also cover a pipeline that never trains at
 lag 0.  A failed check is an alert, a number `alert/NAME` of 1 in the metrics of the step; `moerl
@@ -214,20 +214,20 @@ def exact_metrics(exact: MismatchSums, config: Config) -> dict[str, float]:
     return metrics
 
 
-def judge(found: Findings) -> dict[str, float]:
+def judge(findings: Findings) -> dict[str, float]:
     """Checks 2 and 3: metrics of joined findings, an alert (1 or 0) for each."""
     metrics: dict[str, float] = {}
     replayed, live, exact = (
         {name.removeprefix("mismatch/"): value for name, value in sums.metrics().items()}
-        for sums in (found.replayed, found.live, found.exact)
+        for sums in (findings.replayed, findings.live, findings.exact)
     )
-    if found.routes.clean:
-        metrics["probe/live_agree_frac"] = found.routes.agree_frac
-        metrics["probe/live_agree_same_input_frac"] = found.routes.same_input_frac
+    if findings.routes.clean:
+        metrics["probe/live_agree_frac"] = findings.routes.agree_frac
+        metrics["probe/live_agree_same_input_frac"] = findings.routes.same_input_frac
         fresh = exact.get("tokens", 0) == replayed.get("tokens")
         least = AGREE_FRESH if fresh else AGREE_STALE
-        metrics["alert/replay_routes"] = float(found.routes.same_input_frac < least)
-    for layer, (pairs, agree) in found.layers.items():
+        metrics["alert/replay_routes"] = float(findings.routes.same_input_frac < least)
+    for layer, (pairs, agree) in findings.layers.items():
         if pairs:
             metrics[f"probe/live_agree_frac/layer_{layer}"] = agree / pairs
     if replayed.get("tokens", 0) >= MIN_TOKENS:

@@ -134,32 +134,32 @@ def _id_dtype(replay: RouteReplay) -> torch.dtype:
 
 def bound_second_moment(
     minibatches: Sequence[Minibatch],
-    known: Sequence[ReferenceLogprobs],
+    references: Sequence[ReferenceLogprobs],
     limit: float,
     parallel: Parallel,
     store: RecordReads,
 ) -> None:
-    """M2PO: set the one bound of the whole batch, over all minibatches and data-parallel ranks."""
+    """M2PO: set one bound for the whole batch, over all minibatches and data-parallel ranks."""
     if not parallel.is_last_stage:
         return
     gaps = [
         values - read_logprobs(store, rollout_at(part.plan, row))
-        for part, scored in zip(minibatches, known, strict=True)
+        for part, scored in zip(minibatches, references, strict=True)
         for row, values in _by_row(part.plan, scored, "proximal", parallel).items()
     ]
     mine = np.concatenate([*gaps, np.zeros(0, np.float32)])
     every = all_gather_values(mine, Array, parallel.dp_gloo)
     bound = float(m2_bound(torch.from_numpy(np.concatenate(every)), limit))
-    for scored in known:
+    for scored in references:
         scored.m2_bound = bound
 
 
 def over_reference(
-    minibatches: Sequence[Minibatch], known: Sequence[ReferenceLogprobs], parallel: Parallel
+    minibatches: Sequence[Minibatch], references: Sequence[ReferenceLogprobs], parallel: Parallel
 ) -> list[Array]:
     """Proximal - reference of each sampled token, [S] f64 by row of the batch, on all ranks."""
     mine: dict[int, Array] = {}
-    for part, scored in zip(minibatches, known, strict=True):
+    for part, scored in zip(minibatches, references, strict=True):
         if parallel.is_last_stage:
             reference = _by_row(part.plan, scored, "reference", parallel)
             for row, values in _by_row(part.plan, scored, "proximal", parallel).items():
@@ -170,6 +170,6 @@ def over_reference(
 
 
 def _by_row(
-    plan: BatchPlan, known: ReferenceLogprobs, role: str, parallel: Parallel
+    plan: BatchPlan, reference: ReferenceLogprobs, role: str, parallel: Parallel
 ) -> dict[int, np.ndarray]:
-    return by_row(plan, parallel.dp_rank, to_host(known.logprobs[role]))
+    return by_row(plan, parallel.dp_rank, to_host(reference.logprobs[role]))

@@ -26,8 +26,11 @@ class RouteAgreement:
     def of(
         cls, differs: Mapping[int, Tensor], real: Tensor, *, rows_per_position: int
     ) -> RouteAgreement:
-        """differs: layer -> [S * B] bool, position-major, of all layers and positions; real: not
-        padding."""
+        """Agreement of two routings.
+
+        differs: layer -> [S * B] bool, position-major, of all layers and positions; real: not
+        padding.
+        """
         touched = downstream(differs, rows=rows_per_position)
         result = cls()
         for layer, differ in differs.items():

@@ -9,7 +9,7 @@ padding excluded.  c_i counts the tokens whose REPLAYED choice names expert i, a
 megatron-core 0.19.2 counts a live top-k instead, without expert bias and groups.  p_i are the live
 probabilities over all experts (sigmoid scores normalised), so the gradient reaches the router.
 
-The denominators are those of the plan, where megatron-core divides by tokens of a rank and a
+The denominators count the plan, where megatron-core divides by tokens of a rank and a
 microbatch, and counts of a rollout are added over the ranks that hold its positions.  Losses over
 a microbatch (`aux_loss`) or a running mean over them (`global_aux_loss`) depend on the split by
 definition: refused.  The gradient is attached where megatron-core attaches its own, once per row:

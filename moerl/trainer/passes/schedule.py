@@ -55,7 +55,7 @@ class ScheduledPass(NamedTuple):
 
 
 class Batches:
-    """Microbatches of one plan on this rank, packed when they are asked for.
+    """Microbatches of one plan on this rank, packed when a pass needs them.
 
     pack_s: seconds for which passes waited for packed microbatches and loaded their routes.
     """
@@ -71,7 +71,9 @@ class Batches:
         with_masks: bool = True,
         only: int | None = None,
     ) -> None:
-        """loss: None = for scoring only.  with_masks: read sampling masks, where the last stage
+        """Pack nothing yet.
+
+        loss: None = for scoring only.  with_masks: read sampling masks, where the last stage
         needs them.  only: this microbatch alone, as number 0.
         """
         self.plan, self.parallel = plan, parallel
@@ -160,7 +162,7 @@ def run_pass(
 
 
 class PackedAhead:
-    """Microbatches in the order of the plan: one is packed while the one before it is computed.
+    """Microbatches in the order of the plan: one is packed while its predecessor is computed.
 
     Records are read and checked in the thread, so that only the first microbatch of a pass waits
     for them.  One ahead: a microbatch holds routes and masks of all its rows.
@@ -172,9 +174,9 @@ class PackedAhead:
         self._begun = 0
 
     def take(self, index: int, *, last: bool) -> Microbatch:
-        """Microbatch `index`, waited for.  last: nobody asks for it again.
+        """Microbatch `index`, waited for.  last: no pass needs it again.
 
-        Raises what packing raised.
+        Raises the error of packing.
         """
         self._begin(index)
         packed = (self._packed.pop if last else self._packed.__getitem__)(index)

@@ -1,7 +1,7 @@
 """W0 of adapted weights, kept once: in host memory, or on the device of the weights.
 
 On the host it is page-locked and reaches a GPU through two buckets of the size of the largest
-weight, so a merge holds no second model there:
+weight, so a merge holds no second model on the GPU:
 
     side stream      W0 0 in A | W0 1 in B | W0 2 in A | ...
     current stream             | merge 0   | merge 1   | ...
@@ -26,16 +26,16 @@ class BaseBuckets:
     """Two buffers on a GPU, and the stream that fills them in turn."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """num_bytes: of the largest W0."""
+        """Allocate both buffers.  num_bytes: size of the largest W0."""
         self.device, self._stream = device, torch.cuda.Stream(device)
         self._pair = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in "ab"]
         self._used = [torch.cuda.current_stream(device).record_event() for _ in "ab"]
         self._turn = 0
 
     def bring(self, every: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each tensor of page-locked memory on the GPU, until the next one is asked for.
+        """Copy tensors of page-locked memory to the GPU one after the other.
 
-        It is for the stream that is current when the first one is.
+        A copy is valid until the next iteration, for the stream that was current at the first.
         """
         current = torch.cuda.current_stream(self.device)
         for kept in every:
@@ -55,7 +55,9 @@ class BaseWeights:
     def __init__(
         self, weights: Sequence[Tensor], place: BasePlace, buckets: BaseBuckets | None = None
     ) -> None:
-        """weights: as they were loaded, on one device.  buckets: shared ones; None makes some.
+        """Copy the weights to their place.
+
+        weights: the loaded tensors, on one device.  buckets: shared buffers; None makes a pair.
 
         Raises TransportError (room): no such host memory.
         """

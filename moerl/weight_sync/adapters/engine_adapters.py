@@ -1,12 +1,12 @@
 """Adapters of an engine rank: the factors of a version, and how its engine serves them.
 
-`EngineAdapters` merges them (lora.delivery = merged): it has W0, and what both give.
+`EngineAdapters` merges them (lora.delivery = merged): it has W0 and computes W0 + s B A.
 
 W0 is copied once, before the first version is committed (`base_weights`: into host memory, or with
 lora.base = device next to the weights).  A version's weights are always computed from it:
 subtracting the factors before from rounded weights would drift.  VERIFY digests the merged weights
-one tensor at a time, and COMMIT computes them once more into the live ones, so that a rank needs no
-second copy of the served weights next to W0.  On a GPU both are computed there.
+one tensor at a time, and COMMIT computes them once more into the live weights, so that a rank
+needs no second copy of the served weights next to W0.  A GPU computes both on itself.
 
 `SlotAdapters` hands them to SGLang (lora.delivery = adapter): weights stay W0, every rank has
 whole factors and SGLang cuts them.  VERIFY digests W0 and the factors; COMMIT reads the slot back
@@ -35,7 +35,6 @@ from moerl.weight_sync.adapters.low_rank import merge_into
 from moerl.weight_sync.adapters.sglang_adapter import sglang_form
 from moerl.weight_sync.buckets import Piece, seeds
 from moerl.weight_sync.commit_copies import device_of
-from moerl.weight_sync.dither import HfPart
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import ReceiverPlan
 
@@ -73,7 +72,6 @@ class _Merge:
     place: tuple[slice | int, ...]  # in the live tensor; two dims are left
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
-    dither: HfPart | None
 
 
 class EngineAdapters:
@@ -87,7 +85,7 @@ class EngineAdapters:
         lora: LoraConfig,
         live: Mapping[str, Tensor],
     ) -> None:
-        """live: the weights as the engine loaded them.  Raises LayoutError."""
+        """Copy W0.  live: the weights as the engine loaded them.  Raises LayoutError."""
         self.lora = lora
         named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
         shapes = hf_shapes(spec)
@@ -130,7 +128,7 @@ class EngineAdapters:
 
     def _write(self, name: str, target: Tensor) -> None:
         for one, base in zip(self._merges[name], self._base[name], strict=True):
-            merge_into(target[one.place], base, one.a, one.b, self.lora.scale, one.dither)
+            merge_into(target[one.place], base, one.a, one.b, self.lora.scale)
 
     def _kept(self, live: Mapping[str, Tensor]) -> dict[str, BaseWeights]:
         """W0 of each box with factors, by tensor; all go through the same two buckets."""
@@ -148,7 +146,6 @@ class EngineAdapters:
         return factor_names(module_of(tile.hf), shared=self.lora.shares)
 
     def _merge(self, tile: Tile) -> _Merge:
-        module = module_of(tile.hf)
         rows, cols = tile.hf_box
         a, b = self._names(tile)
         lead = len(tile.box) - 2
@@ -158,7 +155,6 @@ class EngineAdapters:
             slot + at(tile.box[lead:]),
             self.factors[a][:, _moved(cols, first_col)],
             self.factors[b][_moved(rows, first_row)],
-            HfPart(module, rows, cols) if self.lora.dithers else None,
         )
 
 
@@ -241,10 +237,10 @@ def _check_slot_shape(module: str, model: LiveModel, tiles: tuple[Tile, ...], ra
         )
 
 
-def check_same(known: LoraConfig, asked: LoraConfig) -> None:
+def check_same(held: LoraConfig, asked: LoraConfig) -> None:
     """Raises EngineError: W0 of other targets is gone."""
-    if known != asked:
-        raise EngineError(f"this engine has adapters of {known}; {asked} need a new start")
+    if held != asked:
+        raise EngineError(f"this engine has adapters of {held}; {asked} need a new start")
 
 
 def _start(held: Named, name: str, dim: int) -> int:
@@ -258,7 +254,7 @@ def _moved(part: range, first: int) -> slice:
 
 
 def _total(whole: ReceiverPlan, value_of: Callable[[str], Tensor]) -> int:
-    """Sum of the digests of all pieces of a rank.  value_of: the tensor of a name, asked once."""
+    """Sum of the digests of all pieces of a rank.  value_of: the tensor of a name, called once."""
     found: dict[str, list[tuple[Piece, int]]] = defaultdict(list)
     for region in whole.regions:
         for piece, seed in zip(region.pieces, seeds(region), strict=True):

@@ -1,16 +1,16 @@
 """The transfer plan of low-rank adapters: only the factors travel.
 
 The two factors of a weight are two more tensors in Hugging Face coordinates.  A trainer rank holds
-the columns of A and the rows of B that belong to its part of the weight, an engine rank wants those
-that belong to its own; the boxes are matched as those of weights are, whatever PP, TP, ETP and EP
-of both sides.  Regions, buckets, staging and digests are those of `transfer_plan`.
+the columns of A and the rows of B that belong to its part of the weight, an engine rank wants the
+columns and rows of its own part; boxes are matched like boxes of weights, whatever PP, TP, ETP and
+EP of both sides.  Regions, buckets, staging and digests work as in `transfer_plan`.
 
-Of ranks that hold the same box, the one that a hash of (factor, box, engine rank) names sends it:
-both ends know it without a count over other ranks.  Factors are small, so the balance of
+Of ranks that hold the same box, a hash of (factor, box, engine rank) names the sender: both ends
+know it without a count over other ranks.  Factors are small, so the balance of
 `deliveries` would not pay.
 
-Each region of the plan of the weights has one here, be it empty: its sender says what the engine
-rank will hold after the merge (`merged_totals`).  Of replicas, one may send factors alone.
+Each region of the plan of the weights has one here, be it empty: its sender states the digest
+of the engine rank after the merge (`merged_totals`).  Of replicas, one may send factors alone.
 Rejected: rules of factors in the tables (two more for each of a family's, for the same boxes).
 """
 
@@ -60,11 +60,11 @@ class FactorPlan:
         """16 hex digits, equal in every process for equal inputs."""
         lora = self.lora  # a whole number may be an integer on one side
         inputs = [self.weights.id, lora.rank, float(lora.scale), lora.targets, lora.ranks]
-        inputs += [lora.rounding, lora.experts, lora.delivery]
+        inputs += [lora.experts, lora.delivery]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     def sender(self, rank: int) -> SenderPlan:
-        """What trainer rank `rank` sends."""
+        """The regions that trainer rank `rank` sends."""
         tables, own = self._tables(), defaultdict[int, list[Keyed]](list)
         for factor in tables.of_trainer(rank):
             for dst, want in tables.receivers(factor):
@@ -76,7 +76,7 @@ class FactorPlan:
         return SenderPlan(self.id, rank, made)
 
     def receiver(self, rank: int) -> ReceiverPlan:
-        """What engine rank `rank` receives; its pieces fill `factors(rank)`."""
+        """The regions that engine rank `rank` receives; their pieces fill `factors(rank)`."""
         tables, pieces = self._tables(), defaultdict[int, list[Keyed]](list)
         for factor in tables.of_engine(rank):
             want = factor.target.parts.wanted[rank]
@@ -103,7 +103,7 @@ class FactorPlan:
     def _pieces(
         self, tables: FactorTables, factor: Factor, dst: int, want: Wanted
     ) -> Iterator[tuple[int, Keyed]]:
-        """(trainer rank, piece) of what engine rank `dst` gets of a factor."""
+        """(trainer rank, piece) of each piece of a factor for engine rank `dst`."""
         dtype, ranks = self.weights.policy.dtype, range(factor.target.rank)
         parts, name = factor.target.parts, factor.name
         wanted = (ranks, want.cols) if factor.is_a else (want.rows, ranks)

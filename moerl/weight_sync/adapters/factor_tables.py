@@ -1,9 +1,9 @@
 """Who holds which part of a weight's factors, in closed form.
 
 Layers of one kind have equal rules and experts are equal, as in `deliveries`, so the parts of a
-weight are computed once for each kind, for expert 0.  What may differ is the rank of the factors:
+weight are computed once for each kind, for expert 0.  Only the rank of the factors may differ:
 `lora.ranks` can name single layers and experts.  A trainer rank walks through the weights that it
-holds, an engine rank through those of the engine, each for itself.
+holds, an engine rank through the weights of the engine, each for itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Of one weight: what the ranks of the trainer's tp (etp) axis hold, and engine ranks want."""
+    """The parts of one weight on the ranks of the trainer's tp (etp) axis and on engine ranks."""
 
     cols: dict[range, list[int]]  # of A
     rows: dict[range, list[int]]  # of B
@@ -77,7 +77,7 @@ class FactorTables:
         self._parts: dict[object, Parts] = {}
 
     def of_trainer(self, rank: int) -> Iterator[Factor]:
-        """What a trainer rank holds of factors that engines have, too."""
+        """The factors of a trainer rank that engines have, too."""
         where = coords_of(self.trainer, rank)
         return self._factors(self._targets(where.pp, self._experts(where.ep, self.trainer.ep)))
 

@@ -1,9 +1,9 @@
-"""What engine ranks hold once they have merged a version: digests from the trainer's own weights.
+"""Digests of merged weights of engine ranks, computed from the trainer's own weights.
 
 An engine computes W0 + s B A from factors that it received and a W0 that it loaded.  The trainer
 trains on the same sum, so each rank digests the pieces of its live weights that it would have sent
-without adapters, and says the sum per engine rank.  Engine ranks digest the same pieces of what
-they are about to write (`engine_adapters`), before anything is written.  All weights count, also
+without adapters, and says the sum per engine rank.  Engine ranks digest the same pieces of the
+merged weights (`engine_adapters`) before they write them.  All weights count, also
 those without factors: an engine that loaded another model is found, too.  With adapter slots
 weights stay W0 on both sides, so these digests say that W0 is the same.
 """
@@ -24,8 +24,8 @@ _LATE_S = 600.0  # for a bucket that another thread packs; none does
 class MergedTotals:
     """Of one rank and one plan of whole weights; used by the threads of all engines with it."""
 
-    def __init__(self, plan: SenderPlan, snapshot: WeightSnapshot) -> None:
-        self._packer = BucketPacker(plan, snapshot)
+    def __init__(self, sender_plan: SenderPlan, snapshot: WeightSnapshot) -> None:
+        self._packer = BucketPacker(sender_plan, snapshot)
         self._packer.join()
         self._known: tuple[PolicyVersion | None, dict[int, int]] = (None, {})
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Adapters as SGLang's own loader reads them: two tensors per weight, each expert's included.
 
 It has one rank per adapter, scales by alpha / r alone (no rsLoRA), and stacks the factors of the
-parts of a fused tensor, all of which must be there; experts need all three projections.  So smaller
+parts of a fused tensor, all of which must exist; experts need all three projections.  So smaller
 ranks are padded with zeros and missing parts are zeros, which changes no product.
 Read at SGLang 0.5.23, srt/lora/lora.py and mem_pool.py.
 """
@@ -65,7 +65,7 @@ def sglang_form(
 
 
 def _together(module: str) -> list[str]:
-    """The modules that SGLang loads together with this one, some of which a model may lack."""
+    """The modules that SGLang loads together with a module, some of which a model may lack."""
     parent, dot, leaf = module.rpartition(".")  # the head has no parent
     group = next((group for group in _TOGETHER if leaf in group), (leaf,))
     return [f"{parent}{dot}{name}" for name in group]

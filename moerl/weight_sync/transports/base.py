@@ -2,7 +2,7 @@
 
 An engine rank opens a `Staging` buffer and passes its endpoint on in a control message; each
 trainer rank connects a `Link` to it and puts bytes at offsets.  A put is one-sided for the caller:
-threads of the Staging do what the receiving side must do (accept, receive, acknowledge), so a
+threads of the Staging do the work of the receiving side (accept, receive, acknowledge), so a
 session never waits for the program of a peer.
 
     engine rank                                  trainer rank
@@ -17,7 +17,7 @@ session never waits for the program of a peer.
 Deadlines are `time.monotonic()` seconds.  Every call ends by its deadline or raises TransportError;
 after an error a Link is not used again.  A Staging whose session failed is closed and never reused:
 a late sender then writes into memory that no process reads.
-`Guarantees` states what a transport promises as data, for sessions and tests.
+`Guarantees` states the promises of a transport as data, for sessions and tests.
 
 Rejected: collectives (a broadcast has no endpoint and no retry), pickled tensors over HTTP.
 Idea: the registered segments and one-sided writes of Mooncake's Transfer Engine.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Guarantees:
-    """What a transport promises; the session handles each missing promise."""
+    """The promises of a transport; the session handles each missing promise."""
 
     one_sided: bool  # a put needs no thread of the receiving process
     late_join: bool  # a new engine is served without touching the links of the others
@@ -97,7 +97,7 @@ class Transport(Protocol):
     guarantees: Guarantees
 
     def open(self, num_bytes: int) -> Staging:
-        """A buffer that senders can reach.  Raises TransportError when there is no room."""
+        """A buffer that senders can reach.  Raises TransportError without room for it."""
         ...
 
     def connect(self, endpoint: bytes, deadline: float) -> Link:

@@ -1,9 +1,9 @@
 """CUDA IPC: staging in the engine's GPU memory, which trainer ranks of the node map and write into.
 
-Packing straight into the mapping makes a transfer one copy, GPU to GPU (over NVLink where there is
-one), without NCCL and without the receiver's threads.  The memory handle is 64 opaque bytes inside
-the endpoint; nothing is unpickled.  Buffers come from the driver and not from torch's allocator,
-whose segments hold other tensors too: only the staging buffer is exported.
+Packing straight into the mapping makes a transfer one copy, GPU to GPU (over NVLink where
+installed), without NCCL and without the receiver's threads.  The memory handle is 64 opaque bytes
+inside the endpoint; nothing is unpickled.  Buffers come from the driver and not from torch's
+allocator, whose segments hold other tensors too: only the staging buffer is exported.
 
 Each buffer has a memory file without a name (as in `shm`).  It shows senders that the owner is
 alive and has not closed the staging, admits the same user only, and carries the lock that tells the
@@ -71,7 +71,7 @@ class CudaIpc:
 
 
 def make(address: str) -> CudaIpc:
-    """address: of the private interface, not used here."""
+    """Make the transport.  address: of the private interface, not used."""
     if not torch.cuda.is_available():
         raise TransportError(
             "missing", "cuda_ipc needs a CUDA GPU on both sides, torch sees none: use shm or gloo"

@@ -5,10 +5,10 @@ its offset, with its digest in the header, written under another name and rename
 exists is whole, any safetensors reader opens it, and the engine can fetch it after its sender died.
 
 All files are removed: the engine rank removes a file once it is in the buffer and the folder when
-it closes; a sender removes what it did not flush.  The owner holds a lock on its folder, which the
-kernel releases when it dies, so a sender notices a dead engine, and every process that uses the
-same root (a sender closing, an engine opening) removes folders without an owner.  The file system
-must support flock across machines (NFS 4 and Lustre do).
+it closes; a sender removes files that it did not flush.  The owner holds a lock on its folder,
+which the kernel releases when it dies, so a sender notices a dead engine, and every process that
+uses the same root (a sender closing, an engine opening) removes folders without an owner.  The file
+system must support flock across machines (NFS 4 and Lustre do).
 
 Rejected: safetensors' own writer (a second copy of every tensor in memory), fsync (the digest finds
 a torn file).
@@ -55,7 +55,10 @@ class Disk:
     )
 
     def __init__(self, root: Path) -> None:
-        """root: an existing folder that only the user of both sides can write to."""
+        """Keep the root.
+
+        root: an existing folder that only the user of both sides can write to.
+        """
         self._root = root
 
     def open(self, num_bytes: int) -> DiskStaging:
@@ -72,7 +75,10 @@ class Disk:
 
 
 def make(root: str) -> Disk:
-    """root: the shared folder, not the temporary folder, which each engine has for itself."""
+    """Make the transport.
+
+    root: the shared folder, not the temporary folder, which each engine has for itself.
+    """
     return Disk(Path(root))
 
 
@@ -180,7 +186,7 @@ def _write(path: Path, offset: int, data: Tensor, deadline: float) -> None:
 
 
 def _read(path: Path, buffer: Tensor, deadline: float) -> None:
-    """Copy a file to its place and verify it there."""
+    """Copy a file to its place and verify the copy."""
     with path.open("rb") as file:
         try:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -22,7 +22,7 @@ def make(name: str, *, address: str, folder: str = "") -> Transport:
     """The transport called `name`.
 
     address: of the interface that trainer and engines share; folder: root of `disk`'s files.
-    Raises ConfigError for an unknown name, TransportError (missing) when a library is not there.
+    Raises ConfigError for an unknown name, TransportError (missing) for a missing library.
     """
     if name not in _MODULES:
         raise ConfigError("sync.transport", name, f"use one of {NAMES}")

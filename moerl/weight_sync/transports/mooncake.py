@@ -1,6 +1,6 @@
 """One-sided writes by Mooncake's Transfer Engine: RDMA on clusters, TCP anywhere.
 
-The engine rank registers its staging buffer, which is host memory, page-locked where CUDA is there;
+The engine rank registers its staging buffer, which is host memory, page-locked where CUDA works;
 senders write into it without any of its threads.  So an engine's GPU holds no second copy of its
 weights.
 Both ends check the range of every write here: over TCP the library accepts a write from memory
@@ -19,7 +19,8 @@ alive; the staging it writes to is closed by then.
 A source is registered by its whole storage at the first put from it and stays registered until the
 link closes: put from few long-lived buffers (`_MAX_SOURCES` bounds the pinned memory).
 
-Needs the extra `moerl[mooncake]` (`moerl[mooncake-cpu]` without CUDA) and the system's libibverbs.
+Needs `pip install '.[mooncake]'` in a checkout (`'.[mooncake-cpu]'` without CUDA) and the system's
+libibverbs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class Mooncake:
     )
 
     def __init__(self, address: str, *, protocol: str = "tcp", devices: str = "") -> None:
-        """address: of the private interface; devices: RDMA cards, with commas; empty = all."""
+        """Start the engine of the library.  Raises TransportError (missing).
+
+        address: of the private interface; devices: RDMA cards, with commas; empty = all.
+        """
         engine_type = _library()
         self._protocol = protocol
         self._engine = engine_type()
@@ -256,8 +260,8 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise TransportError(
             "missing",
-            "mooncake is not installed: install the extra moerl[mooncake], "
-            "or moerl[mooncake-cpu] without CUDA",
+            "mooncake is not installed: in a checkout, pip install '.[mooncake]', "
+            "or '.[mooncake-cpu]' without CUDA",
         ) from error
     except ImportError as error:
         raise TransportError(

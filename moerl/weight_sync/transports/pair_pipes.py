@@ -8,7 +8,7 @@ gloo sends host memory.  NCCL sends device memory only, so its pipe copies throu
 A sending pipe has two buckets until it settles; the pipes of one staging share two.  So a publish
 takes four buckets per pair of an engine and a trainer rank at most, whatever the model's size.
 Each bucket works on a side stream: training and decoding never wait for it, and the copy out of one
-bucket runs while the other one is in transit.
+bucket runs while the other is in transit.
 
 A group of NCCL has no deadline and does not hear of a peer's death in every case.  So the pipe
 polls the operation, the control socket and the deadline, and aborts the communicator itself.  The
@@ -75,7 +75,10 @@ class HostPipe:
     most = 2**62
 
     def __init__(self, group: Any, peer: int) -> None:
-        """group: torch's ProcessGroupGloo, which its stubs describe in part."""
+        """Pipe to `peer` in a group of two.
+
+        group: torch's ProcessGroupGloo, which its stubs describe in part.
+        """
         self._group, self._peer = group, peer
         self._works: list[tuple[dist.Work, Tensor]] = []  # the tensor stays alive until it is sent
 
@@ -106,7 +109,7 @@ class _DeviceBucket:
 
 
 class DeviceBuckets:
-    """Two buckets, lent to pipes; allocated when the first is asked for."""
+    """Two buckets, lent to pipes; allocated when the first pipe takes them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,7 +160,10 @@ class DevicePipe:
         buckets: DeviceBuckets | None,
         check: Check,
     ) -> None:
-        """group: ProcessGroupNCCL; buckets: None = two of its own, kept until `settle`."""
+        """Pipe to `peer` in a group of two.
+
+        group: ProcessGroupNCCL; buckets: None = two of its own, kept until `settle`.
+        """
         self._group, self._peer, self._device, self._check = group, peer, device, check
         self._shared = buckets
         self._own: DeviceBuckets | None = None
@@ -238,7 +244,7 @@ def _check_both(check: Check, deadline: float, doing: str) -> None:
 
 @contextmanager
 def _named(deadline: float, doing: str) -> Iterator[None]:
-    """What torch's groups raise, as a TransportError."""
+    """Raise errors of torch's groups as TransportError."""
     try:
         yield
     except RuntimeError as error:

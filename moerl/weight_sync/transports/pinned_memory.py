@@ -1,7 +1,7 @@
-"""Page-locked host memory, where CUDA is there: a GPU copies to and from it without the CPU.
+"""Page-locked host memory, where CUDA works: a GPU copies to and from it without the CPU.
 
-torch's own allocator of pinned memory rounds up to a power of two and keeps what is freed; a
-staging of 33 GB would take 64.  Registered pages are also what shared memory needs.
+torch's own allocator of pinned memory rounds up to a power of two and keeps freed memory; a
+staging of 33 GB would take 64.  Shared memory needs registered pages anyway.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def host_tensors(like: Sequence[Tensor]) -> list[Tensor]:
 def tensor_over(mapping: mmap.mmap, num_bytes: int, *, page_locked: bool) -> Tensor:
     """The mapping's first bytes, unmapped when the last view of them goes.
 
-    page_locked: where CUDA is there.  Raises TransportError (room).
+    page_locked: where CUDA works.  Raises TransportError (room).
     """
     return torch.frombuffer(_block(mapping, page_locked=page_locked), dtype=torch.uint8)[:num_bytes]
 

@@ -6,12 +6,12 @@ the Staging: it reads the announced ranges from a control socket and posts the m
 
 The control socket checks the token of the endpoint first, and the group's rendezvous runs through
 it too, so no store with its own port is open to unauthenticated readers.  The data sockets of gloo
-and NCCL have no token: they bind to the address of the private interface, and only there (gloo),
-or where NCCL_SOCKET_IFNAME says (NCCL).
+and NCCL have no token: they bind to the address of the private interface, and to no other (gloo),
+or to NCCL_SOCKET_IFNAME (NCCL).
 
-One code path serves both, and the pair's pipe (`pair_pipes`) knows what the backend sends.
-Staging is host memory with both, page-locked where CUDA is there.  NCCL ran on the device double
-only, whose groups are gloo's: what its guarantees promise is by design.
+One code path serves both, and the pair's pipe (`pair_pipes`) knows which memory the backend sends.
+Staging is host memory with both, page-locked where CUDA works.  NCCL ran on the device double
+only, whose groups are gloo's: its guarantees hold by design, not by a run.
 
 Rejected: one group over all engines (a dead engine fails the others), TCPStore (no token).
 """
@@ -67,7 +67,9 @@ class GroupTransport:
     """gloo or NCCL, one group of two per pair."""
 
     def __init__(self, address: str, *, backend: str = "gloo") -> None:
-        """address: of the private interface that trainer and engines share.
+        """Make the transport.
+
+        address: of the private interface that trainer and engines share.
 
         NCCL uses the calling thread's current device; other threads of a process have another one.
         Raises TransportError (missing) for NCCL without CUDA.
@@ -153,7 +155,7 @@ class GroupLink:
     def __init__(
         self, target: _Endpoint, address: str, device: torch.device, deadline: float
     ) -> None:
-        """address: of this side's interface."""
+        """Connect to the staging.  address: of this side's interface."""
         self._size = target.num_bytes
         self._flushes = 0
         self._channel = open_channel(target.server_address, deadline)
@@ -236,7 +238,7 @@ class _Pair:
     deadline: float
 
     def pipe(self, device: torch.device, buckets: DeviceBuckets | None = None) -> Pipe:
-        """Meet the other side.  buckets: those of the receiving side.  Raises TransportError."""
+        """Meet the other side.  buckets: of the receiving side.  Raises TransportError."""
         store = _PairStore(self.channel, self.deadline)
         try:
             if self.backend == "gloo":

@@ -6,7 +6,7 @@ allows to the same user only.  The size is sealed: a receiver cannot shrink the 
 (a write beyond the end would kill the sender).
 
 Packing straight into the mapping makes a transfer one copy, at the speed of memcpy.  The receiver
-page-locks its mapping where CUDA is there, so that a commit copies to the GPU without the CPU.
+page-locks its mapping where CUDA works, so that a commit copies to the GPU without the CPU.
 
 Rejected: files in /dev/shm (stay after a crash), multiprocessing.shared_memory (its resource
 tracker removes memory that other processes use).
@@ -53,7 +53,7 @@ class SharedMemory:
 
 
 def make(address: str) -> SharedMemory:
-    """address: of the private interface, not used here."""
+    """Make the transport.  address: of the private interface, not used."""
     return SharedMemory()
 
 

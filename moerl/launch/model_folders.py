@@ -1,0 +1,94 @@
+"""Folders of the models that a run starts from, made before any process starts."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from moerl.config import Config
+from moerl.config.resume import check_adapters
+from moerl.core.errors import ConfigError, LayoutError, ModelError
+from moerl.core.json_files import read_model_config
+from moerl.layout import ModelSpec, model_spec
+from moerl.runtime.run_dir import RunDir, read_manifest
+from moerl.trainer.checkpoints.checkpoint_files import MANIFEST
+from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint
+
+log = logging.getLogger(__name__)
+
+
+def check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
+    """Check that a reference or teacher is a known model with the student's vocabulary."""
+    try:
+        other = model_spec(read_model_config(Path(folder)))
+    except (ModelError, LayoutError) as error:
+        raise ConfigError(field, folder, str(error)) from error
+    if other.vocab_size != student.vocab_size:
+        raise ConfigError(
+            field,
+            folder,
+            f"it has {other.vocab_size} vocabulary entries, the trained model has "
+            f"{student.vocab_size}; both must share a tokenizer",
+        )
+
+
+def with_tiny_model(config: Config, run: RunDir) -> Config:
+    """Make the tiny model of a recipe in the run directory, once."""
+    if not config.model.tiny.enabled or config.model.path:
+        return config
+    from moerl.data.tiny_model import make_tiny_model
+
+    folder = run.root / "model"
+    if not folder.is_dir():
+        make_tiny_model(folder, config.model.tiny, config.run.seed)
+    return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def with_start(config: Config, run: RunDir) -> Config:
+    """Make a model folder of the weights of `checkpoint.start`, or of its adapters, once.
+
+    Engines, trainer and reference then begin with it as with any other model: their first version
+    has its weights, and an engine that starts again later does, too.
+    """
+    start, folder = config.checkpoint.start, run.root / "start"
+    if not start:
+        return config
+    if not folder.is_dir():
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.dtype]
+        try:
+            found = find_checkpoint(Path(start))
+        except ModelError as error:
+            raise ConfigError("checkpoint.start", start, str(error)) from error
+        options = ["--model", config.model.path]
+        if config.lora.rank and (found / MANIFEST).is_file() and read_manifest(found).get("lora"):
+            check_adapters(config, read_manifest(found))
+            _convert(start, found, folder, options, "start_adapter")
+        else:
+            _convert(start, found, folder, [*options, "--dtype", dtype])
+    if (folder / "adapter_config.json").is_file():
+        return replace(config, lora=replace(config.lora, start=str(folder)))
+    return replace(config, model=replace(config.model, path=str(folder)))
+
+
+def _convert(
+    start: str, found: Path, folder: Path, options: list[str], tool: str = "convert_cli"
+) -> None:
+    """Run a converter in its own process: this process would keep the memory of its imports.
+
+    Raises ConfigError with the last line of the converter.
+    """
+    command = [sys.executable, "-m", f"moerl.trainer.checkpoints.{tool}", str(found)]
+    process = subprocess.Popen(
+        [*command, str(folder), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None, "it is a pipe"
+    last = ""
+    for line in io.TextIOWrapper(process.stderr, encoding="utf-8", errors="replace"):
+        last = line.strip() or last
+        log.info("checkpoint.start: %s", line.rstrip())
+    if process.wait():
+        raise ConfigError("checkpoint.start", start, last.removeprefix("error: "))
