@@ -1,12 +1,12 @@
 """A recorded request keeps its own cache slots where another request computed the same prefix.
 
 SGLang records by cache slot.  When two requests compute one prefix at the same time, the second to
-publish it in the prefix cache gives its slots up for those of the first: its record would then name
-what the other request chose, although its own tokens were computed from its own choice.  Mostly
-both made the same choice.  Where they did not (scores that tie, rounding), or where that cannot be
-told yet, the request stays out of the prefix cache, which SGLang allows per request: it keeps its
-slots, its keys and its record.  A prefix found in the cache is another matter: its slots, and so
-its rows, are what the request really used.
+publish it in the prefix cache exchanges its slots for the slots of the first: its record would then
+name the experts of the other request, although its own tokens were computed from its own choice.
+Mostly both made the same choice.  Where they did not (scores that tie, rounding), or where the rows
+are not known yet, the request stays out of the prefix cache, which SGLang allows per request: it
+keeps its slots, its keys and its record.  A prefix found in the cache is another matter: the
+request really used its slots, and so its rows.
 
 Rejected: refusing such records (siblings of one prompt meet often), no prefix cache at all.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def publish(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
-    """AROUND checkpoint_kv_cache: a running request publishes what it has computed so far."""
+    """AROUND checkpoint_kv_cache: a running request publishes its prefix so far."""
     if req.return_routed_experts or req.return_indexer_topk:
         req.skip_radix_cache_insert |= not _may_share(req, tree_cache)
     original(req, tree_cache)
@@ -57,7 +57,7 @@ def _in_cache(req: Any, tree_cache: Any) -> Tensor:
 
 
 def _rows() -> Iterator[Tensor]:
-    """What is recorded, by slot."""
+    """The recorded rows of each capturer, by slot."""
     from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
