@@ -31,9 +31,9 @@ def sample(
     survives.  Weights and ids are [B, max_top_k] then, which callers take like [B, V].  Requests
     with seeds keep the whole sort: their draws must not depend on the batch.
     """
-    short = max_top_k is not None and max_top_k < probs.shape[-1]
     limits = (top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
-    if not short or sampling_seed is not None or not return_filtered_probs:
+    needs_all = sampling_seed is not None or not return_filtered_probs
+    if max_top_k is None or max_top_k >= probs.shape[-1] or needs_all:
         return original(
             probs, *limits, return_filtered_probs=return_filtered_probs, max_top_k=max_top_k
         )
