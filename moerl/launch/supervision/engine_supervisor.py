@@ -370,7 +370,7 @@ class Membership:
             log.warning("engine %d ended badly: %s", index, error)
             self._gone(index)
 
-        ref = self._placed[index].actor.leave.remote()
+        ref: Any = self._placed[index].actor.leave.remote()
         self._context.calls.send(
             ref, f"engine {index}", lambda node: self._ended(node, index), failed, _STOP_S
         )

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.base import check_range
 from moerl.weight_sync.transports.cuda_driver import Driver
 from moerl.weight_sync.transports.shm import check_memfd, open_memfd
 
@@ -51,13 +51,6 @@ class CudaIpc:
     """A `Transport` between GPU processes of one user on one machine."""
 
     name = "cuda_ipc"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=True,
-    )
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

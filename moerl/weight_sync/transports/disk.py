@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import check_range, read_endpoint
 
 _PREFIX = "moerl-staging-"
 _OWNER = "owner.lock"
@@ -46,13 +46,6 @@ class Disk:
     """A `Transport` through a folder that both sides mount under the same name."""
 
     name = "disk"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=False,
-    )
 
     def __init__(self, root: Path) -> None:
         """Keep the root.

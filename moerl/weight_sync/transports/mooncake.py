@@ -39,7 +39,7 @@ from torch import Tensor
 from moerl.config.transport_rules import DEVICES, PROTOCOL
 from moerl.core.errors import TransportError
 from moerl.distributed.token_server import ServerAddress, TokenServer, open_channel
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import check_range, read_endpoint
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,6 @@ class Mooncake:
     """A `Transport` by remote memory access; one Transfer Engine per process and instance."""
 
     name = "mooncake"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=False,
-    )
 
     def __init__(self, address: str, *, protocol: str = "tcp", devices: str = "") -> None:
         """Start the engine of the library.  Raises TransportError (missing).

@@ -11,7 +11,7 @@ or to NCCL_SOCKET_IFNAME (NCCL).
 
 One code path serves both, and the pair's pipe (`pair_pipes`) knows which memory the backend sends.
 Staging is host memory with both, page-locked where CUDA works.  NCCL ran on the device double
-only, whose groups are gloo's: its guarantees hold by design, not by a run.
+only, whose groups are gloo's: its promises hold by design, not by a run.
 
 Rejected: one group over all engines (a dead engine fails the others), TCPStore (no token).
 """
@@ -40,7 +40,7 @@ from moerl.distributed.token_server import (
     open_channel,
     seconds_left,
 )
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import check_range, read_endpoint
 from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,
     DevicePipe,
@@ -76,13 +76,6 @@ class GroupTransport:
         """
         assert backend in ("gloo", "nccl"), f"backend {backend!r} is neither gloo nor nccl"
         self.name = backend
-        self.guarantees = Guarantees(
-            one_sided=False,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=False,
-        )
         self._address = address
         self._device = _device(backend)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.base import check_range
 from moerl.weight_sync.transports.pinned_memory import tensor_over
 
 _NAME = "moerl-staging"
@@ -37,13 +37,6 @@ class SharedMemory:
     """A `Transport` between processes of one user on one machine."""
 
     name = "shm"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=True,
-    )
 
     def open(self, num_bytes: int) -> SharedStaging:
         return SharedStaging(num_bytes)
