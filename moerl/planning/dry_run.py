@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +23,18 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
-from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
+from moerl.config.clusters import (
+    VISIBLE,
+    Node,
+    Placement,
+    TrainerSlot,
+    engine_gpus,
+    is_local,
+    mapped_gpus,
+    placement,
+    starts_on_cuda,
+    visible_devices,
+)
 from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig, TinyModel
@@ -39,7 +51,6 @@ from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
-from moerl.planning.device_table import device_lines
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
@@ -263,8 +274,6 @@ def _local_context(config: Config, run: RunDir) -> RunContext:
         incarnation=0,
         node="local",
         blob_dir=Path(config.cluster.blob_dir) / "moerl-RUN",
-        checkpoint=None,
-        records=None,
     )
 
 
@@ -506,3 +515,58 @@ def _rendered(table: Table) -> str:
     out = io.StringIO()
     Console(file=out, width=_WIDTH, force_terminal=False, color_system=None).print(table)
     return out.getvalue()
+
+
+# --- GPUs of each process -------------------------------------------------------------------------
+def device_lines(config: Config, placed: Placement) -> list[str]:
+    """One line per engine, and per kind of rank and node; none without GPUs."""
+    if is_local(config.cluster):
+        environment: Mapping[str, str] = os.environ
+        engines = [
+            f"  engine {slot.engine}: {visible_devices(slot.devices)[VISIBLE]}"
+            for slot in placed.engines
+            if slot.devices
+        ]
+    else:
+        environment, engines = {}, _dealt(placed)
+    jobs = (("trainer", placed.trainers), ("reference", placed.ref_models))
+    ranks = [line for job, slots in jobs for line in _ranks(job, slots, environment)]
+    ranks += _mapped(config, placed, environment)
+    return [f"devices, as {VISIBLE}:", *engines, *ranks] if engines or ranks else []
+
+
+def _dealt(placed: Placement) -> list[str]:
+    """On a cluster Ray chooses the node of an engine, and which of its GPUs it gets."""
+    each = " or ".join(map(str, sorted({len(slot.devices) for slot in placed.engines})))
+    nodes = [node for node in placed.nodes if engine_gpus(placed, node)]
+    return [
+        f"  engines on {_label(list(alike))}: {','.join(map(str, gpus))}; each gets {each} of them "
+        "from Ray"
+        for gpus, alike in groupby(nodes, key=lambda node: engine_gpus(placed, node))
+    ]
+
+
+def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str]) -> list[str]:
+    """Lines of the ranks of one job.  environment: of the process that starts them."""
+    lines = []
+    for gpus, alike in groupby(slots, key=lambda slot: slot.devices):
+        if gpus:
+            label = _label([slot.node for slot in alike])
+            named = visible_devices(gpus, environment)[VISIBLE]
+            lines.append(f"  {job} ranks on {label}: {named}; local rank 0 has the first")
+    return lines
+
+
+def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -> list[str]:
+    """GPUs behind a rank's own GPUs in its variable; it computes on its own GPUs only."""
+    slot = placed.trainers[0]
+    others = mapped_gpus(config, placed, slot)
+    if not others:
+        return []
+    every = visible_devices((*slot.devices, *others), environment)[VISIBLE].split(",")
+    behind = ",".join(every[len(slot.devices) :])
+    return [f"  trainer ranks also see {behind} behind their own, to write weights into (cuda_ipc)"]
+
+
+def _label(nodes: Sequence[Node]) -> str:
+    return nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} .. {nodes[-1].name}"

@@ -44,9 +44,10 @@ class Staging(Protocol):
     def fetch(self, deadline: float) -> None:
         """Return once every byte that senders have flushed is in `buffer`.
 
-        Raises TransportError.  A transport that writes into the buffer itself has nothing to do.
+        Raises TransportError.  Nothing to do where senders write into the buffer itself, or where a
+        flush is answered after its bytes are there.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Release everything, files included; senders get errors from now on.  Repeatable."""
@@ -67,7 +68,7 @@ class Link(Protocol):
 
     def view(self, offset: int, num_bytes: int) -> Tensor | None:
         """The remote range as local memory, to pack into without a copy; None if not mapped."""
-        ...
+        return None
 
     def flush(self, deadline: float) -> None:
         """Return once all puts have reached the remote side.  Raises TransportError."""

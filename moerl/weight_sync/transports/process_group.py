@@ -40,7 +40,7 @@ from moerl.distributed.token_server import (
     open_channel,
     seconds_left,
 )
-from moerl.weight_sync.transports.base import check_range, read_endpoint
+from moerl.weight_sync.transports.base import Link, Staging, check_range, read_endpoint
 from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,
     DevicePipe,
@@ -99,7 +99,7 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class GroupStaging:
+class GroupStaging(Staging):
     """The receiving side: a thread per sender."""
 
     def __init__(self, address: str, backend: str, device: torch.device, num_bytes: int) -> None:
@@ -110,9 +110,6 @@ class GroupStaging:
         self.endpoint = msgspec.json.encode(
             _Endpoint(backend, self._server.server_address, num_bytes)
         )
-
-    def fetch(self, deadline: float) -> None:
-        """Nothing to do: a flush is answered only after its bytes are in the buffer."""
 
     def close(self) -> None:
         self._server.close()
@@ -142,7 +139,7 @@ class GroupStaging:
             raise TransportError("refused", f"frame kind {kind} of {len(payload)} bytes is unknown")
 
 
-class GroupLink:
+class GroupLink(Link):
     """The sending side of one pair."""
 
     def __init__(
@@ -166,9 +163,6 @@ class GroupLink:
             frame = _RANGE.pack(offset + first, part.numel(), seconds_left(deadline))
             self._channel.send(_PUT, frame, deadline)
             self._pipe.send(part, deadline)
-
-    def view(self, offset: int, num_bytes: int) -> Tensor | None:
-        return None
 
     def flush(self, deadline: float) -> None:
         self._pipe.settle(deadline)
