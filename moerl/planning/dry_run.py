@@ -37,7 +37,7 @@ from moerl.config.clusters import (
 )
 from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
-from moerl.config.schema import ParallelConfig, TinyModel
+from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
@@ -219,7 +219,8 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         if placed.ref_models:
             lines.append(f"  {shlex.join(ref_model_command(context, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
-        nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
+        groups = groupby(node.name.rpartition("-")[0] for node in placed.nodes)
+        nodes = ", ".join(f"{len(list(group))} x {name}" for name, group in groups)
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
         lines.append(f"  {shlex.join(['tools/launch/slurm.sbatch', *recipe])}")
     elif config.cluster.launcher == "kuberay":
@@ -230,10 +231,6 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         command = shlex.join(torchrun(config, placed, placed.trainers[0]))
         lines += ["the first torchrun.sh runs:", f"  {command}"]
     return "\n".join([*lines, *_engine_commands(config, placed)])
-
-
-def _groups(placed: Placement) -> Any:
-    return groupby(node.name.rpartition("-")[0] for node in placed.nodes)
 
 
 def _engine_commands(config: Config, placed: Placement) -> list[str]:
@@ -366,7 +363,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
     model = config.model
     is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
     if not model.path or (model.tiny.enabled and is_to_be_made):
-        return _tiny_shapes(model.tiny)
+        return tiny_config(model.tiny, vocab_size=128)  # its tokenizer has fewer tokens
     return shapes_of(model.path)
 
 
@@ -376,11 +373,6 @@ def _ref_model_shapes(config: Config) -> list[ModelSpec]:
         model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
         for path in ref_models_of(config).values()
     ]
-
-
-def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
-    """Shapes that `moerl.data.tiny_model` makes; its tokenizer has fewer than 128 tokens."""
-    return tiny_config(tiny, vocab_size=128)
 
 
 def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
@@ -401,11 +393,8 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
 def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
     """First, largest and last stage, without repetition."""
     largest = max(ranks, key=lambda rank: rank.total)
-    return sorted({r.stage: r for r in (ranks[0], largest, ranks[-1])}.values(), key=_stage)
-
-
-def _stage(rank: TrainerMemory) -> int:
-    return rank.stage
+    by_stage = {rank.stage: rank for rank in (ranks[0], largest, ranks[-1])}
+    return [by_stage[stage] for stage in sorted(by_stage)]
 
 
 def _engine_line(config: Config, size: _Size, placed: Placement) -> str:

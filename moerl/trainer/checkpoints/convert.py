@@ -216,7 +216,7 @@ def _stored_dtype(tensor: ModelTensor, source: Source, dtype: torch.dtype | None
         return dtype
     found = {source.dtype(tile.hf) for tile in tensor.tensor.tiles}
     if len(found) > 1:
-        kinds = ", ".join(sorted(map(_name, found)))
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in found))
         raise ConfigError("--dtype", None, f"{tensor.local_name} is made of {kinds}; choose one")
     return found.pop()
 
@@ -275,7 +275,3 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
         return {name: source.dtype(name) for name in shapes}
     fixed = pinned(source.spec)
     return {name: source.dtype(name) if name in fixed else dtype for name in shapes}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
