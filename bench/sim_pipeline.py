@@ -1,4 +1,4 @@
-"""The simulation of `moerl.planning.simulate` against the measured runs of bench/async_speedup.py.
+"""The simulation of `bench/pipeline_simulation.py` against the runs of bench/async_speedup.py.
 
     python bench/async_speedup.py && python bench/sim_pipeline.py [--work DIR]
 
@@ -17,8 +17,7 @@ import statistics
 from pathlib import Path
 
 from async_speedup import GROUPS, ROOT, SCORERS, SIBLINGS, Result, fit_decode
-
-from moerl.planning.simulate import Choice, Costs, Workload, scaled, simulate
+from pipeline_simulation import Choice, Costs, Workload, scaled, simulate
 
 LIMIT = 0.15
 ENGINES = 1

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from moerl.audit.dump_command import check_dump
 from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
@@ -164,8 +163,30 @@ def mismatch(
 
 
 app.command("check-layout")(shape_commands.check_layout)
-app.command("check-dump")(check_dump)
 app.command()(shape_commands.plan)
+
+
+@app.command()
+def check_dump(
+    dump: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .jsonl or .npz (docs/formats.md).")
+    ],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Its model's folder, or a config.json.")
+    ],
+) -> None:
+    """Check recorded rollouts of another system against a model's shapes, and count them.
+
+    A missing, unknown or misfitting field is reported with its line or rollout.  `moerl mismatch
+    RECIPE --records FILE` then scores the file; that needs the trainer.
+
+    Example:
+
+      moerl check-dump dump.jsonl configs/models/qwen3-30b-a3b
+    """
+    from moerl.audit.dumps import summary
+
+    typer.echo(summary(dump, model))
 
 
 @app.command()

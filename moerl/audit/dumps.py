@@ -8,6 +8,7 @@ must see faults such as one routing row too many.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moerl.core.errors import RecordError
+from moerl.core.json_files import read_model_config
 from moerl.core.types import (
     Array,
     Finish,
@@ -27,7 +29,7 @@ from moerl.core.types import (
     SamplingParams,
     VersionSpan,
 )
-from moerl.layout import ModelSpec
+from moerl.layout import ModelSpec, model_spec
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.records.routing import check_ids, id_dtype
@@ -81,6 +83,16 @@ def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
+
+
+def summary(dump: Path, model: Path) -> str:
+    """Summary of a file that fits a model; needs no torch.
+
+    model: its folder, or a config.json.  Raises MoerlError naming line and field that do not fit.
+    """
+    shape = model_shape(model_spec(read_model_config(model)))
+    with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:
+        return describe(read_dump(dump, BlobStore(Path(folder), "dump"), shape), shape)
 
 
 def describe(rollouts: list[Rollout], shape: ModelShape) -> str:

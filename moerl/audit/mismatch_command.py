@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -41,16 +40,16 @@ from moerl.config.clusters import placement, visible_devices
 from moerl.config.schema import Precision
 from moerl.config.task_mixture import entries_of
 from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
-from moerl.core.errors import ConfigError, EngineError, MoerlError, TrainerError
+from moerl.core.errors import ConfigError, EngineError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
 from moerl.distributed.torchrun import TorchrunJob
+from moerl.launch.model_folders import with_tiny_model
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.records.header_check import check as check_rollout
-from moerl.runtime.process_tree import end_descendants
-from moerl.runtime.reaper import become_subreaper
+from moerl.runtime.process_tree import run_command
 from moerl.runtime.run_dir import RunDir
-from moerl.weight_sync.plan_check import check_plan
+from moerl.weight_sync.publisher import check_plan
 
 _WORST = 24  # rows of the table of worst tokens
 DTYPES: tuple[Precision, ...] = get_args(Precision)
@@ -156,11 +155,7 @@ def _context(config: Config, folder: Path) -> RunContext:
         )
     run = RunDir(folder)
     run.create()
-    if not config.model.path and config.model.tiny.enabled:
-        from moerl.data.tiny_model import make_tiny_model
-
-        make_tiny_model(folder / "model", config.model.tiny, config.run.seed)
-        config = replace(config, model=replace(config.model, path=str(folder / "model")))
+    config = with_tiny_model(config, run)
     return RunContext(
         config=config,
         run=run,
@@ -170,8 +165,6 @@ def _context(config: Config, folder: Path) -> RunContext:
         incarnation=0,
         node="local",
         blob_dir=folder / "blobs",
-        checkpoint=None,
-        records=None,
     )
 
 
@@ -368,34 +361,22 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def main() -> None:
     request = json.loads(sys.argv[1])
-    become_subreaper()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
     config = resolve(load_config(request["recipe"], request["overrides"]))
     if request["checkpoint"]:
         config = replace(config, model=replace(config.model, path=request["checkpoint"]))
     folder = Path(request["keep"] or Path(request["scratch"]) / "mismatch")
-    try:
-        check(config)
-        dump = Path(request["records"]) if request["records"] else None
-        found = measure(config, folder, num_tokens=request["tokens"], dump=dump)
-        page = write_page(Path(request["page"]), found)
-    except MoerlError as error:
-        _say(f"moerl: {error}")
-        return 1
-    except KeyboardInterrupt:
-        _say("moerl: interrupted")
-        return 130
-    finally:
-        end_descendants(grace_s=2.0)
+    check(config)
+    dump = Path(request["records"]) if request["records"] else None
+    found = measure(config, folder, num_tokens=request["tokens"], dump=dump)
+    page = write_page(Path(request["page"]), found)
     if request["json"]:
         print(json.dumps(found, indent=2))
     else:
         show(found)
         print(f"page: {page}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

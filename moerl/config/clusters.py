@@ -207,10 +207,11 @@ def _place_engines(config: Config, nodes: list[Node]) -> tuple[EngineSlot, ...]:
         fits = [n for n in nodes if not n.group.devices or len(free[n.name]) >= each]
         if len(fits) < span:
             total = sum(node.group.devices for node in nodes)
+            on = "one node" if span == 1 else f"{span} nodes"
             raise ConfigError(
                 "engine.count",
                 count,
-                f"{count} engines of tp {tp}, each on {_on(span)}, do not fit {len(nodes)} nodes "
+                f"{count} engines of tp {tp}, each on {on}, do not fit {len(nodes)} nodes "
                 f"with {total} GPUs",
             )
         bare = all(not node.group.devices for node in fits)
@@ -220,10 +221,6 @@ def _place_engines(config: Config, nodes: list[Node]) -> tuple[EngineSlot, ...]:
             free[node.name] = free[node.name][each:]
             slots.append(EngineSlot(engine, node, devices, part))
     return tuple(slots)
-
-
-def _on(nodes: int) -> str:
-    return "one node" if nodes == 1 else f"{nodes} nodes"
 
 
 def _place_trainer(

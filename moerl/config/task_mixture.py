@@ -54,11 +54,6 @@ def longest_row(config: Config) -> int:
     return max(e.max_prompt_tokens + e.sampling.max_new_tokens for e in entries_of(config))
 
 
-def longest_turn(config: Config) -> int:
-    """Most sampled tokens of one turn, over all tasks."""
-    return max(entry.sampling.max_new_tokens for entry in entries_of(config))
-
-
 def with_finite_top_k(sampling: SamplingConfig, *, kept: bool) -> SamplingConfig:
     """Give a truncating recipe without top_k a bound.  kept: sampling masks are recorded."""
     truncates = sampling.top_p < 1.0 or sampling.min_p > 0.0

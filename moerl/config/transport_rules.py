@@ -41,7 +41,7 @@ def default_transport(config: Config) -> TransportChoice:
     if is_local(config.cluster):
         return TransportChoice("shm", "trainer and engines are processes of one machine")
     if not why_not(config, "nccl"):
-        cards = _cards(config)
+        cards = sorted({card for group in _groups(config) for card in group.rdma})
         over = f"over {', '.join(cards)}" if cards else "over the cards that NCCL finds"
         return TransportChoice("nccl", f"every engine and trainer rank has a GPU; {over}")
     if mooncake_protocol(config) == "rdma":
@@ -73,7 +73,8 @@ def why_not(config: Config, name: TransportName) -> str:
         others = either(tuple(n for n in NAMES if n not in SAME_MACHINE))
         return f"it ends at the machine; use {others}"
     if name == "nccl" and not _on_gpus(config, placed=False):
-        return f"it needs a GPU for every engine and trainer rank; use {_without_gpus(config)}"
+        others = "shm or gloo" if is_local(config.cluster) else "gloo or mooncake"
+        return f"it needs a GPU for every engine and trainer rank; use {others}"
     return _why_not_ipc(config) if name == "cuda_ipc" else ""
 
 
@@ -94,10 +95,6 @@ def _on_gpus(config: Config, *, placed: bool) -> bool:
     return "cpu" not in platforms and (devices or (platforms == {"cuda"} and not placed))
 
 
-def _without_gpus(config: Config) -> str:
-    return "shm or gloo" if is_local(config.cluster) else "gloo or mooncake"
-
-
 def _groups(config: Config) -> Iterator[NodeGroup]:
     """Groups of nodes that hold engine or trainer ranks."""
     seen = []
@@ -105,10 +102,6 @@ def _groups(config: Config) -> Iterator[NodeGroup]:
         if any(node.has(role) for role in _ROLES) and node.group not in seen:
             seen.append(node.group)
             yield node.group
-
-
-def _cards(config: Config) -> list[str]:
-    return sorted({card for group in _groups(config) for card in group.rdma})
 
 
 # --- environment ----------------------------------------------------------------------------------

@@ -157,6 +157,10 @@ class Controller:
         """Start answering the trainer's hello; it may then publish and ask for plans."""
         self.trainer.engines_up.set()
 
+    def engines(self) -> list[dict[str, object]]:
+        """State of each engine."""
+        return self.context.pool.table()
+
     def engine_lost(self, index: int) -> None:
         self.context.pool.lost(index)
 

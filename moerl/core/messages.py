@@ -340,15 +340,10 @@ SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | Abo
 """What a publish session asks of one engine."""
 
 Message = (
-    Hello
+    SessionMessage
+    | Hello
     | TakePlan
     | StepDone
-    | PrepareUpdate
-    | VerifyUpdate
-    | RelayUpdate
-    | CommitUpdate
-    | AbortUpdate
-    | AskEngine
     | Failed
     | TakeRecords
     | Scored

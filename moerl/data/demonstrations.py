@@ -11,7 +11,6 @@ takes the next `batch` prompts, and the seed shuffles a file again in each epoch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -31,18 +30,13 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
-
-
-class Prompts(Protocol):
-    """`moerl.data.prompt_mixture.PromptMixture`."""
-
-    def prompt(self, index: int) -> Prompt: ...
+from moerl.data.prompt_mixture import PromptMixture
 
 
 def demonstration_plan(
     step: int,
     batch: int,
-    prompts: Prompts,
+    prompts: PromptMixture,
     encode: Callable[[str], Sequence[int]],
     eos: int,
     *,

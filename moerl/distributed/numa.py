@@ -29,7 +29,7 @@ def bind(visible: Iterable[str], sys: Path = Path("/sys")) -> frozenset[int]:
     visible: entries of CUDA_VISIBLE_DEVICES.  No core is returned, and nothing is bound, on a
     machine of one NUMA node and where a GPU or its node is not known.
     """
-    if len(_nodes(sys)) < 2:
+    if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
         return frozenset()
     cores = near(list(visible), _addresses(), sys) & os.sched_getaffinity(0)
     if cores:
@@ -58,10 +58,6 @@ def near(visible: Iterable[str], addresses: Mapping[str, str], sys: Path) -> fro
             return frozenset()
         cores |= _cores(sys / f"devices/system/node/node{node}/cpulist")
     return frozenset(cores)
-
-
-def _nodes(sys: Path) -> list[Path]:
-    return list((sys / "devices/system/node").glob("node[0-9]*"))
 
 
 def _node_of(address: str, sys: Path) -> int | None:

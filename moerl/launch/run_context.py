@@ -40,8 +40,7 @@ from moerl.runtime.run_dir import RunDir
 if TYPE_CHECKING:
     from moerl.controller.journal.journal import Journal
     from moerl.data.prompt_mixture import PromptMixture
-    from moerl.engine.host.follower import EngineFollower
-    from moerl.engine.host.host import EngineContext, EngineHost
+    from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
     from moerl.scoring import TaskScorers
 
@@ -71,8 +70,8 @@ class RunContext:
     incarnation: int  # trainer incarnation
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
-    checkpoint: Path | None  # to resume from
-    records: Path | None  # headers of trained groups, with rollout.keep_records
+    checkpoint: Path | None = None  # to resume from
+    records: Path | None = None  # headers of trained groups, with rollout.keep_records
     journal_dir: Path | None = None  # None = in the run directory
     reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
     _tokenizer: Any = field(default=None, repr=False)
@@ -149,7 +148,7 @@ class RunContext:
         return EngineHost(index, engine, self._engine_context(devices), blobs, followers)
 
     def engine_follower(self, index: int, tp: int) -> EngineFollower:
-        from moerl.engine.host.follower import EngineFollower
+        from moerl.engine.host.host import EngineFollower
 
         engine = replace(bind_node_address(self.config).engine, tp=tp)
         return EngineFollower(index, engine, self._engine_context())

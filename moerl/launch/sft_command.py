@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import sys
 from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
-from moerl.core.errors import MoerlError, TrainerError, printable
+from moerl.core.errors import TrainerError
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
 from moerl.launch.train import prepare
 from moerl.observe.metrics import MetricsWriter
-from moerl.runtime.process_tree import end_descendants
-from moerl.runtime.reaper import become_subreaper
+from moerl.runtime.process_tree import run_command
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.sft import STEP, supervised
 
@@ -55,24 +53,11 @@ def _report(context: RunContext, writer: MetricsWriter, metrics: dict[str, float
     )
 
 
-def main() -> int:
+def main() -> None:
     request = json.loads(sys.argv[1])
-    become_subreaper()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
-    try:
-        config = load_config(request["recipe"], request["overrides"])
-        run = sft(config)
-    except MoerlError as error:
-        print(f"moerl: {printable(error)}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("moerl: interrupted", file=sys.stderr, flush=True)
-        return 130
-    finally:
-        end_descendants(grace_s=2.0)
+    run = sft(load_config(request["recipe"], request["overrides"]))
     print(f"trained model  {run.hf}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,10 +23,21 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS, check_model_sizes
-from moerl.config.clusters import Placement, TrainerSlot, is_local, placement, starts_on_cuda
+from moerl.config.clusters import (
+    VISIBLE,
+    Node,
+    Placement,
+    TrainerSlot,
+    engine_gpus,
+    is_local,
+    mapped_gpus,
+    placement,
+    starts_on_cuda,
+    visible_devices,
+)
 from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
-from moerl.config.schema import ParallelConfig, TinyModel
+from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_mixture import entries_of, longest_row
 from moerl.config.task_programs import AgentConfig
@@ -39,7 +51,6 @@ from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
-from moerl.planning.device_table import device_lines
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
@@ -208,7 +219,8 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         if placed.ref_models:
             lines.append(f"  {shlex.join(ref_model_command(context, controller_endpoint, 0))}")
     elif config.cluster.launcher == "slurm":
-        nodes = ", ".join(f"{len(list(g))} x {n}" for n, g in _groups(placed))
+        groups = groupby(node.name.rpartition("-")[0] for node in placed.nodes)
+        nodes = ", ".join(f"{len(list(group))} x {name}" for name, group in groups)
         lines.append(f"  tools/launch/slurm.sbatch submits itself ({nodes}):")
         lines.append(f"  {shlex.join(['tools/launch/slurm.sbatch', *recipe])}")
     elif config.cluster.launcher == "kuberay":
@@ -219,10 +231,6 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
         command = shlex.join(torchrun(config, placed, placed.trainers[0]))
         lines += ["the first torchrun.sh runs:", f"  {command}"]
     return "\n".join([*lines, *_engine_commands(config, placed)])
-
-
-def _groups(placed: Placement) -> Any:
-    return groupby(node.name.rpartition("-")[0] for node in placed.nodes)
 
 
 def _engine_commands(config: Config, placed: Placement) -> list[str]:
@@ -263,8 +271,6 @@ def _local_context(config: Config, run: RunDir) -> RunContext:
         incarnation=0,
         node="local",
         blob_dir=Path(config.cluster.blob_dir) / "moerl-RUN",
-        checkpoint=None,
-        records=None,
     )
 
 
@@ -357,7 +363,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
     model = config.model
     is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
     if not model.path or (model.tiny.enabled and is_to_be_made):
-        return _tiny_shapes(model.tiny)
+        return tiny_config(model.tiny, vocab_size=128)  # its tokenizer has fewer tokens
     return shapes_of(model.path)
 
 
@@ -367,11 +373,6 @@ def _ref_model_shapes(config: Config) -> list[ModelSpec]:
         model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
         for path in ref_models_of(config).values()
     ]
-
-
-def _tiny_shapes(tiny: TinyModel) -> dict[str, Any]:
-    """Shapes that `moerl.data.tiny_model` makes; its tokenizer has fewer than 128 tokens."""
-    return tiny_config(tiny, vocab_size=128)
 
 
 def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
@@ -392,11 +393,8 @@ def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) 
 def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
     """First, largest and last stage, without repetition."""
     largest = max(ranks, key=lambda rank: rank.total)
-    return sorted({r.stage: r for r in (ranks[0], largest, ranks[-1])}.values(), key=_stage)
-
-
-def _stage(rank: TrainerMemory) -> int:
-    return rank.stage
+    by_stage = {rank.stage: rank for rank in (ranks[0], largest, ranks[-1])}
+    return [by_stage[stage] for stage in sorted(by_stage)]
 
 
 def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
@@ -506,3 +504,58 @@ def _rendered(table: Table) -> str:
     out = io.StringIO()
     Console(file=out, width=_WIDTH, force_terminal=False, color_system=None).print(table)
     return out.getvalue()
+
+
+# --- GPUs of each process -------------------------------------------------------------------------
+def device_lines(config: Config, placed: Placement) -> list[str]:
+    """One line per engine, and per kind of rank and node; none without GPUs."""
+    if is_local(config.cluster):
+        environment: Mapping[str, str] = os.environ
+        engines = [
+            f"  engine {slot.engine}: {visible_devices(slot.devices)[VISIBLE]}"
+            for slot in placed.engines
+            if slot.devices
+        ]
+    else:
+        environment, engines = {}, _dealt(placed)
+    jobs = (("trainer", placed.trainers), ("reference", placed.ref_models))
+    ranks = [line for job, slots in jobs for line in _ranks(job, slots, environment)]
+    ranks += _mapped(config, placed, environment)
+    return [f"devices, as {VISIBLE}:", *engines, *ranks] if engines or ranks else []
+
+
+def _dealt(placed: Placement) -> list[str]:
+    """On a cluster Ray chooses the node of an engine, and which of its GPUs it gets."""
+    each = " or ".join(map(str, sorted({len(slot.devices) for slot in placed.engines})))
+    nodes = [node for node in placed.nodes if engine_gpus(placed, node)]
+    return [
+        f"  engines on {_label(list(alike))}: {','.join(map(str, gpus))}; each gets {each} of them "
+        "from Ray"
+        for gpus, alike in groupby(nodes, key=lambda node: engine_gpus(placed, node))
+    ]
+
+
+def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str]) -> list[str]:
+    """Lines of the ranks of one job.  environment: of the process that starts them."""
+    lines = []
+    for gpus, alike in groupby(slots, key=lambda slot: slot.devices):
+        if gpus:
+            label = _label([slot.node for slot in alike])
+            named = visible_devices(gpus, environment)[VISIBLE]
+            lines.append(f"  {job} ranks on {label}: {named}; local rank 0 has the first")
+    return lines
+
+
+def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -> list[str]:
+    """GPUs behind a rank's own GPUs in its variable; it computes on its own GPUs only."""
+    slot = placed.trainers[0]
+    others = mapped_gpus(config, placed, slot)
+    if not others:
+        return []
+    every = visible_devices((*slot.devices, *others), environment)[VISIBLE].split(",")
+    behind = ",".join(every[len(slot.devices) :])
+    return [f"  trainer ranks also see {behind} behind their own, to write weights into (cuda_ipc)"]
+
+
+def _label(nodes: Sequence[Node]) -> str:
+    return nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} .. {nodes[-1].name}"

@@ -52,6 +52,10 @@ class Spread:
         found = list(values)
         return Spread(min(found), sum(found) / len(found), max(found))
 
+    @property
+    def values(self) -> tuple[float, float, float]:
+        return self.low, self.mean, self.high
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -120,7 +124,7 @@ def describe(report: Report) -> str:
         ("trainer weights, MiB", *_mebibytes(report.trainer_bytes)),
         ("engine weights, MiB", *_mebibytes(report.engine_bytes)),
         ("sent to engines, MiB", *_mebibytes(report.sent_bytes)),
-        ("boxes sent", *(f"{value:,.0f}" for value in _three(report.parts))),
+        ("boxes sent", *(f"{value:,.0f}" for value in report.parts.values)),
     ]
     lines = [f"{row[0]:<22}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
     total = report.parts.mean * report.trainer_ranks
@@ -135,12 +139,8 @@ def describe(report: Report) -> str:
     )
 
 
-def _three(spread: Spread) -> tuple[float, float, float]:
-    return spread.low, spread.mean, spread.high
-
-
 def _mebibytes(spread: Spread) -> list[str]:
-    return [f"{value / 2**20:,.2f}" for value in _three(spread)]
+    return [f"{value / 2**20:,.2f}" for value in spread.values]
 
 
 def _stages(spec: ModelSpec, trainer: ParallelConfig, layer_spec: LayerSpec) -> Stages:

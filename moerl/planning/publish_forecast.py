@@ -331,9 +331,9 @@ def describe(
     axes = " ".join(f"{a} {getattr(trainer, a)}" for a in ("tp", "pp", "cp", "dp", "ep", "etp"))
     rows = {
         "per rank": ("min", "mean", "max"),
-        "an engine rank receives, GB": map(_gb, _values(found.received)),
-        "a trainer rank sends, GB": map(_gb, _values(found.sent)),
-        "boxes to one engine": (f"{value:,.0f}" for value in _values(found.boxes)),
+        "an engine rank receives, GB": map(_gb, found.received.values),
+        "a trainer rank sends, GB": map(_gb, found.sent.values),
+        "boxes to one engine": (f"{value:,.0f}" for value in found.boxes.values),
     }
     lines = [
         f"{spec.family}, {_gb(found.model_bytes)} GB on the wire ({wire})",
@@ -375,10 +375,6 @@ def _relay_line(hops: tuple[Hop, ...], engines: int) -> str:
             shown = ", ".join(pairs[:_SHOWN_HOPS]) + (f" and {rest} more" if rest > 0 else "")
             parts.append(f"round {number}: {shown}")
     return "; ".join(parts)
-
-
-def _values(spread: Spread) -> tuple[float, float, float]:
-    return spread.low, spread.mean, spread.high
 
 
 def _gb(num_bytes: float) -> str:

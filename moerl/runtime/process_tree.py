@@ -20,6 +20,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,26 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died between the two calls
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_command(work: Callable[[], None]) -> int:
+    """Run the work of a command in its own process; returns the exit status.
+
+    A user error is one sentence on standard error.  No descendant outlives the call.
+    """
+    become_subreaper()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    try:
+        work()
+    except errors.MoerlError as error:
+        print(f"moerl: {errors.printable(error)}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("moerl: interrupted", file=sys.stderr, flush=True)
+        return 130
+    finally:
+        end_descendants(STOP_GRACE_S)
+    return 0
 
 
 def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:

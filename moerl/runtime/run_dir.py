@@ -27,92 +27,47 @@ _CHECKPOINT = re.compile(r"(?:step-(\d+)|\.step-(\d+)\.replaced)")
 _UNSEEN_STARTS = 1_000_000  # more than there are between two checkpoints
 
 
+class _Below:
+    """A path below the root of a run."""
+
+    def __init__(self, *parts: str) -> None:
+        self._place = Path(*parts)
+
+    def __get__(self, run: RunDir, _owner: type[RunDir]) -> Path:
+        return run.root / self._place
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Sample rollouts with text and reward, one JSON object each, for the report."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def expert_load(self) -> Path:
-        """Tokens of each expert and layer in some steps, one JSON object each, for the report."""
-        return self.root / "expert_load.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def versions(self) -> Path:
-        """HF weights of each published version, with checkpoint.keep_versions."""
-        return self.root / "versions"
-
-    @property
-    def records(self) -> Path:
-        """Headers and blobs of trained groups, with rollout.keep_records."""
-        return self.root / "records"
-
-    @property
-    def journal(self) -> Path:
-        """The controller's journal (unless rollout.journal_dir), and `segments`."""
-        return self.root / "journal"
-
-    @property
-    def segments(self) -> Path:
-        """Admitted groups with their blobs, with rollout.durability = shared."""
-        return self.journal / "segments"
-
-    @property
-    def hf(self) -> Path:
-        return self.root / "hf"
-
-    @property
-    def adapter(self) -> Path:
-        """Low-rank factors as a folder of peft."""
-        return self.root / "adapter" / "peft"
-
-    @property
-    def served_adapter(self) -> Path:
-        """The same for SGLang's loader."""
-        return self.root / "adapter" / "sglang"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def trace(self) -> Path:
-        return self.root / "trace"
-
-    @property
-    def perfetto(self) -> Path:
-        """The spans of `trace` in one file, for Perfetto and chrome://tracing."""
-        return self.root / "trace.json"
+    config = _Below("config.yaml")
+    metrics = _Below("metrics.jsonl")
+    # sample rollouts with text and reward, one JSON object each, for the report
+    samples = _Below("samples.jsonl")
+    # tokens of each expert and layer in some steps, one JSON object each, for the report
+    expert_load = _Below("expert_load.jsonl")
+    checkpoints = _Below("checkpoints")
+    best = _Below("checkpoints", "best.json")  # names the best one by `checkpoint.best`, its score
+    versions = _Below("versions")  # HF weights of each version, with checkpoint.keep_versions
+    records = _Below("records")  # headers and blobs of trained groups, with rollout.keep_records
+    journal = _Below("journal")  # the controller's (unless rollout.journal_dir), and `segments`
+    # admitted groups with their blobs, with rollout.durability = shared
+    segments = _Below("journal", "segments")
+    hf = _Below("hf")
+    adapter = _Below("adapter", "peft")  # low-rank factors as a folder of peft
+    served_adapter = _Below("adapter", "sglang")  # the same for SGLang's loader
+    logs = _Below("logs")
+    trace = _Below("trace")
+    perfetto = _Below("trace.json")  # the spans of `trace`, for Perfetto and chrome://tracing
+    # requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)
+    control_api = _Below("control")
+    report = _Below("report.html")
 
     @property
     def endpoints(self) -> Endpoints:
         """The folder by which nodes of a cluster find the run's processes."""
         return Endpoints(self.root / "endpoints")
-
-    @property
-    def control_api(self) -> Path:
-        """Requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)."""
-        return self.root / "control"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
 
     def create(self) -> None:
         """Make the folders, closed to other users.  Raises ConfigError when that fails.
@@ -131,11 +86,6 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Checkpoint folder after `step` optimizer steps; it exists only when complete."""
         return self.checkpoints / f"step-{step:06d}"
-
-    @property
-    def best(self) -> Path:
-        """File that names the best checkpoint by `checkpoint.best`, with its score."""
-        return self.checkpoints / "best.json"
 
     def finished_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and folder of each complete checkpoint, ascending; their files are not read."""
@@ -327,13 +277,8 @@ class Endpoints:
 
     def start(self) -> str:
         """Name of the current opening; empty while closed.  Raises OSError."""
-        try:
-            found: dict[str, str] = json.loads(
-                (self.folder / "controller.json").read_text(encoding="utf-8")
-            )
-        except FileNotFoundError:
-            return ""
-        return found["start"]
+        found = self._content("controller.json")
+        return "" if found is None else found["start"]
 
     def done(self, start: str) -> None:
         """The trainer has trained the last step and saved the model."""
@@ -344,13 +289,8 @@ class Endpoints:
 
     def was_done(self, start: str) -> bool:
         """True if the trainer of this opening finished the run; used after closing."""
-        try:
-            return bool(
-                json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["start"]
-                == start
-            )
-        except FileNotFoundError:
-            return False
+        found = self._content("done.json")
+        return found is not None and found["start"] == start
 
     def give_up(self, cause: str) -> None:
         """A trainer node failed and will not retry."""
@@ -363,11 +303,15 @@ class Endpoints:
 
     def _marked(self, name: str) -> dict[str, str] | None:
         """Content of a file of this opening; None without one."""
+        found = self._content(name)
+        return found if found is not None and found["start"] == self.start() else None
+
+    def _content(self, name: str) -> dict[str, str] | None:
         try:
             found: dict[str, str] = json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        return found if found["start"] == self.start() else None
+        return found
 
 
 @contextlib.contextmanager

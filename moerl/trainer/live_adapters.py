@@ -6,8 +6,12 @@ import logging
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
-from moerl.trainer.hf_io.adapter_base import note_base
-from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter, save_sglang_adapter
+from moerl.trainer.hf_io.adapter_files import (
+    gather_factors,
+    note_base,
+    save_adapter,
+    save_sglang_adapter,
+)
 from moerl.trainer.model.gpt import Model
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.adapters.sglang_adapter import sglang_refusal

@@ -4,7 +4,7 @@
 
 `--ref-models` makes it a rank of the reference models instead (`moerl.trainer.ref_model_loop`).
 On its own nodes the trainer gets `--run-dir` alone and reads the other arguments from the run's
-endpoints folder (`moerl.trainer.join_run`).
+endpoints folder (`moerl.trainer.train_loop`).
 
 The trainer does not use Ray.  A rank that fails reports one sentence to the controller and exits at
 once: its peers may hang in a collective, torchrun ends them.
@@ -57,10 +57,9 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     log.info(describe("cpu"))
     # `prepare` must run before any import of megatron
-    from moerl.trainer.join_run import join_run
     from moerl.trainer.model import parallel
     from moerl.trainer.ref_model_loop import RefModelLoop, own_layout
-    from moerl.trainer.train_loop import TrainLoop
+    from moerl.trainer.train_loop import TrainLoop, join_run
 
     config = own_layout(config) if args.ref_models else config
     context, start = _find_context(args, run, config)
@@ -91,8 +90,7 @@ def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tupl
 
     The second is empty when the context comes from the command line.
     """
-    from moerl.trainer.join_run import bind, read_endpoints
-    from moerl.trainer.train_loop import RankContext
+    from moerl.trainer.train_loop import RankContext, bind, read_endpoints
 
     if not args.controller:
         bind(config)

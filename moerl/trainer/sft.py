@@ -66,7 +66,7 @@ def _train(config: Config, run: RunDir) -> None:
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
     # `prepare` must run before any import of megatron
-    from moerl.trainer.hf_io.adapter_base import start_factors
+    from moerl.trainer.hf_io.adapter_files import start_factors
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
     from moerl.trainer.learner.step import Learner

@@ -17,7 +17,7 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import Config
+from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.errors import BlobError, MoerlError, TrainerError, cause_of
 from moerl.core.ids import IdSet
 from moerl.core.messages import (
@@ -47,11 +48,13 @@ from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.blob_store import BlobStore
 from moerl.records.read_ahead import ReadAhead
-from moerl.runtime.run_dir import RunDir
+from moerl.records.remote_blobs import cluster_reader
+from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
+from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.hf_io.adapter_base import start_factors
+from moerl.trainer.hf_io.adapter_files import start_factors
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
@@ -378,3 +381,37 @@ def report_failure(context: RankContext, error: BaseException, job: str) -> None
     limit_s = _DAMAGE_S if blob else _FAREWELL_S
     with contextlib.suppress(MoerlError):
         RpcClient(context.controller, context.keys, timeout_s=limit_s).request(failed)
+
+
+# --- start on nodes of its own --------------------------------------------------------------------
+def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
+    """(context, name of this opening of the endpoints folder), without incarnation and checkpoint.
+
+    Raises TrainerError when the folder names no controller within trainer.step_timeout_s.
+    """
+    controller, token, start = run.endpoints.read(config.trainer.step_timeout_s)
+    keys, blobs = Keys.read(run.endpoints.keys), cluster_reader(config, run, token)
+    return RankContext(run, controller, keys, -1, blobs, None), start
+
+
+def join_run(context: RankContext, parallel: Parallel) -> RankContext:
+    """Collective: the next incarnation of the trainer, from the newest checkpoint.
+
+    On its own nodes torchrun restarts all ranks with the first command line, when a rank ends or a
+    node returns, so each start of the trainer asks for both.
+    """
+    mine: tuple[int, str] | None = None
+    if parallel.is_first:
+        found = newest_checkpoint(context.run)
+        mine = next_incarnation(context.run, resume=True), str(found) if found else ""
+    incarnation, checkpoint = broadcast_value(mine, tuple[int, str], parallel.control)
+    newest = Path(checkpoint) if checkpoint else None
+    return replace(context, incarnation=incarnation, checkpoint=newest)
+
+
+def bind(config: Config) -> None:
+    """Collectives of this process use the cluster's interface, and its NCCL and UCX settings."""
+    interface = config.cluster.interface
+    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    os.environ |= config.cluster.environment
+    os.environ |= transport_environment(config, first_group(config, "trainer"))

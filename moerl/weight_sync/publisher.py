@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -27,11 +27,19 @@ from torch import Tensor
 from moerl.config.schema import Config, ParallelConfig
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_model_config
-from moerl.core.messages import PublishFailure, PublishResult, SyncTarget
+from moerl.core.messages import (
+    AbortUpdate,
+    Message,
+    PrepareUpdate,
+    PublishFailure,
+    PublishResult,
+    SessionMessage,
+    SyncTarget,
+)
 from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.layout import LayerSpec, ModelSpec
+from moerl.layout import LayerSpec, ModelSpec, model_spec
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.merged_totals import MergedTotals
@@ -328,3 +336,39 @@ def publish_metrics(
         "async/sync_resent_buckets": float(sum(result.resent for result in done)),
         "async/interrupts": float(sum(result.aborted for result in done)),
     }
+
+
+# --- one engine without a trainer -----------------------------------------------------------------
+async def check_plan(
+    config: Config, engine: int, ask: Callable[[SessionMessage], Awaitable[Message]]
+) -> None:
+    """Have a started engine compare the transfer plan with its live tensors; nothing is sent.
+
+    `moerl mismatch` asks it before it samples, without a trainer; a run asks by a rehearsal.
+
+    ask: sends one message of a session to the engine.  Raises LayoutError or ConfigError
+    where no plan exists, EngineError with the engine's sentence when it refuses.
+    """
+    sync, trainer = config.sync, config.trainer.parallel
+    start = PolicyVersion(0, 0)  # which a started engine serves
+    model = read_model_config(Path(config.model.path))
+    wants = engine_wants(config.engine.args.get("quantization"), model)
+    policy = WirePolicy(config.engine.dtype, wants, sync.bucket_bytes)
+    layout = engine_layout(config, config.engine.sizes[engine])
+    plan = TransferPlan(model_spec(model), trainer, layout, PLAN_ID, policy)
+    prepare = PrepareUpdate(
+        engine=engine,
+        version=start,
+        plan_engine=PLAN_ID,
+        plan=plan.sender(0).plan_id,
+        layout="",
+        transport=sync.transport,
+        trainer=asdict(trainer),
+        policy=asdict(policy),
+        layer_spec=plan.layer_spec,
+        timeout_s=sync.timeout_s,
+        folder=sync.folder,
+        delta=sync.delta,
+    )
+    await ask(prepare)
+    await ask(AbortUpdate(engine, start, "it was a rehearsal", sync.timeout_s))

@@ -38,6 +38,7 @@ from moerl.engine.weight_layout import LiveWeightLayout
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
+from tests.helpers.live_checksums import checksums
 from tests.helpers.patience import patience
 from tests.helpers.session_publisher import Publisher
 
@@ -381,7 +382,7 @@ def test_ports_are_ours_and_on_loopback(world: World) -> None:
 def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
     long = SamplingParams(800, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True)
     asks = [request(f"upd.{i}", 8, long, seed=i) for i in range(4)]
-    before = world.run(world.host.checksum())
+    before = world.run(checksums(world.host))
 
     async def update() -> tuple[UpdateDone, list[Segment], list[Segment]]:
         host = world.host
@@ -413,7 +414,7 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
     for again, rest in zip(resumed, finished, strict=True):
         assert rest.version == V1
         assert check_segment(world, again, rest) < 5e-5
-    assert world.run(world.host.checksum()) != before
+    assert world.run(checksums(world.host)) != before
     # Negative control: under the old weights the same check must see the difference.
     world.models[V1] = world.models[V0]
     with pytest.raises(AssertionError):

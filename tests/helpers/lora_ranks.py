@@ -46,8 +46,7 @@ from moerl.runtime.run_dir import RunDir  # noqa: E402
 from moerl.runtime.trace import Tracer  # noqa: E402
 from moerl.trainer.checkpoints import checkpoint  # noqa: E402
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter  # noqa: E402
-from moerl.trainer.hf_io.adapter_base import note_base, start_factors  # noqa: E402
-from moerl.trainer.hf_io.adapter_files import gather_factors, save_adapter  # noqa: E402
+from moerl.trainer.hf_io.adapter_files import gather_factors, note_base, save_adapter, start_factors  # noqa: E402  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402

@@ -104,7 +104,7 @@ class Placed:
 
 
 class ScriptedActors:
-    """`Actors` whose engines and controllers are all kept, oldest first."""
+    """`RayActors` whose engines and controllers are all kept, oldest first."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -253,7 +253,8 @@ class Scene:
         self.run, self.clock, self.panel = run, Clock(), Panel()
         self.actors, self.signals = ScriptedActors(self.clock), Signals(self.clock)
         panel: Any = self.panel
-        self.supervisor = Supervisor(context, panel, root, self.signals, self.actors, self.clock)
+        actors: Any = self.actors
+        self.supervisor = Supervisor(context, panel, root, self.signals, actors, self.clock)
         self.trainer: Any = ScriptedTrainer()
         self.supervisor.trainer._ranks = self.trainer
         self.restarts = self.supervisor._context.restarts

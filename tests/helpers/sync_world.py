@@ -37,6 +37,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.fp8_folder import quantise
+from tests.helpers.live_checksums import checksums
 from tests.helpers.patience import patience
 from tests.helpers.publishing_ranks import Order
 
@@ -200,8 +201,7 @@ class World:
         self.until(lambda: all(map(dead, processes)))
 
     def checksums(self, engine: int) -> Checksums:
-        reply = self.run(self.hosts[engine].checksum())
-        return [rank["checksums"] for rank in reply["ranks"]]
+        return self.run(checksums(self.hosts[engine]))
 
     def load_folder(self, engine: int, version: PolicyVersion) -> Checksums:
         """SGLang's own loader reads the version that the trainer saved; what the engine has then.

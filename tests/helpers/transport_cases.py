@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from moerl.weight_sync.transports.base import Guarantees
 from tests.helpers.transport_peer import mooncake_missing
 
 
@@ -19,7 +18,7 @@ from tests.helpers.transport_peer import mooncake_missing
 class TransportCase:
     """What the tests expect of one transport."""
 
-    guarantees: Guarantees
+    same_machine: bool  # endpoints are useless on another machine
     is_mapped: bool = False  # a link shows the remote buffer as local memory
     needs_receiver: bool = True  # a put waits for the receiving process when that is stopped
     listens: bool = False  # on a socket, whose peers must know a token
@@ -28,45 +27,21 @@ class TransportCase:
 
 CASES = {
     "shm": TransportCase(
-        Guarantees(
-            one_sided=True,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=True,
-        ),
+        same_machine=True,
         is_mapped=True,
         needs_receiver=False,
     ),
     "gloo": TransportCase(
-        Guarantees(
-            one_sided=False,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=False,
-        ),
+        same_machine=False,
         listens=True,
     ),
     "mooncake": TransportCase(
-        Guarantees(
-            one_sided=True,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=False,
-        ),
+        same_machine=False,
         listens=True,
         missing=mooncake_missing,
     ),
     "disk": TransportCase(
-        Guarantees(
-            one_sided=True,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=False,
-        ),
+        same_machine=False,
         needs_receiver=False,
     ),
 }

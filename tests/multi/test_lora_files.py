@@ -22,8 +22,7 @@ from moerl.launch.model_folders import with_start
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints.start_adapter import write_start_adapter
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
-from moerl.trainer.hf_io.adapter_base import check_base
-from moerl.trainer.hf_io.adapter_files import load_adapter
+from moerl.trainer.hf_io.adapter_files import check_base, load_adapter
 from moerl.trainer.hf_io.merge_adapter import merge_adapter
 from tests.helpers.lora_oracle import LIMIT, LORA, SHARED, WIDE, Trained, read_spec, write_model
 

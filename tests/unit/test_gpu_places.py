@@ -16,7 +16,7 @@ from moerl.core.errors import ConfigError
 from moerl.distributed import numa
 from moerl.launch.run_context import rank_environment
 from moerl.launch.supervision.actors import EngineGpus
-from moerl.planning.device_table import device_lines
+from moerl.planning.dry_run import device_lines
 
 ADDRESSES = ("0000:1b:00.0", "0000:43:00.0", "0000:9b:00.0", "0000:c3:00.0")
 

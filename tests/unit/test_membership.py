@@ -19,7 +19,7 @@ from moerl.core.errors import ConfigError, EngineError, MoerlError, RecordError
 from moerl.core.messages import Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
 from moerl.core.types import GenerateRequest, PolicyVersion, Segment
 from moerl.launch.nodes.control_api import ControlApi, request
-from moerl.launch.supervision.membership import check_removal
+from moerl.launch.supervision.engine_supervisor import check_removal
 from moerl.runtime.run_dir import RunDir
 from tests.unit.test_controller import CONFIG, StubEngine, commit, hello, make, running
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.planning.simulate import MODES, Choice, Costs, Workload, advise, simulate
+from bench.pipeline_simulation import MODES, Choice, Costs, Workload, advise, simulate
 
 WORK = Workload(groups_per_step=2, group_size=2, lengths=[100], waits_s=(0.5,))
 COSTS = Costs(

@@ -19,8 +19,7 @@ from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import actors as actors_module
 from moerl.launch.supervision import supervisor_context, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
-from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer
-from moerl.launch.supervision.supervisor_context import CallTimeout
+from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout
 from moerl.runtime.process_tree import Interrupted
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.scripted_actors import UNSET, Scene, death
@@ -39,12 +38,12 @@ def test_steps_that_are_trained_again_are_life_but_no_pardon(tmp_path: Path) -> 
     scene = Scene(tmp_path).running()
     scene.trainer.code = 1
     scene.go_on(3.0)
-    policy, clocks = scene.restarts.policy, scene.trainer.clocks
+    restarts, clocks = scene.restarts, scene.trainer.clocks
     scene.step(21)
     assert scene.trainer.clocks == clocks + 1
-    assert policy.restarts == {"trainer": 1}
+    assert restarts._restarts == {"trainer": 1}
     scene.step(40)
-    assert not policy.restarts
+    assert not restarts._restarts
     assert scene.trainer.stops == 0
     scene.step(99)
     assert scene.trainer.stops == 1
@@ -81,7 +80,7 @@ def test_the_controller_names_the_cause_of_a_trainers_end(tmp_path: Path) -> Non
     scene = Scene(tmp_path).running()
     scene.trainer.code = 1
     scene.go_on(0.4)
-    scene.controller.end("watch", TrainerError("rank 1: the loss is not finite"))
+    scene.controller.end("run", TrainerError("rank 1: the loss is not finite"))
     with pytest.raises(TrainerError, match="the loss is not finite"):
         scene.go_on(5.0)
 
@@ -179,7 +178,8 @@ def test_a_host_that_hangs_is_ended_and_another_one_is_started(tmp_path: Path) -
     assert 55.0 < scene.clock() - begin < 80.0, "supervision.answer_timeout_s = 60"
     assert not scene.engine(0).is_dead
     patient(scene, lambda: scene.controller.asked("engine_back"), 20.0)
-    assert scene.controller.asked("engine_back")[0].args == (1, scene.engine(1))
+    index, proxy = scene.controller.asked("engine_back")[0].args
+    assert (index, proxy._actor) == (1, scene.engine(1))
     assert scene.engine(1) is not hung
     assert any("the host of engine 1" in event for event in scene.panel.events)
 
@@ -302,9 +302,9 @@ def test_a_death_right_after_the_first_step_is_survived(tmp_path: Path) -> None:
     scene.controller.die()
     scene.go_on(5.0, lambda: len(scene.actors.controllers) == 2)
     assert len(scene.actors.controllers) == 2
-    assert scene.restarts.policy.restarts == {"controller": 1}
+    assert scene.restarts._restarts == {"controller": 1}
     scene.step(7)
-    assert scene.restarts.policy.restarts == {"controller": 1}, "one step forgives once"
+    assert scene.restarts._restarts == {"controller": 1}, "one step forgives once"
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 7, "version": "0.8"', "a file of others\n"])
@@ -341,7 +341,7 @@ def test_an_engine_that_may_not_join_is_left_out(tmp_path: Path) -> None:
     scene.go_on(3.0)
     assert set(scene.supervisor.engines.members.actors) == {0}
     assert any("engine 1 did not start and is left out" in text for text in scene.panel.events)
-    assert not scene.restarts.policy.restarts
+    assert not scene.restarts._restarts
 
 
 def test_an_engine_that_comes_up_while_the_controller_opens_is_told(tmp_path: Path) -> None:
@@ -355,7 +355,8 @@ def test_an_engine_that_comes_up_while_the_controller_opens_is_told(tmp_path: Pa
     assert not scene.controller.asked("engine_back")
     scene.controller.end("open", "tcp://c")
     scene.go_on(2.0)
-    assert scene.controller.asked("engine_back")[0].args == (1, scene.engine(1))
+    index, proxy = scene.controller.asked("engine_back")[0].args
+    assert (index, proxy._actor) == (1, scene.engine(1))
 
 
 def test_pids_are_written_as_processes_come_and_go(tmp_path: Path) -> None:

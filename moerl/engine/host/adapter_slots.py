@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from moerl.config.lora_settings import SLOT_TARGETS, LoraConfig
 from moerl.core.errors import EngineError
 from moerl.core.types import PolicyVersion
+from moerl.engine.host.sglang_client import EngineClient
 from moerl.weight_sync.receiver_names import UNCHANGED, adapter_name
 
 
@@ -42,14 +43,6 @@ def _modules(lora: LoraConfig) -> list[str]:
     """SGLang has one slot for q, k and v."""
     leaves = {name for name in SLOT_TARGETS if any(t.endswith(name) for t in lora.targets)}
     return sorted(leaves | set(SLOT_TARGETS[:3]) if leaves - {"o_proj"} else leaves)
-
-
-class Unloads(Protocol):
-    """The call that the slots need of a server's client."""
-
-    async def unload_adapter(self, name: str) -> None:
-        """Returns when the adapter is gone.  Raises EngineError."""
-        ...
 
 
 class AdapterSlots:
@@ -87,7 +80,7 @@ class AdapterSlots:
             self._running[version] -= count
         self._left.set()
 
-    async def make_room(self, client: Unloads, timeout_s: float) -> None:
+    async def make_room(self, client: EngineClient, timeout_s: float) -> None:
         """Unload versions without requests, except the newest; wait for one if no slot is free.
 
         Raises EngineError when none becomes free in time.
@@ -105,7 +98,7 @@ class AdapterSlots:
                 f"({', '.join(map(str, self._running))}); raise lora.slots, or shorten rollouts"
             )
 
-    async def _unload_idle(self, client: Unloads) -> None:
+    async def _unload_idle(self, client: EngineClient) -> None:
         newest = max(self._running, default=None)
         for version in [v for v, count in self._running.items() if not count and v != newest]:
             del self._running[version]  # first: an answer that is late leaves a spare slot

@@ -19,7 +19,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import EngineConfig, ReplayConfig
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import life_of
-from moerl.core.messages import Answers, EngineStatus
+from moerl.core.messages import Answers, EngineStatus, Message
 from moerl.core.types import Array, GenerateRequest, ModelShape, PolicyVersion, Segment
 from moerl.distributed.store_server import StoreServer
 from moerl.engine.feature_table import PROVEN
@@ -62,6 +62,20 @@ class EngineContext:
     def routing(self) -> bool:
         """Whether the engine's routes are recorded."""
         return self.replay.routing == "R3" and bool(self.shape.moe_layers)
+
+    def server(
+        self, config: EngineConfig, version: PolicyVersion, log_file: str, span: NodeSpan
+    ) -> EngineServer:
+        """A node's part of an engine's server, not started yet."""
+        return EngineServer(
+            config,
+            self.model_path,
+            routing=self.routing,
+            version=str(version),
+            token=self.token,
+            log=self.run.logs / log_file,
+            span=span,
+        )
 
 
 class EngineHost:
@@ -119,15 +133,7 @@ class EngineHost:
         await self.stop()
         with self._tracer.span("start"):
             span = self._span()
-            server = EngineServer(
-                self.config,
-                self._context.model_path,
-                routing=self._routing,
-                version=str(version),
-                token=self._context.token,
-                log=self._context.run.logs / f"engine{self.index}.log",
-                span=span,
-            )
+            server = self._context.server(self.config, version, f"engine{self.index}.log", span)
             if self._context.lora.serves_adapters:
                 server.args |= slot_arguments(self._context.lora, server.args)
             client = EngineClient(server.url)
@@ -231,10 +237,6 @@ class EngineHost:
         """Never returns; raises EngineError when the engine breaks for good."""
         await self._health.ended.wait()
         raise self._health.failure()
-
-    async def checksum(self) -> dict[str, Any]:
-        """Per-tensor checksums of the live weights."""
-        return await self._health.guard(self._alive().checksum())
 
     # --- generation ------------------------------------------------------------------------------
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -381,3 +383,45 @@ class EngineHost:
         if self._client is None:
             raise self._health.failure()
         return self._client
+
+
+# --- further nodes --------------------------------------------------------------------------------
+class EngineFollower:
+    """Implements `moerl.engine.node_span.Follower` on a further node of an engine.
+
+    It starts its part of the server and asks the receivers of its ranks.  A follower has no
+    requests and no records: SGLang sends both through node 0, whose host asks it over Ray.
+    """
+
+    def __init__(self, index: int, config: EngineConfig, context: EngineContext) -> None:
+        self._index, self._config, self._context = index, config, context
+        self._server: EngineServer | None = None
+
+    async def start(self, version: PolicyVersion, span: NodeSpan) -> None:
+        await self.stop()
+        log_file = f"engine{self._index}-node{span.node}.log"
+        server = self._server = self._context.server(self._config, version, log_file, span)
+        client = EngineClient(server.url)
+        try:
+            await server.start(client)
+        finally:
+            await client.close()
+
+    async def receive(self, message: Message) -> list[Message]:
+        return await WeightUpdater.ask_receivers(self._alive(), message)
+
+    async def watch(self) -> None:
+        server = self._alive()
+        while (cause := server.death()) is None:
+            await asyncio.sleep(WATCH_S)
+        raise EngineError(f"on node {server.span.node}: {cause}\n{server.log_tail()}")
+
+    async def stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+    def _alive(self) -> EngineServer:
+        if self._server is None:
+            raise EngineError(f"engine {self._index}: a node of it has no server")
+        return self._server

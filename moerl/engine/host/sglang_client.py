@@ -152,11 +152,6 @@ class EngineClient:
         info: dict[str, Any] = await self._ask("GET", "/server_info")
         return info
 
-    async def checksum(self) -> dict[str, Any]:
-        """Per-tensor checksums of every rank, as SGLang computes them."""
-        sums: dict[str, Any] = await self._ask("POST", "/weights_checker", {"action": "checksum"})
-        return sums
-
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async for attempt in AsyncRetrying(
             stop=stop_after_attempt(3),

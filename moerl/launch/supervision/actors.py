@@ -34,8 +34,7 @@ from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext, engine_environment
-from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
-from moerl.launch.supervision.supervisor_context import CallTimeout
+from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout, own_errors
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter, open_sinks
@@ -202,10 +201,6 @@ class ScorerActor(ActorServer):
             return os.getpid(), await self._scorer.score(prompt, episodes, responses)
 
 
-def remote_engine(actor: ActorHandle[EngineActor], index: int) -> Engine:
-    return cast(Engine, ActorProxy(actor, f"engine {index}"))
-
-
 class RemoteScorer:
     """The `Scorer` protocol over an actor handle.
 
@@ -248,24 +243,26 @@ class RemoteScorer:
             raise ScoreError(str(error)) from error
 
 
-class ControllerActor:
+class ControllerActor(ActorServer):
     """The controller, its trainer server, and the only writer of metrics and samples."""
 
     def __init__(
         self,
         context: RunContext,
-        engines: Mapping[int, ActorHandle[EngineActor]],
+        engines: Mapping[int, Engine],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool = False,
     ) -> None:
         """Take the arguments of the controller; `open` makes it.
 
-        engines, sizes: by number.  pool_changed: engines joined or left since the start."""
+        engines, sizes: by number.  pool_changed: engines joined or left since the start.
+        """
+        super().__init__(None)
         log_to(context.run.logs / "controller.log")
         log.info("the controller is process %d", os.getpid())
         self._run_context, self._sizes, self._pool_changed = context, sizes, pool_changed
-        self._engines = {index: remote_engine(actor, index) for index, actor in engines.items()}
+        self._engines = engines
         restarts = bool(context.config.supervision.max_restarts)
         self._scorer = RemoteScorer(scorer, is_restarted=restarts)
         self._rows: list[dict[str, Any]] = []
@@ -300,7 +297,7 @@ class ControllerActor:
             on_rewind=self._on_rewind,
             agents=task_agents(context),
         )
-        self._controller = Controller(
+        self._plain = self._controller = Controller(
             context.config, services, trainer_alive=bool(endpoint), pool_changed=self._pool_changed
         )
         if endpoint:
@@ -314,38 +311,6 @@ class ControllerActor:
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def watch(self) -> None:
-        """Run the controller's loops; raises the run's first failure."""
-        await self._controller.run()
-
-    async def engines_started(self) -> None:
-        self._controller.engines_started()
-
-    async def engine_lost(self, index: int) -> None:
-        self._controller.engine_lost(index)
-
-    async def engine_back(self, index: int, actor: ActorHandle[EngineActor]) -> None:
-        self._controller.engine_back(index, remote_engine(actor, index))
-
-    async def engine_joins(self, index: int, actor: ActorHandle[EngineActor], tp: int) -> None:
-        self._controller.engine_joins(index, remote_engine(actor, index), tp)
-
-    async def engine_excluded(self, index: int) -> None:
-        self._controller.engine_excluded(index)
-
-    async def engine_leaves(self, index: int) -> None:
-        await self._controller.engine_leaves(index)
-
-    async def records_leave(self, node: str) -> None:
-        await self._controller.records_leave(node)
-
-    async def engines(self) -> list[dict[str, object]]:
-        """State of each engine."""
-        return self._controller.context.pool.table()
-
     async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
         """(status, new rows of metrics.jsonl, trainer failure) since the last call."""
         rows, self._rows = self._rows, []
@@ -356,17 +321,6 @@ class ControllerActor:
         for name in ("async/buffer_depth", "async/in_flight", *open_episodes):
             self._tracer.count(name, status[name])
         return status, rows, failure
-
-    async def measure_engines(self, seconds: float) -> float:
-        """Tokens/s of the engines with nothing else running, with routing and mask replay."""
-        return await self._controller.measure_engines(seconds)
-
-    async def stop(self) -> None:
-        await self._controller.stop()
-        self._serving.cancel()
-        self._server.close()
-        self._metrics.close()
-        self._samples.close()
 
     async def _handle(self, message: Message) -> Message:
         with self._tracer.span(type(message).__name__):
@@ -392,7 +346,7 @@ class ControllerActor:
 
 
 class RayActors:
-    """`Actors` of a run (`moerl.launch.supervision.supervisor_context`)."""
+    """Starts, asks and ends the actors of a run; of the methods only `wait` may wait."""
 
     _FETCH_S = 1.0  # seconds to fetch an answer that is there; a large one lies on its node
 
@@ -410,13 +364,14 @@ class RayActors:
         return place_engine(context, index, tp, self._gpus.take(index, tp))
 
     def engine_has_left(self, index: int) -> None:
+        """Its place is free for another engine."""
         if self._gpus is not None:
             self._gpus.give_back(index)
 
     def controller(
         self,
         context: RunContext,
-        engines: Mapping[int, ActorHandle[EngineActor]],
+        engines: Mapping[int, Engine],
         sizes: Mapping[int, int],
         scorer: ActorHandle[ScorerActor],
         pool_changed: bool,
@@ -424,10 +379,12 @@ class RayActors:
         return place(ControllerActor, context, engines, sizes, scorer, pool_changed)
 
     def kill(self, actor: ActorHandle[Any]) -> None:
+        """SIGKILL; its pending calls fail."""
         with contextlib.suppress(RayError):  # its node is gone
             ray.kill(actor)
 
     def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Wait until a pending call ends; returns the ended calls.  Without calls, sleep."""
         if not refs:
             time.sleep(timeout_s)
             return []
@@ -437,6 +394,7 @@ class RayActors:
         return list(ended)
 
     def result(self, ref: Any, name: str) -> Any:
+        """Answer of a call that has ended.  Raises MoerlError."""
         try:
             with own_errors(name):
                 return ray.get(ref, timeout=self._FETCH_S)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from ray.exceptions import RayActorError
 
+from moerl.controller.controller import Controller
 from moerl.core.errors import EngineError, MoerlError
+from moerl.launch.supervision.ray_proxy import CallTimeout
 from moerl.launch.supervision.supervisor_context import (
     POLL_S,
     START_S,
-    CallTimeout,
     SupervisorContext,
 )
 
+Args = TypeVarTuple("Args")
 Polled = tuple[dict[str, float], list[dict[str, Any]], str]  # (status, new rows, trainer failure)
 
 
@@ -32,7 +34,7 @@ class ControllerSupervisor:
         self.is_up = False
         self._context, self._place, self._lost_engines = context, place, lost_engines
         self._actor: Any = None
-        self._untold: list[Callable[[Any], Any]] | None = None  # for one that is opening
+        self._untold: list[tuple[Any, ...]] | None = None  # for one that is opening
         self._next_poll = 0.0  # clock seconds; inf while it is asked
 
     def start(self) -> None:
@@ -51,16 +53,16 @@ class ControllerSupervisor:
         self.is_up, self._next_poll = True, 0.0
         untold, self._untold = self._untold or [], None
         self._context.calls.send(
-            self._actor.watch.remote(),
+            self._actor.ask.remote("run"),
             "controller",
             lambda _: self._died(EngineError("controller ended without a cause")),
             self._died,
         )
         self._context.ask_pid("controller", self._actor)
         for call in untold:
-            self.tell(call)
+            self.tell(*call)
         if was_restarted:
-            self.tell(lambda controller: controller.engines_started.remote())
+            self.tell(Controller.engines_started)
             self._context.restarts.is_back("controller")
 
     def _open_failed(self, error: MoerlError) -> None:
@@ -80,20 +82,23 @@ class ControllerSupervisor:
     # --- calls ----------------------------------------------------------------------------------
     def ask(
         self,
-        call: Callable[[Any], Any],
         then: Callable[[Any], None],
         failed: Callable[[MoerlError], None],
+        method: Callable[[Controller, *Args], object],
+        *args: *Args,
     ) -> bool:
         """Handle an answer, however long it takes; False, and no call, while it is down."""
         if self.is_up:
-            self._context.calls.send(call(self._actor), "controller", then, failed)
+            call = self._actor.ask.remote(method.__name__, *args)
+            self._context.calls.send(call, "controller", then, failed)
         return self.is_up
 
-    def tell(self, call: Callable[[Any], Any]) -> None:
-        """A call, given its handle.  One that is down learns the state of engines at its start."""
+    def tell(self, method: Callable[[Controller, *Args], object], *args: *Args) -> None:
+        """Call a method.  A controller that is down learns the state of engines at its start."""
         if self._untold is not None:
-            self._untold.append(call)
+            self._untold.append((method, *args))
         elif self.is_up:
+            call = self._actor.ask.remote(method.__name__, *args)
             self._ask_in_time(call, lambda _: None)
 
     def poll(self, then: Callable[[Polled], None]) -> None:
@@ -105,17 +110,17 @@ class ControllerSupervisor:
 
         if self.is_up and self._context.clock() >= self._next_poll:
             self._next_poll = float("inf")
-            self._ask_in_time(lambda controller: controller.poll.remote(), polled)
+            self._ask_in_time(self._actor.poll.remote(), polled)
 
     def measure_engines(
         self, seconds: float, then: Callable[[float], None], failed: Callable[[MoerlError], None]
     ) -> None:
-        asked = self._actor.measure_engines.remote(seconds)
+        asked = self._actor.ask.remote("measure_engines", seconds)
         limit_s = seconds + self._context.answer_s
         self._context.calls.send(asked, "controller", then, failed, limit_s)
 
-    def _ask_in_time(self, call: Callable[[Any], Any], then: Callable[[Any], None]) -> None:
-        ref, limit_s = call(self._actor), self._context.answer_s
+    def _ask_in_time(self, ref: Any, then: Callable[[Any], None]) -> None:
+        limit_s = self._context.answer_s
         self._context.calls.send(ref, "controller", then, self._call_failed, limit_s)
 
     def _call_failed(self, error: MoerlError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -11,6 +12,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.core.errors import EngineError, MoerlError
+
+
+class CallTimeout(EngineError):
+    """An actor did not answer in time."""
 
 
 class ActorServer:
@@ -23,9 +28,10 @@ class ActorServer:
         return os.getpid()
 
     async def ask(self, method: str, *args: object) -> object:
-        """Result of a coroutine method of the object."""
+        """Result of a method of the object, which may be a coroutine."""
         try:
-            return await getattr(self._plain, method)(*args)
+            result = getattr(self._plain, method)(*args)
+            return await result if inspect.isawaitable(result) else result
         except MoerlError as error:
             await self._failed(method, error)
             raise

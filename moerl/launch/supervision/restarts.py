@@ -36,14 +36,22 @@ class Restarts:
         clock: Callable[[], float],
         steps_made: Callable[[], int],
     ) -> None:
-        """steps_made: reads the number of steps that this start of the run has stored."""
+        """clock: monotonic seconds.
+
+        steps_made: reads the number of steps that this start of the run has stored.
+        """
         self._steps_made, self._steps = steps_made, 0
-        self.policy = RestartPolicy(config, clock)
-        self._max_restarts = config.max_restarts
-        self._console, self._tracer, self._clock = console, tracer, clock
+        self._config, self._console, self._tracer, self._clock = config, console, tracer, clock
+        self._restarts: Counter[str] = Counter()  # since the last new step
+        self._deaths: dict[str, list[float]] = defaultdict(list)  # clock seconds, ascending
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}  # (clock seconds, restart)
         self._down: dict[str, float] = {}  # unix time when a death was seen, per process
         self._restarted: dict[str, float] = {}  # unix time when its restart began
+
+    @property
+    def restarts_at_all(self) -> bool:
+        """False while any failure ends the run."""
+        return self._steps > 0 and self._config.max_restarts > 0
 
     def restart(
         self, name: str, error: MoerlError, restart: Callable[[], None], died_at: float = 0.0
@@ -60,7 +68,7 @@ class Restarts:
         """So many steps of the run are finished; a new one forgives the deaths that led to it."""
         if steps > self._steps:
             self._steps = steps
-            self.policy.stepped()
+            self._restarts.clear()
 
     def died(self, name: str, error: MoerlError, died_at: float = 0.0) -> str:
         """Count a death.  Returns why no restart is allowed, or "".
@@ -68,18 +76,46 @@ class Restarts:
         The controller may have died after it stored a step and before a poll.
         """
         self.made(self._steps_made())
-        why_not = self.policy.died(name)
+        self._deaths[name].append(self._clock())
+        self._restarts[name] += self.restarts_at_all
         self._down.setdefault(name, died_at or time.time())
-        log.error("%s died, restart %d: %s", name, self.policy.restarts[name], error)
-        return why_not
+        log.error("%s died, restart %d: %s", name, self._restarts[name], error)
+        return self._refusal(name)
+
+    def _refusal(self, name: str) -> str:
+        if not self.restarts_at_all:
+            return "nothing is restarted"
+        if self._restarts[name] > self._config.max_restarts:
+            return (
+                f"it died {self._restarts[name]} times without a new step "
+                f"(supervision.max_restarts = {self._config.max_restarts})"
+            )
+        num_deaths = len(self._recent(name))
+        if name.startswith("engine ") and num_deaths >= self._config.max_deaths:
+            return (
+                f"it died {num_deaths} times (supervision.max_deaths) within "
+                f"{self._config.window_s:g} s of running (supervision.window_s)"
+            )
+        return ""
+
+    def _recent(self, name: str) -> list[float]:
+        begin = self._clock() - self._config.window_s
+        self._deaths[name] = [when for when in self._deaths[name] if when > begin]
+        return self._deaths[name]
 
     def schedule(self, name: str, error: MoerlError, restart: Callable[[], None]) -> None:
-        pause_s = self.policy.pause_s(name)
+        pause_s = self.pause_s(name)
         self.postpone(name, pause_s, restart)
         self._console.event(
-            f"{name} died, restart {self.policy.restarts[name]} of {self._max_restarts} in "
-            f"{pause_s:g} s: {str(error).splitlines()[0]}"
+            f"{name} died, restart {self._restarts[name]} of {self._config.max_restarts} "
+            f"in {pause_s:g} s: {str(error).splitlines()[0]}"
         )
+
+    def pause_s(self, name: str) -> float:
+        """Time between the last death and the restart."""
+        num_deaths = max(1, len(self._recent(name)))
+        doublings = min(num_deaths - 1, 30)  # a larger power of two is no float of use
+        return min(_LONGEST_PAUSE_S, self._config.backoff_s * 2.0**doublings)
 
     def postpone(self, name: str, pause_s: float, restart: Callable[[], None]) -> None:
         self._due[name] = (self._clock() + pause_s, restart)
@@ -100,11 +136,16 @@ class Restarts:
         self._restarted[name] = time.time()
 
     def is_back(self, name: str) -> None:
-        """Log how long a process was down, and how long its start took."""
+        """Log how long a process was down, and how long its start took.
+
+        The time since its death does not count as running.
+        """
         self._console.ready(name)
         if name not in self._down:
             return
-        self.policy.is_back(name)
+        if deaths := self._deaths[name]:
+            down_s = self._clock() - deaths[-1]
+            self._deaths[name] = [when + down_s for when in deaths]
         died, now = self._down.pop(name), time.time()
         start_s = now - self._restarted[name]
         self._tracer.add(f"{name} down", died, now, starting_s=start_s)
@@ -114,67 +155,5 @@ class Restarts:
 
     def forget(self, name: str) -> None:
         """It left the run."""
-        self._due.pop(name, None)
-        self._down.pop(name, None)
-        self.policy.forget(name)
-
-
-class RestartPolicy:
-    """Decisions about the restarts of one start of a run; the clock is passed in."""
-
-    def __init__(self, config: SupervisionConfig, clock: Callable[[], float]) -> None:
-        self.restarts: Counter[str] = Counter()  # since the last new step
-        self._config, self._clock = config, clock
-        self._deaths: dict[str, list[float]] = defaultdict(list)  # clock seconds, ascending
-        self._has_stepped = False
-
-    @property
-    def restarts_at_all(self) -> bool:
-        """False while any failure ends the run."""
-        return self._has_stepped and self._config.max_restarts > 0
-
-    def stepped(self) -> None:
-        """A new step was made, so the trainer and the controller work."""
-        self._has_stepped = True
-        self.restarts.clear()
-
-    def died(self, name: str) -> str:
-        """Count a death.  Returns why the process must not be restarted, or ""."""
-        self._deaths[name].append(self._clock())
-        if not self.restarts_at_all:
-            return "nothing is restarted"
-        self.restarts[name] += 1
-        if self.restarts[name] > self._config.max_restarts:
-            return (
-                f"it died {self.restarts[name]} times without a new step "
-                f"(supervision.max_restarts = {self._config.max_restarts})"
-            )
-        num_deaths = len(self._recent(name))
-        if name.startswith("engine ") and num_deaths >= self._config.max_deaths:
-            return (
-                f"it died {num_deaths} times (supervision.max_deaths) within "
-                f"{self._config.window_s:g} s of running (supervision.window_s)"
-            )
-        return ""
-
-    def pause_s(self, name: str) -> float:
-        """Time between the last death and the restart."""
-        num_deaths = max(1, len(self._recent(name)))
-        doublings = min(num_deaths - 1, 30)  # a larger power of two is no float of use
-        return min(_LONGEST_PAUSE_S, self._config.backoff_s * 2.0**doublings)
-
-    def is_back(self, name: str) -> None:
-        """The restarted process works: the time since its death does not count as running."""
-        if deaths := self._deaths[name]:
-            down_s = self._clock() - deaths[-1]
-            self._deaths[name] = [when + down_s for when in deaths]
-
-    def forget(self, name: str) -> None:
-        """It left the run."""
-        self.restarts.pop(name, None)
-        self._deaths.pop(name, None)
-
-    def _recent(self, name: str) -> list[float]:
-        begin = self._clock() - self._config.window_s
-        self._deaths[name] = [when for when in self._deaths[name] if when > begin]
-        return self._deaths[name]
+        for state in (self._due, self._down, self._restarts, self._deaths):
+            state.pop(name, None)

@@ -5,8 +5,8 @@ checks all of them twice a second.  Its loop never waits for a single process: i
 calls to actors and handles their answers when they arrive (`RemoteCalls`).
 
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
-  it to the current version. One that keeps dying is excluded (`RestartPolicy`). Engines join and
-  leave on request (`membership`).
+  it to the current version. One that keeps dying is excluded (`Restarts`). Engines join and
+  leave on request (`Membership`).
 - Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
   stay, the steps after the checkpoint are trained again.
 - Controller: restarted at its endpoint from its journal; trainer and engines stay, requests are
@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moerl.controller.controller import Controller
 from moerl.core.errors import EngineError, MoerlError
 from moerl.core.types import PolicyVersion
 from moerl.launch.nodes.lease import LeaseKeeper
@@ -41,7 +42,6 @@ from moerl.launch.supervision.engine_supervisor import EngineSupervisor
 from moerl.launch.supervision.restarts import Restarts
 from moerl.launch.supervision.supervisor_context import (
     POLL_S,
-    Actors,
     HangReports,
     RemoteCalls,
     SupervisorContext,
@@ -63,7 +63,7 @@ class Supervisor:
         console: Console,
         scratch: Path,
         signals: SignalWatch,
-        actors: Actors | None = None,
+        actors: RayActors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start nothing yet.  actors: None = Ray's.  clock: monotonic seconds."""
@@ -121,7 +121,7 @@ class Supervisor:
         self.trainer.start()
         self.engines.start_all()
         self._loop(lambda: self.engines.are_up, self._watch_processes)
-        self.controller.tell(lambda controller: controller.engines_started.remote())
+        self.controller.tell(Controller.engines_started)
         self.trainer.restart_clock()
 
     def _place_controller(self) -> Any:
@@ -202,7 +202,7 @@ class Supervisor:
 
 
 def _context(
-    run_context: RunContext, console: Console, actors: Actors, clock: Callable[[], float]
+    run_context: RunContext, console: Console, actors: RayActors, clock: Callable[[], float]
 ) -> SupervisorContext:
     tracer = Tracer(run_context.run.trace, "supervisor")
     return SupervisorContext(

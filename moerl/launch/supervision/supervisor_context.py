@@ -2,7 +2,7 @@
 
 The supervisor has one thread and must see every death and signal within seconds.  So it never waits
 for one answer of an actor: `RemoteCalls` takes a call with the functions that handle its answer,
-and waits for any of them.  `Actors` is the whole interface to Ray: tests pass scripted actors.
+and waits for any of them.  `RayActors` is the whole interface to Ray: tests pass scripted actors.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from moerl.config.clusters import is_local
 from moerl.config.schema import Config
-from moerl.core.errors import EngineError, MoerlError
+from moerl.core.errors import MoerlError
+from moerl.launch.supervision.actors import RayActors
+from moerl.launch.supervision.ray_proxy import CallTimeout
 from moerl.launch.supervision.restarts import Restarts
 from moerl.observe.console import Console
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.stack_dump import stacks
-
-if TYPE_CHECKING:
-    from moerl.launch.run_context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +32,6 @@ POLL_S = 0.5
 START_S = 300.0  # seconds an actor of this machine may take to start
 _PINGS = 6  # questions to an actor per supervision.answer_timeout_s
 _LONGEST_TICK_S = 5.0  # a longer pause between two polls was a suspended process
-
-
-class CallTimeout(EngineError):
-    """An actor did not answer in time."""
-
-
-class PlacedActor(Protocol):
-    """An engine host, and on a cluster its slot."""
-
-    @property
-    def actor(self) -> Any: ...
-
-    def give_up(self) -> None:
-        """End the host and free its slot."""
-        ...
-
-
-class Actors(Protocol):
-    """Starts, asks and ends actors; none of the methods but `wait` may wait."""
-
-    def scorer(self, context: RunContext) -> Any: ...
-
-    def engine(self, context: RunContext, index: int, tp: int) -> PlacedActor: ...
-
-    def engine_has_left(self, index: int) -> None:
-        """Its place is free for another engine."""
-        ...
-
-    def controller(
-        self,
-        context: RunContext,
-        engines: Mapping[int, Any],
-        sizes: Mapping[int, int],
-        scorer: Any,
-        pool_changed: bool,
-    ) -> Any: ...
-
-    def kill(self, actor: Any) -> None:
-        """SIGKILL; its pending calls fail."""
-        ...
-
-    def wait(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Wait until a pending call ends; returns the ended calls.  Without calls, sleep."""
-        ...
-
-    def result(self, ref: Any, name: str) -> Any:
-        """Answer of a call that has ended.  Raises MoerlError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +46,7 @@ class _Call:
 class RemoteCalls:
     """The calls in progress."""
 
-    def __init__(self, actors: Actors, clock: Callable[[], float]) -> None:
+    def __init__(self, actors: RayActors, clock: Callable[[], float]) -> None:
         self._actors, self._clock = actors, clock
         self._calls: dict[Any, _Call] = {}
         # Deadlines count the time in which this process polled: after a suspension (SIGSTOP, a
@@ -180,7 +131,7 @@ class SupervisorContext:
     config: Config
     run: RunDir
     console: Console
-    actors: Actors
+    actors: RayActors
     clock: Callable[[], float]  # monotonic seconds
     calls: RemoteCalls
     restarts: Restarts

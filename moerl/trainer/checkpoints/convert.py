@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from moerl.core.errors import ConfigError, ModelError
 from moerl.layout import LayerSpec, Local, at, hf_shapes
 from moerl.layout.tiles import full_box, hf_box, meet
-from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, damage, sum_of
+from moerl.trainer.checkpoints.checkpoint_files import MANIFEST, damage, sums_of
 from moerl.trainer.checkpoints.convert_output import (
     ConversionProgress,
     ConversionRanks,
@@ -57,6 +57,7 @@ from moerl.trainer.hf_io.hf_save import (
     assemble,
     copy_tokenizer,
     file_form,
+    file_parts,
     pinned,
     saved_config,
     shard_names,
@@ -114,7 +115,9 @@ def convert_to_megatron(
     float32 expert bias) keep it.
     Raises ModelError for a source that cannot be read or a target that cannot be written.
     """
-    files = _files(list(_all_pieces(source, layer_spec, dtype)), max_file_bytes)
+    pieces = _all_pieces(source, layer_spec, dtype)
+    parts = file_parts(pieces, lambda piece: piece.nbytes, max_file_bytes)
+    files = {f"__{i}_0.distcp": held for i, held in enumerate(parts)}
 
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
         copy_tokenizer(source.path, folder)
@@ -187,19 +190,6 @@ def _all_pieces(
                 yield _Piece(part, tensor.tensor, band, kind, rows.start)
 
 
-def _files(pieces: Sequence[_Piece], max_bytes: int) -> dict[str, list[_Piece]]:
-    """File -> its pieces; at most max_bytes of them, or a single larger piece."""
-    files: list[list[_Piece]] = [[]]
-    used = 0
-    for piece in pieces:
-        if files[-1] and used + piece.nbytes > max_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(piece)
-        used += piece.nbytes
-    return {f"__{i}_0.distcp": held for i, held in enumerate(files)}
-
-
 def _planned(pieces: Sequence[_Piece], source: HfFolder) -> list[Planned]:
     return [
         Planned(piece.stored.key, piece.shape, piece.dtype, partial(_make, piece, source))
@@ -226,7 +216,7 @@ def _stored_dtype(tensor: ModelTensor, source: Source, dtype: torch.dtype | None
         return dtype
     found = {source.dtype(tile.hf) for tile in tensor.tensor.tiles}
     if len(found) > 1:
-        kinds = ", ".join(sorted(map(_name, found)))
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in found))
         raise ConfigError("--dtype", None, f"{tensor.local_name} is made of {kinds}; choose one")
     return found.pop()
 
@@ -251,8 +241,7 @@ def _finish_checkpoint(
     torch.save({"content_metadata": content}, folder / _COMMON)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / _FORMAT).write_text(json.dumps(backend), encoding="utf-8")
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    sums = {name: written[name].sum if name in written else sum_of(folder / name) for name in names}
+    sums = sums_of(folder, {name: file.sum for name, file in written.items()})
     write_json(folder / MANIFEST, {"step": 0, "files": sums})
 
 
@@ -286,7 +275,3 @@ def _hf_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dty
         return {name: source.dtype(name) for name in shapes}
     fixed = pinned(source.spec)
     return {name: source.dtype(name) if name in fixed else dtype for name in shapes}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -28,7 +28,22 @@ def hf_to_megatron(description: str | None) -> int:
         help="names of tensors as megatron-core's own layers store them, or as Transformer "
         "Engine's do; runs of moerl read both (default: local)",
     )
-    return _guarded(_to_megatron, parser.parse_args())
+    args = parser.parse_args()
+
+    def convert(ranks: ConversionRanks, progress: ConversionProgress) -> None:
+        with ranks.together():
+            source = HfFolder(args.source)
+        convert_to_megatron(
+            source,
+            args.target,
+            ranks,
+            progress,
+            layer_spec=args.layer_spec,
+            dtype=DTYPE_NAMES.get(args.dtype),
+            replace=args.force,
+        )
+
+    return _guarded(convert, args.target)
 
 
 def megatron_to_hf(description: str | None) -> int:
@@ -52,37 +67,22 @@ def megatron_to_hf(description: str | None) -> int:
         type=_size,
         help="largest safetensors file, e.g. 500M or 4Gi (default: 4Gi)",
     )
-    return _guarded(_to_hf, parser.parse_args())
+    args = parser.parse_args()
 
+    def convert(ranks: ConversionRanks, progress: ConversionProgress) -> None:
+        with ranks.together():
+            source = MegatronFolder(args.source, args.model)
+        convert_to_hf(
+            source,
+            args.target,
+            ranks,
+            progress,
+            dtype=DTYPE_NAMES.get(args.dtype),
+            max_shard_bytes=args.max_shard_size,
+            replace=args.force,
+        )
 
-def _to_megatron(
-    args: argparse.Namespace, ranks: ConversionRanks, progress: ConversionProgress
-) -> None:
-    with ranks.together():
-        source = HfFolder(args.source)
-    convert_to_megatron(
-        source,
-        args.target,
-        ranks,
-        progress,
-        layer_spec=args.layer_spec,
-        dtype=DTYPE_NAMES.get(args.dtype),
-        replace=args.force,
-    )
-
-
-def _to_hf(args: argparse.Namespace, ranks: ConversionRanks, progress: ConversionProgress) -> None:
-    with ranks.together():
-        source = MegatronFolder(args.source, args.model)
-    convert_to_hf(
-        source,
-        args.target,
-        ranks,
-        progress,
-        dtype=DTYPE_NAMES.get(args.dtype),
-        max_shard_bytes=args.max_shard_size,
-        replace=args.force,
-    )
+    return _guarded(convert, args.target)
 
 
 def _show(stage: str, done: int, total: int) -> None:
@@ -93,13 +93,10 @@ def _show(stage: str, done: int, total: int) -> None:
         print(line, end="\n" if ends else "\r", file=sys.stderr, flush=True)
 
 
-def _guarded(
-    convert: Callable[[argparse.Namespace, ConversionRanks, ConversionProgress], None],
-    args: argparse.Namespace,
-) -> int:
+def _guarded(convert: Callable[[ConversionRanks, ConversionProgress], None], target: Path) -> int:
     ranks = ConversionRanks()
     try:
-        convert(args, ranks, _show if ranks.rank == 0 else lambda _stage, _done, _total: None)
+        convert(ranks, _show if ranks.rank == 0 else lambda _stage, _done, _total: None)
     except MoerlError as error:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -108,7 +105,7 @@ def _guarded(
         print("stopped; nothing was published", file=sys.stderr)
         return 130
     if ranks.rank == 0:
-        print(args.target)
+        print(target)
     return 0
 
 

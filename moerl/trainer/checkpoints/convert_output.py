@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -34,6 +34,8 @@ _LOCK = ".lock"
 
 Plan: TypeAlias = Callable[[], Sequence[Planned]]
 """Lists the tensors of a file."""
+ConversionProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with the stage, the bytes done, and the total of this process."""
 
 
 class Written(NamedTuple):
@@ -61,12 +63,6 @@ class Output:
     @property
     def folder(self) -> Path:
         return self.target.with_name(f".{self.target.name}.partial")
-
-
-class ConversionProgress(Protocol):
-    """Called with the stage, the bytes done, and the total of this process."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
 
 
 class ConversionRanks:

@@ -18,8 +18,7 @@ from moerl.core.errors import ModelError, MoerlError
 from moerl.layout.tiles import full_box
 from moerl.runtime.run_dir import read_manifest, torn_checkpoint
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
-from moerl.trainer.hf_io.adapter_base import note_base
-from moerl.trainer.hf_io.adapter_files import save_adapter
+from moerl.trainer.hf_io.adapter_files import note_base, save_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
 
 _PREFIX = "lora."  # of the factors' names in a checkpoint

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.resume import fingerprint
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ConfigError, ModelError
 from moerl.core.json_files import read_json
@@ -35,11 +36,13 @@ from moerl.layout.adapters import (
     whole_factors,
 )
 from moerl.layout.shards import stacked_forms
+from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import replace_folder, write_json
 from moerl.weight_sync.adapters.sglang_adapter import sglang_form
 
 _ROOT = "base_model.model."
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
+_BASE_FILE = "base.json"  # of a folder that moerl wrote: its W0 by name and fingerprint
 _ROUTER = (".mlp.gate", ".block_sparse_moe.gate")
 _BLOCK = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 
@@ -323,3 +326,31 @@ def _taken(tensors: dict[str, Tensor], name: str, folder: Path) -> Tensor:
     if name not in tensors:
         raise ModelError(f"{folder}: tensor {name} is missing")
     return tensors.pop(name)
+
+
+# --- which weights an adapter belongs to ----------------------------------------------------------
+def note_base(folder: Path, base: Path) -> None:
+    """Write which W0 the adapter in `folder` belongs to.
+
+    On other weights the factors would load and mean something else.
+    """
+    write_json(folder / _BASE_FILE, {"model": str(base), "fingerprint": fingerprint(base)})
+
+
+def check_base(folder: Path, base: Path) -> None:
+    """Raises ModelError where the adapter names other weights; folders of others name none."""
+    if not (folder / _BASE_FILE).is_file():
+        return
+    noted, found = read_json(folder / _BASE_FILE), fingerprint(base)
+    if noted["fingerprint"] != found:
+        raise ModelError(
+            f"{folder}: it belongs to weights with the fingerprint {noted['fingerprint']} "
+            f"({noted['model']}), {base} has {found}"
+        )
+
+
+def start_factors(lora: LoraConfig, source: HfFolder) -> dict[str, Tensor]:
+    """Whole factors of `lora.start`.  source: W0.  Raises ModelError."""
+    folder = Path(lora.start)
+    check_base(folder, source.path)
+    return load_adapter(folder, source.spec, lora)

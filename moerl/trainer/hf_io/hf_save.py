@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from moerl.layout import (
 )
 from moerl.trainer.hf_io.hf_folder import FILL_BYTES, INDEX_FILE, SINGLE_FILE
 
+T = TypeVar("T")
 TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -121,16 +122,22 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def file_parts(items: Iterable[T], size: Callable[[T], int], max_bytes: int) -> list[list[T]]:
+    """The items of each file, in order; at most max_bytes unless a single item is larger."""
+    files: list[list[T]] = [[]]
+    used = 0
+    for item in items:
+        if files[-1] and used + size(item) > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += size(item)
+    return files
+
+
 def shard_names(nbytes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
     """File name -> the tensors it holds, in order; at most max_bytes unless a tensor is larger."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in nbytes.items():
-        if shards[-1] and used + size > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
+    shards = file_parts(nbytes, nbytes.__getitem__, max_bytes)
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {

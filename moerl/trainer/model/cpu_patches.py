@@ -52,54 +52,38 @@ def apply(*absent: Absent) -> None:
     _applied = True
 
 
-class _Event:
-    """Stands in for torch.cuda.Event: everything on the CPU is already complete."""
+class _Idle:
+    """Everything on the CPU is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def record(self, *_args: Any) -> None:
-        pass
-
-    def wait(self, *_args: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
+    def synchronize(self, *_args: Any) -> None:
         pass
 
     def query(self) -> bool:
         return True
+
+
+class _Event(_Idle):
+    """Stands in for torch.cuda.Event."""
+
+    record = wait = _Idle.synchronize
 
     def elapsed_time(self, _other: Any) -> float:
         return 0.0
 
 
-class _Stream:
+class _Stream(_Idle):
     """Stands in for torch.cuda.Stream: one queue, always drained."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, *_args: Any) -> None:
-        pass
-
-    def wait_event(self, *_args: Any) -> None:
-        pass
+    wait_stream = wait_event = __exit__ = _Idle.synchronize
 
     def record_event(self, *_args: Any) -> _Event:
         return _Event()
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def __enter__(self) -> _Stream:
         return self
-
-    def __exit__(self, *_exc: Any) -> None:
-        pass
 
 
 def _patch_device() -> None:

@@ -28,13 +28,12 @@ from moerl.core.errors import ConfigError
 from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
-from moerl.trainer.model.indexer_replay import IndexerReplay, attach_indexers
 from moerl.trainer.model.lora import PREFIX, Adapters, Changes, attach_adapters
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
 from moerl.trainer.model.served_adapters import ServedAdapters
-from moerl.trainer.model.sparse_attention import sparse_attention
+from moerl.trainer.model.sparse_attention import IndexerReplay, attach_indexers, sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 
 

@@ -16,8 +16,8 @@ session never waits for the program of a peer.
 
 Deadlines are `time.monotonic()` seconds.  Every call ends by its deadline or raises TransportError;
 after an error a Link is not used again.  A Staging whose session failed is closed and never reused:
-a late sender then writes into memory that no process reads.
-`Guarantees` states the promises of a transport as data, for sessions and tests.
+a late sender then writes into memory that no process reads.  The death of either side is an error
+and no hang, and a new engine is served without touching the links of the others.
 
 Rejected: collectives (a broadcast has no endpoint and no retry), pickled tensors over HTTP.
 Idea: the registered segments and one-sided writes of Mooncake's Transfer Engine.
@@ -25,7 +25,6 @@ Idea: the registered segments and one-sided writes of Mooncake's Transfer Engine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -34,17 +33,6 @@ from torch import Tensor
 from moerl.core.errors import TransportError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Guarantees:
-    """The promises of a transport; the session handles each missing promise."""
-
-    one_sided: bool  # a put needs no thread of the receiving process
-    late_join: bool  # a new engine is served without touching the links of the others
-    survives_peer_death: bool  # either side's death is a TransportError, not a hang or a crash
-    needs_group: bool  # members must be known before the first byte (collective transports)
-    same_machine: bool  # endpoints are useless on another machine
 
 
 class Staging(Protocol):
@@ -56,9 +44,10 @@ class Staging(Protocol):
     def fetch(self, deadline: float) -> None:
         """Return once every byte that senders have flushed is in `buffer`.
 
-        Raises TransportError.  A transport that writes into the buffer itself has nothing to do.
+        Raises TransportError.  Nothing to do where senders write into the buffer itself, or where a
+        flush is answered after its bytes are there.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Release everything, files included; senders get errors from now on.  Repeatable."""
@@ -79,7 +68,7 @@ class Link(Protocol):
 
     def view(self, offset: int, num_bytes: int) -> Tensor | None:
         """The remote range as local memory, to pack into without a copy; None if not mapped."""
-        ...
+        return None
 
     def flush(self, deadline: float) -> None:
         """Return once all puts have reached the remote side.  Raises TransportError."""
@@ -94,7 +83,6 @@ class Transport(Protocol):
     """Opens stagings and links; keeps no state outside them."""
 
     name: str
-    guarantees: Guarantees
 
     def open(self, num_bytes: int) -> Staging:
         """A buffer that senders can reach.  Raises TransportError without room for it."""

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.base import Staging, check_range
 from moerl.weight_sync.transports.cuda_driver import Driver
 from moerl.weight_sync.transports.shm import check_memfd, open_memfd
 
@@ -51,13 +51,6 @@ class CudaIpc:
     """A `Transport` between GPU processes of one user on one machine."""
 
     name = "cuda_ipc"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=True,
-    )
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -86,7 +79,7 @@ def _on(device: int) -> CudaIpc:
         return CudaIpc(Driver())
 
 
-class CudaStaging:
+class CudaStaging(Staging):
     """Device memory of one engine rank."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
@@ -104,9 +97,6 @@ class CudaStaging:
             raise
         told = _Endpoint(driver.gpu(), handle, num_bytes, os.getpid(), self._fd, name)
         self.endpoint = msgspec.msgpack.encode(told)
-
-    def fetch(self, deadline: float) -> None:
-        """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
         """Refuse new senders; the memory is freed when no link and no tensor uses it."""

@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import Link, check_range, read_endpoint
 
 _PREFIX = "moerl-staging-"
 _OWNER = "owner.lock"
@@ -46,13 +46,6 @@ class Disk:
     """A `Transport` through a folder that both sides mount under the same name."""
 
     name = "disk"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=False,
-    )
 
     def __init__(self, root: Path) -> None:
         """Keep the root.
@@ -118,7 +111,7 @@ class DiskStaging:
         self._lock = -1
 
 
-class DiskLink:
+class DiskLink(Link):
     """Writes files into one staging folder."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -145,9 +138,6 @@ class DiskLink:
             raise TransportError("peer", f"staging folder {self._folder} is gone") from error
         except OSError as error:
             raise TransportError("room", f"{temporary} could not be written: {error}") from error
-
-    def view(self, offset: int, num_bytes: int) -> Tensor | None:
-        return None
 
     def flush(self, deadline: float) -> None:
         """The puts have renamed the files; from here the engine owns them.  Fails if it is dead."""

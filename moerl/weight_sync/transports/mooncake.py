@@ -39,7 +39,7 @@ from torch import Tensor
 from moerl.config.transport_rules import DEVICES, PROTOCOL
 from moerl.core.errors import TransportError
 from moerl.distributed.token_server import ServerAddress, TokenServer, open_channel
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import Link, Staging, check_range, read_endpoint
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,6 @@ class Mooncake:
     """A `Transport` by remote memory access; one Transfer Engine per process and instance."""
 
     name = "mooncake"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=False,
-    )
 
     def __init__(self, address: str, *, protocol: str = "tcp", devices: str = "") -> None:
         """Start the engine of the library.  Raises TransportError (missing).
@@ -163,7 +156,7 @@ class _Registered:
             raise TransportError("range", f"{num_bytes} bytes at {address:#x} are not registered")
 
 
-class MooncakeStaging:
+class MooncakeStaging(Staging):
     """A registered buffer."""
 
     def __init__(
@@ -185,9 +178,6 @@ class MooncakeStaging:
             )
         )
 
-    def fetch(self, deadline: float) -> None:
-        """Nothing to do: senders write into the buffer itself."""
-
     def close(self) -> None:
         self._server.close()
         if self._table is not None:
@@ -195,7 +185,7 @@ class MooncakeStaging:
         self._table = None
 
 
-class MooncakeLink:
+class MooncakeLink(Link):
     """Writes of one sender to one staging."""
 
     def __init__(self, engine: Any, table: _Registered, target: _Endpoint) -> None:
@@ -219,9 +209,6 @@ class MooncakeLink:
                 "peer", f"{self._target.session} took no write at {offset}: answer {batch}"
             )
         self._running.append(batch)
-
-    def view(self, offset: int, num_bytes: int) -> Tensor | None:
-        return None
 
     def flush(self, deadline: float) -> None:
         while self._running:

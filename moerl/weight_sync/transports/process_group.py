@@ -11,7 +11,7 @@ or to NCCL_SOCKET_IFNAME (NCCL).
 
 One code path serves both, and the pair's pipe (`pair_pipes`) knows which memory the backend sends.
 Staging is host memory with both, page-locked where CUDA works.  NCCL ran on the device double
-only, whose groups are gloo's: its guarantees hold by design, not by a run.
+only, whose groups are gloo's: its promises hold by design, not by a run.
 
 Rejected: one group over all engines (a dead engine fails the others), TCPStore (no token).
 """
@@ -40,7 +40,7 @@ from moerl.distributed.token_server import (
     open_channel,
     seconds_left,
 )
-from moerl.weight_sync.transports.base import Guarantees, check_range, read_endpoint
+from moerl.weight_sync.transports.base import Link, Staging, check_range, read_endpoint
 from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,
     DevicePipe,
@@ -76,13 +76,6 @@ class GroupTransport:
         """
         assert backend in ("gloo", "nccl"), f"backend {backend!r} is neither gloo nor nccl"
         self.name = backend
-        self.guarantees = Guarantees(
-            one_sided=False,
-            late_join=True,
-            survives_peer_death=True,
-            needs_group=False,
-            same_machine=False,
-        )
         self._address = address
         self._device = _device(backend)
 
@@ -106,7 +99,7 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class GroupStaging:
+class GroupStaging(Staging):
     """The receiving side: a thread per sender."""
 
     def __init__(self, address: str, backend: str, device: torch.device, num_bytes: int) -> None:
@@ -117,9 +110,6 @@ class GroupStaging:
         self.endpoint = msgspec.json.encode(
             _Endpoint(backend, self._server.server_address, num_bytes)
         )
-
-    def fetch(self, deadline: float) -> None:
-        """Nothing to do: a flush is answered only after its bytes are in the buffer."""
 
     def close(self) -> None:
         self._server.close()
@@ -149,7 +139,7 @@ class GroupStaging:
             raise TransportError("refused", f"frame kind {kind} of {len(payload)} bytes is unknown")
 
 
-class GroupLink:
+class GroupLink(Link):
     """The sending side of one pair."""
 
     def __init__(
@@ -173,9 +163,6 @@ class GroupLink:
             frame = _RANGE.pack(offset + first, part.numel(), seconds_left(deadline))
             self._channel.send(_PUT, frame, deadline)
             self._pipe.send(part, deadline)
-
-    def view(self, offset: int, num_bytes: int) -> Tensor | None:
-        return None
 
     def flush(self, deadline: float) -> None:
         self._pipe.settle(deadline)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moerl.core.errors import TransportError
-from moerl.weight_sync.transports.base import Guarantees, check_range
+from moerl.weight_sync.transports.base import Staging, check_range
 from moerl.weight_sync.transports.pinned_memory import tensor_over
 
 _NAME = "moerl-staging"
@@ -37,13 +37,6 @@ class SharedMemory:
     """A `Transport` between processes of one user on one machine."""
 
     name = "shm"
-    guarantees = Guarantees(
-        one_sided=True,
-        late_join=True,
-        survives_peer_death=True,
-        needs_group=False,
-        same_machine=True,
-    )
 
     def open(self, num_bytes: int) -> SharedStaging:
         return SharedStaging(num_bytes)
@@ -57,7 +50,7 @@ def make(address: str) -> SharedMemory:
     return SharedMemory()
 
 
-class SharedStaging:
+class SharedStaging(Staging):
     """The memory file of one engine rank."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,9 +70,6 @@ class SharedStaging:
                 "room", f"no shared memory of {num_bytes} bytes: {error}"
             ) from None
         self.endpoint = f"{os.getpid()}:{self._fd}:{name}:{num_bytes}".encode()
-
-    def fetch(self, deadline: float) -> None:
-        """Nothing to do: senders write into the buffer itself."""
 
     def close(self) -> None:
         """Refuse new senders; the memory is freed with the last mapping."""
