@@ -33,7 +33,6 @@ from moerl.core.types import (
 )
 from moerl.engine.host.mailbox import Mailbox
 from moerl.records import BlobStore
-from tests.helpers.chat_tokenizer import SIZE
 
 Reply = Segment | RecordError
 KILLED = "engine 0 is not usable: it was killed"
@@ -41,6 +40,10 @@ KILLED = "engine 0 is not usable: it was killed"
 
 def never(_request: GenerateRequest) -> bool:
     return False
+
+
+def always(_request: GenerateRequest) -> bool:
+    return True
 
 
 class StubEngine:
@@ -264,8 +267,10 @@ class WordEngine(StubEngine):
     """
 
     def __init__(self, store: BlobStore, *, greedy: bool = False, first_call: int = 0) -> None:
+        from tests.helpers.chat_tokenizer import SIZE  # takes seconds, which others need not spend
+
         super().__init__()
-        self.store, self._greedy = store, greedy
+        self.store, self._greedy, self._size = store, greedy, SIZE
         self._calls, self._one = itertools.count(first_call), asyncio.Lock()
         self.hangs_at = 0  # replies after which it hangs; 0 = never
         self.cuts: set[int] = set()  # replies that an update cuts, from 1 on
@@ -290,7 +295,11 @@ class WordEngine(StubEngine):
         if isinstance(reply, RecordError) or not len(reply.output_ids):
             return reply
         count, call = len(reply.output_ids), 0 if self._greedy else next(self._calls)
-        words = np.random.default_rng(call).integers(SIZE // 2, SIZE, count).astype(np.int32)
+        words = (
+            np.random.default_rng(call)
+            .integers(self._size // 2, self._size, count)
+            .astype(np.int32)
+        )
         (ref,) = self.store.seal(request.name, [reply.logprobs])
         return replace(
             reply,

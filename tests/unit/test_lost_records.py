@@ -26,10 +26,9 @@ from moerl.core.messages import Plan, TakeRecords
 from moerl.core.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
+from tests.helpers.controllers import CONFIG, PublishingTrainer, make, running, with_ref_models
 from tests.helpers.patience import patience
-from tests.unit.test_controller import CONFIG, StubEngine, make, running
-from tests.unit.test_membership import Trainer
-from tests.unit.test_ref_models import with_ref_models
+from tests.helpers.stub_engine import StubEngine
 
 LOST_S = 0.3
 # Updates go to the engine that will be lost only, so the groups after them start there: nothing may
@@ -91,7 +90,7 @@ def test_the_run_goes_on_without_them(
         reader = ClusterBlobs(tmp_path / "none", "", "t")
         more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
         controller, reports = make(tmp_path, lost, config, **more)
-        trainer = Trainer(controller, LOST_ONLY)
+        trainer = PublishingTrainer(controller, LOST_ONLY)
 
         async def work() -> None:
             await trainer.hello()
@@ -135,7 +134,7 @@ def test_shared_records_outlive_their_node(
         reader = ClusterBlobs(tmp_path / "none", "", "t", copies=folder)
         more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
         controller, reports = make(tmp_path, lost, config, segments=SharedGroups(folder), **more)
-        trainer = Trainer(controller, LOST_ONLY)
+        trainer = PublishingTrainer(controller, LOST_ONLY)
         rank = ClusterBlobs(tmp_path / "rank", "", "t", copies=folder)
 
         async def work() -> None:
@@ -179,7 +178,7 @@ def test_reference_ranks_are_not_given_what_is_lost(
         reader = ClusterBlobs(tmp_path / "none", "", "t")
         more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
         controller, _ = make(tmp_path, lost, config, **more)
-        trainer = Trainer(controller, (0, 1))
+        trainer = PublishingTrainer(controller, (0, 1))
 
         async def work() -> None:
             await trainer.hello()
