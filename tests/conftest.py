@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Kernels with which SGLang serves every model family on a plain CPU; servers inherit the variable.
+CPU_SGLANG = str(ROOT / "tests/cpu_sglang")
+sys.path.insert(0, CPU_SGLANG)
+
 os.environ.update(
+    PYTHONPATH=os.pathsep.join(filter(None, [CPU_SGLANG, os.environ.get("PYTHONPATH")])),
     HF_HUB_OFFLINE="1",  # a test that reaches for a hub fails instead of waiting
     TRANSFORMERS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",  # its threads warn after every fork

@@ -23,6 +23,7 @@ from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
+CUMEM = "NCCL_CUMEM_ENABLE"
 NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")
 _ROLES = ("engine", "trainer")
 
@@ -110,7 +111,7 @@ def _cards(config: Config) -> list[str]:
     return sorted({card for group in _groups(config) for card in group.rdma})
 
 
-# --- mooncake -------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 def mooncake_protocol(config: Config) -> str:
     """rdma or tcp; `auto` is rdma where every engine and trainer node names its cards."""
     if config.sync.mooncake_protocol != "auto":
@@ -118,12 +119,26 @@ def mooncake_protocol(config: Config) -> str:
     return "rdma" if all(group.rdma for group in _groups(config)) else "tcp"
 
 
-def mooncake_environment(config: Config, group: NodeGroup) -> dict[str, str]:
-    """Variables of a process of this group, by which its transport is made."""
+def transport_environment(config: Config, group: NodeGroup) -> dict[str, str]:
+    """Variables of an engine or trainer process of this group, by which its transport is made."""
+    if config.sync.transport == "nccl":
+        return {CUMEM: nccl_cumem(config)}
     if config.sync.transport != "mooncake":
         return {}
     protocol = mooncake_protocol(config)
     return {PROTOCOL: protocol, DEVICES: ",".join(group.rdma) if protocol == "rdma" else ""}
+
+
+def nccl_cumem(config: Config) -> str:
+    """Value of NCCL_CUMEM_ENABLE, which both ends of a NCCL group must share.
+
+    SGLang sets 1 with `enable_symm_mem`, and 0 where nothing is set, but NCCL's own default is on.
+    The settings alone decide, because the environments of two nodes may differ.
+    Read at sglang 0.5.23: srt/entrypoints/engine.py (_set_envs_and_config).
+    """
+    if config.engine.args.get("enable_symm_mem"):
+        return "1"
+    return config.cluster.environment.get(CUMEM, "0")
 
 
 def first_group(config: Config, role: Role) -> NodeGroup:

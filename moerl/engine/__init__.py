@@ -1,1 +1,1 @@
-"""Rollout engines: one SGLang server per host, its client, and the check of its records."""
+"""Rollout engines: host/ runs beside SGLang's server, plugin/ inside it; both share these files."""

@@ -1,10 +1,10 @@
 """Which deployment features of SGLang work with replay: one table for the check and for the docs.
 
 A feature is proven (a test compares its records with another implementation), refused while
-routing is recorded, or refused always because it changes what is sampled behind the record.
-A feature whose records were not compared is refused.  What SGLang does by default on CUDA cannot be
-compared without a GPU: each such row names the values that are let through and their comparison in
-tests/gpu, and every other value is refused with replay.
+routing is recorded, or refused always because it samples other tokens than the record says.
+A feature whose records were not compared is refused.  SGLang's defaults on CUDA cannot be compared
+without a GPU: each such row names the allowed values and their comparison in tests/gpu, and every
+other value is refused with replay.
 
 `check` reads the table when a server's arguments are made; docs/replay-support.md has it before the
 table of model families.  The table has the arguments that change
@@ -454,7 +454,7 @@ def check(name: str, value: Any, *, replay: bool) -> None:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for a variable that changes what the engine reports."""
+    """Refuse variables that change the engine's reports.  Raises ConfigError."""
     for name, why in ENVIRONMENT.items():
         if environment.get(name, "0") not in ("", "0", "false", "False"):
             raise ConfigError(f"environment.{name}", environment[name], f"unset it: {why}")

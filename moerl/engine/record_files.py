@@ -4,12 +4,12 @@ SGLang sends routes, positions and masks as base64 of int32 and as lists of JSON
 processes.  Here the scheduler writes them into a file of the server's private folder, each array in
 its narrowest integer type, and the reply carries a reference of a few bytes.  The host reads the
 file in a thread and removes it.  The file's name is a digest of the request's id, so a reference
-names no path, and the host finds what requests left that it does not wait for any more.
+names no path, and the host finds files of requests that it no longer waits for.
 
 A file that is missing, short, altered or of another owner is a RecordError of its rollout.
 
 Rejected: shared memory (64 MB in many containers), one file for all requests of a step (it would
-live until the last of them is read), a socket (one side would hold what the other has not read).
+live until the last of them is read), a socket (one side would hold all that is not yet read).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class RecordReference(msgspec.Struct, frozen=True):
-    """What a reply says about its record.  refused: why there is none."""
+    """The record of a reply.  refused: the cause, where no record was written."""
 
     digest: str = ""
     parts: tuple[StoredArray, ...] = ()
@@ -75,17 +75,17 @@ class RecordWriter:
         digest = xxhash.xxh3_128()
         for one in data:
             digest.update(one)
-        told = RecordReference(digest.hexdigest(), parts)
+        reference = RecordReference(digest.hexdigest(), parts)
         size = sum(array.nbytes for _, array in stored)
         if size <= self._inline:
-            told = msgspec.structs.replace(told, inline=b"".join(data))
+            reference = msgspec.structs.replace(reference, inline=b"".join(data))
         else:
             try:
                 self._store(self._folder / name_of(request_id), data, size)
             except OSError as error:
                 refused = f"{size} bytes were not written to {self._folder}: {error}"
-                told = RecordReference(refused=refused)
-        return msgspec.json.encode(told).decode()
+                reference = RecordReference(refused=refused)
+        return msgspec.json.encode(reference).decode()
 
     def _store(self, path: Path, data: Sequence[memoryview], size: int) -> None:
         self._make_room(size)
@@ -121,18 +121,18 @@ class RecordReader:
         """Requests ended, and their files were read or never will be."""
         self._expected -= {name_of(one) for one in request_ids}
 
-    def take(self, request_id: str, told: object) -> dict[str, Array]:
+    def take(self, request_id: str, stored: object) -> dict[str, Array]:
         """The arrays of a request, by name; their file is removed.  May run in a thread.
 
-        told: the reference of its reply, or None.  Raises RecordError `record_file`.
+        stored: the reference in its reply, or None.  Raises RecordError `record_file`.
         """
-        if told is None:
+        if stored is None:
             return {}
         path = self._folder / name_of(request_id)
         try:
-            if not isinstance(told, str):
-                raise ValueError(f"its reference is {told!r:.80}")
-            reference = msgspec.json.decode(told, type=RecordReference)
+            if not isinstance(stored, str):
+                raise ValueError(f"its reference is {stored!r:.80}")
+            reference = msgspec.json.decode(stored, type=RecordReference)
             if reference.refused:
                 raise ValueError(reference.refused)
             return _read(path, reference)
@@ -142,7 +142,7 @@ class RecordReader:
             _remove(path)
 
     def sweep(self) -> int:
-        """Remove what aborted or cancelled calls left; returns how many.  May run in a thread."""
+        """Remove files of aborted or cancelled calls; returns how many.  May run in a thread."""
         # In this order: a file is written only after its request was expected.
         try:
             found = os.listdir(self._folder)

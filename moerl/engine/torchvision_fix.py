@@ -6,7 +6,7 @@ operator schemas are missing.  Declaring both schemas just before the first impo
 nothing that handles text calls them.
 
 tools/setup.sh writes moerl-torchvision.pth into the environment, so that `arm` runs at the start of
-each of its programs: a folder `hf/` opens in plain transformers there.  It costs the import of this
+each of its programs, and plain transformers opens a folder `hf/`.  It costs the import of this
 module.  `moerl.engine.plugin.server_process` calls it for environments without that file.
 Rejected: `arm` in each process of ours that imports transformers (plain transformers fails on).
 """

@@ -1,14 +1,14 @@
 """The layout of a live engine's weights: its identity, and the refusal of unknown layouts.
 
-The precision of the head belongs to the identity, too: a trainer with another one is refused.
+The precision of the head belongs to the identity, too: a trainer with another precision is refused.
 
 A transfer plan is right for one layout only, and shapes do not identify it: SGLang may interleave,
 swap, transpose, pack or shuffle expert weights after loading and keep their shape.  So every server
 argument and environment variable that moves weights is checked, and only values that were compared
 with SGLang's own `load_weights` (tests/multi/test_layout_sglang.py) are accepted.  A server is
-checked twice: its scheduler processes check the modules that they loaded (`check_loaded`, a hook of
-hooks.py), and once it serves, its resolved arguments become its `LiveWeightLayout`
-(sglang_server.py).
+checked twice: its scheduler processes check the modules that they loaded
+(`moerl.engine.plugin.loaded_weights`), and once it serves, its resolved arguments become its
+`LiveWeightLayout` (sglang_server.py).
 
 Rejected: a list of bad values (a new release adds values, and they would pass).
 Read at sglang 0.5.23: srt/layers/quantization/unquant.py, srt/layers/moe/fused_moe_triton/layer.py,
@@ -20,12 +20,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moerl.core.errors import ConfigError, LayoutError
+from moerl.core.errors import ConfigError
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 from moerl.layout.families import LLAMA4_TEXT
 
@@ -95,35 +94,9 @@ _ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attentio
 _FUSES_SHARED_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 _ALL_LAYERS_ROUTE = ("qwen3_moe", "qwen2_moe")
 
-
-# Attributes of live modules -> what they do to weights.
-_PLAIN_METHODS = (
-    "UnquantizedLinearMethod",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedFusedMoEMethod",
-)
-_BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
-_CACHE_METHOD = "Fp8KVCacheMethod"  # of every attention layer in a checkpoint of fp8 blocks
-_BESIDE_ADAPTER = ".base_layer."
-_METHOD_FLAGS = {
-    "use_flashinfer_cutlass": "keeps w13 as [up; gate]",
-    "use_triton_kernels": "keeps expert weights transposed",
-    "use_flashinfer_trtllm_moe": "packs expert weights into blocks",
-    "w13_swiglu_interleaved": "interleaves gate and up rows",
-    "_aiter_runner": "shuffles expert weights",
-    "use_marlin": "packs weights for a kernel that reads 8 bits and computes in 16",
-    "use_mxfp8": "scales runs of 32 values",
-    "block_fp8_as_mxfp8": "keeps a second form for another kernel",
-    "is_fp4_expert": "keeps experts in 4 bits",
-}
-_WEIGHT_FLAGS = {
-    "format_ue8m0": "are quantised again, to scales that are powers of two",
-    "is_shuffled": "are shuffled in place",
-}
-
 FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.weight_sync.buckets`
-_BLOCK_SHAPE = [128, 128]
-_KNOWN_FP8 = {"weight_block_size": (_BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
+BLOCK_SHAPE = [128, 128]
+_KNOWN_FP8 = {"weight_block_size": (BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
 _FP8_KERNELS = ("auto", "triton")
 _FP32_HEAD = "enable_fp32_lm_head"
 
@@ -263,92 +236,23 @@ def _plain_server(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain | dict.fromkeys(_ATTENTION)
 
 
-def check_modules(modules: Iterable[tuple[str, Any]]) -> None:
-    """Check the loaded modules of SGLang (`model.named_modules()`).
-
-    Raises LayoutError naming the first module whose weights are not in the canonical layout.
-    Covers choices of a release that no server argument shows.
-    """
-    for name, module in modules:
-        if getattr(module, "use_intel_amx_backend", False):
-            raise LayoutError(f"{name}: SGLang packs its weights for AMX")
-        if getattr(module, "num_fused_shared_experts", 0):
-            raise LayoutError(f"{name}: SGLang stores its shared experts among the routed ones")
-        method = getattr(module, "quant_method", None)
-        if method is None:
-            continue
-        kind = type(method).__name__
-        if kind in _BLOCK_METHODS:
-            _check_block_weights(name, module, kind)
-        elif kind == _CACHE_METHOD:
-            if (module.k_scale_float, module.v_scale_float) != (1.0, 1.0):
-                raise LayoutError(f"{name}: the checkpoint scales its cache; training would not")
-        elif kind not in _PLAIN_METHODS:
-            raise LayoutError(
-                f"{name}: weights of {kind} have no layout; use unquantised ones or fp8 blocks"
-            )
-        for flag, effect in _METHOD_FLAGS.items():
-            if getattr(method, flag, None):
-                raise LayoutError(f"{name}: {flag} of {kind} {effect}")
-
-
-def _check_block_weights(name: str, module: Any, kind: str) -> None:
-    """Raises LayoutError unless a layer keeps its fp8 blocks as loaded."""
-    shape = getattr(module.quant_method, "weight_block_size", None)
-    if shape != _BLOCK_SHAPE:
-        raise LayoutError(f"{name}: blocks of {kind} are {shape}, known are {_BLOCK_SHAPE}")
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        for flag, effect in _WEIGHT_FLAGS.items():
-            if getattr(parameter, flag, False):
-                raise LayoutError(f"{name}.{parameter_name}: {flag}, its values {effect}")
-
-
-def weights(model: Any) -> dict[str, Any]:
-    """The parameters that an update writes: all except scales of the cache, which stay 1.
-
-    A module with adapter slots keeps its weight inside, under its own name.
-    """
-    return {
-        name.replace(_BESIDE_ADAPTER, "."): parameter
-        for name, parameter in model.named_parameters()
-        if not getattr(parameter, "_skip_weight_check", False)
-    }
-
-
 def asks_fp32_head(args: Mapping[str, Any]) -> bool:
     """Whether server arguments turn the fp32 head on."""
     return bool(args.get(_FP32_HEAD, False))
 
 
-def check_head(found: bool, *, asked: bool) -> None:
-    """Raises ConfigError where a head has another precision than the trainer's.
+def check_head(engine_fp32: bool, *, trainer_fp32: bool) -> None:
+    """Refuse an engine's head with another precision than the trainer's.  Raises ConfigError.
 
-    found: it multiplies in fp32; asked: the trainer's does.
+    Each argument says whether that side multiplies in fp32.
     """
-    if found != asked:
+    if engine_fp32 != trainer_fp32:
         raise ConfigError(
             f"engine.args.{_FP32_HEAD}",
-            found,
-            f"the trainer's model.fp32_lm_head is {asked}, and one side alone would have the fp32 "
-            "head",
+            engine_fp32,
+            f"the trainer's model.fp32_lm_head is {trainer_fp32}; both sides must have it, "
+            "or neither",
         )
-
-
-def check_loaded(_result: None, runner: Any) -> None:
-    """AFTER ModelRunner.load_model, in each scheduler process: check the modules and log it.
-
-    The head, too: a model's config.json can turn on what no server argument shows.
-    The log line shows that the hook ran: SGLang only logs a hook that it could not install.
-    """
-    modules = list(runner.model.named_modules())
-    check_modules(modules)
-    asked = asks_fp32_head(runner.server_args.resolved_dict())
-    heads = [module for _, module in modules if hasattr(module, "use_fp32_lm_head")]
-    for head in heads:
-        check_head(head.use_fp32_lm_head or head.use_fp32_lm_head_output, asked=asked)
-    if not heads:
-        check_head(False, asked=asked)
-    sys.stdout.write(f"{MODULES_CHECKED}\n")  # one write: ranks share the log
 
 
 def check_model(config: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from moerl.config.clusters import (
 )
 from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
-from moerl.config.transport_rules import mooncake_environment
+from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.types import ModelShape
 from moerl.distributed.torchrun import TRAINER_JOB
 from moerl.layout import ModelSpec, model_spec
@@ -55,6 +55,7 @@ _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
 # ... but never one that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 REF_MODELS = "ref_models"
 
 
@@ -304,6 +305,17 @@ def _environment(context: RunContext, slot: TrainerSlot, mark: str) -> dict[str,
     }
 
 
+def engine_environment(config: Config) -> dict[str, str]:
+    """Variables that an engine's host sets for itself and its server, beside those it inherits."""
+    cluster = config.cluster
+    interface = {} if is_local(cluster) else dict.fromkeys(_INTERFACES, cluster.interface)
+    return (
+        interface
+        | cluster.environment
+        | transport_environment(config, first_group(config, "engine"))
+    )
+
+
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     """Environment of a rank on any node; nothing here changes results.
 
@@ -315,7 +327,7 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     return (
         env
         | visible_devices((*slot.devices, *mapped))
-        | mooncake_environment(config, slot.node.group)
+        | transport_environment(config, slot.node.group)
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
             "GLOO_SOCKET_IFNAME": config.cluster.interface,

@@ -62,7 +62,7 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:
     from moerl.agents.tool_calls import PlainAnswers
-    from moerl.engine.answer_parser import SglangAnswers
+    from moerl.engine.host.answer_parser import SglangAnswers
 
     if not (call_format or reasoning_format):
         return PlainAnswers()

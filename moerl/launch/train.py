@@ -34,8 +34,7 @@ from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.rpc import Keys
-from moerl.engine.host.planned_layout import check_planned_layout
-from moerl.engine.host.server_args import check_args
+from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents

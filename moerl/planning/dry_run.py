@@ -32,11 +32,10 @@ from moerl.config.task_programs import AgentConfig
 from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
-from moerl.engine.family_settings import model_type_of
 from moerl.engine.host.adapter_slots import slot_arguments
-from moerl.engine.host.planned_layout import check_planned_layout
-from moerl.engine.host.server_args import arguments
+from moerl.engine.host.server_args import arguments, check_planned_layout
 from moerl.engine.node_span import NodeSpan
+from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec

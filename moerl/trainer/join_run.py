@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moerl.config.schema import Config
-from moerl.config.transport_rules import first_group, mooncake_environment
+from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.rpc import Keys
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.remote_blobs import cluster_reader
@@ -48,4 +48,4 @@ def bind(config: Config) -> None:
     interface = config.cluster.interface
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     os.environ |= config.cluster.environment
-    os.environ |= mooncake_environment(config, first_group(config, "trainer"))
+    os.environ |= transport_environment(config, first_group(config, "trainer"))

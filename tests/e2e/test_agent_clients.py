@@ -26,7 +26,7 @@ from moerl.config.schema import EngineConfig
 from moerl.core.errors import RecordError
 from moerl.core.ids import episode_of
 from moerl.core.types import Array, GenerateRequest, SamplingParams, Segment
-from moerl.engine.answer_parser import SglangAnswers
+from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.records.header_check import check
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (

@@ -20,7 +20,7 @@ from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.core.types import Rollout, SamplingParams
-from moerl.engine.answer_parser import SglangAnswers
+from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.header_check import check
 from tests.helpers.agent_records import Records, Tap, check_control, check_scores, score, update

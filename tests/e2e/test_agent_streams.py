@@ -17,7 +17,7 @@ from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
 from moerl.core.types import SamplingParams
-from moerl.engine.answer_parser import SglangAnswers
+from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.records.header_check import check
 from tests.helpers.agent_records import Tap, update_now
 from tests.helpers.chat_tokenizer import END, chat_tokenizer

@@ -34,8 +34,8 @@ from moerl.core.types import (
     SamplingParams,
     Segment,
 )
-from moerl.engine.answer_parser import SglangAnswers
-from moerl.engine.plugin import in_flight
+from moerl.engine import protocol
+from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
@@ -176,11 +176,11 @@ async def abort_resume(world: World, _publisher: Publisher) -> None:
 
 
 async def retract(world: World, publisher: Publisher) -> None:
-    await publish(world, publisher, in_flight.RETRACT_AUDIT, C)
+    await publish(world, publisher, protocol.RETRACT_AUDIT, C)
 
 
 async def in_place(world: World, publisher: Publisher) -> None:
-    await publish(world, publisher, in_flight.IN_PLACE, D)
+    await publish(world, publisher, protocol.IN_PLACE, D)
 
 
 async def publish(world: World, publisher: Publisher, mode: str, version: PolicyVersion) -> None:

@@ -22,7 +22,7 @@ import torch
 from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.messages import UpdateDone
 from moerl.core.types import PolicyVersion, Rollout, Segment, VersionSpan
-from moerl.engine.plugin import in_flight
+from moerl.engine import protocol
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.segment_split import split_segments
 from tests.helpers import engine_tiny_model as tiny
@@ -37,8 +37,8 @@ VERSIONS = [PolicyVersion(0, step) for step in range(16)]
 MODES = {
     "drain": "",
     "abort_resume": "",
-    "retract": in_flight.RETRACT_AUDIT,
-    "in_place": in_flight.IN_PLACE,
+    "retract": protocol.RETRACT_AUDIT,
+    "in_place": protocol.IN_PLACE,
 }
 
 

@@ -20,7 +20,7 @@ from moerl.agents.turn_forest import RecordedTurn
 from moerl.algorithms.mismatch import LAG_BINS, MismatchSums
 from moerl.core.errors import RecordError
 from moerl.core.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, Segment
-from moerl.engine.plugin import in_flight
+from moerl.engine import protocol
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
 from tests.helpers.engine_tiny_model import SHAPE
@@ -113,7 +113,7 @@ async def update_in_place(world: World, publisher: Publisher, wait_s: float) -> 
 
     The version is staged; wait_s: from the first prefill on.
     """
-    world.host._updates.mode = in_flight.IN_PLACE
+    world.host._updates.mode = protocol.IN_PLACE
     seen = world.prefills()
     while world.prefills() <= seen:
         await asyncio.sleep(0.02)

@@ -110,13 +110,14 @@ def of_sglang() -> list[Found]:
     torchvision_fix.arm()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine.family_settings import DP_ATTENTION
-    from moerl.engine.plugin import cpu_kernels, entry_points
+    from moerl.engine.plugin import entry_points
+    from moerl.engine.protocol import DP_ATTENTION
+    from moerl_cpu_sglang import registry
 
     os.environ[DP_ATTENTION] = "1"
     entry_points.register_hooks()
-    for hook in (hook for row in cpu_kernels.STAND_INS for hook in row.hooks):
-        HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
+    of_families = (hook for row in registry.FAMILY_HOOKS for hook in row.hooks)
+    entry_points.register((*registry.FP8_HOOKS, *registry.DP_HOOKS, *of_families))
     for symbol in HookRegistry._hooks:
         exists(symbol)  # imports its module
     real = compare(list(HookRegistry._hooks), HookRegistry.apply_hooks, {"sglang"}, propagates=True)

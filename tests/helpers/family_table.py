@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moerl.config.schema import TinyModel
 from moerl.engine import feature_table
-from moerl.engine.plugin.cpu_kernels import hooks_of
+from moerl_cpu_sglang.registry import hooks_of
 from tests.helpers.tiny_families import FAMILY_FIELDS, family_config
 
 RESULTS = Path(__file__).resolve().parents[1] / "data/model_families.json"
@@ -55,7 +55,7 @@ def markdown(results: Mapping[str, FamilyResult]) -> str:
         "- *bf16 k3*: a trainer in bf16 with both replays, and with none;",
         "- *publishes*: those whose digests agreed; *trained*: steps, half of them synchronous.",
         "",
-        "The modules stood in for are described in [patches](../patches/sglang/README.md).",
+        "The modules stood in for are described in [cpu_sglang](../tests/cpu_sglang/README.md).",
         "",
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",

@@ -375,7 +375,7 @@ class Loaded:
 
 def load(folder: Path, args: dict[str, Any], rank: int) -> Loaded:
     """SGLang's model on one rank, after its loader and its post-load hooks."""
-    from moerl.engine.weight_layout import weights
+    from moerl.engine.plugin.update_hooks import weights
 
     with opened(folder, args, rank) as engine:
         parameters = {name: value.detach().clone() for name, value in weights(engine.model).items()}
@@ -409,7 +409,7 @@ def opened(folder: Path, args: dict[str, Any], rank: int) -> Iterator[Engine]:
     from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, spawn_world_rank
     from sglang.srt.server_args import ServerArgs
 
-    from moerl.engine.weight_layout import weights
+    from moerl.engine.plugin.update_hooks import weights
 
     server_args = ServerArgs(
         model_path=str(folder),
@@ -453,7 +453,7 @@ def opened(folder: Path, args: dict[str, Any], rank: int) -> Iterator[Engine]:
 
 def _refusal(model: Any) -> str:
     from moerl.core.errors import LayoutError
-    from moerl.engine.weight_layout import check_modules
+    from moerl.engine.plugin.loaded_weights import check_modules
 
     try:
         check_modules(model.named_modules())
@@ -496,9 +496,9 @@ def _tell_of_sparse_attention() -> None:
     """Only the hook without which SGLang asks for CUDA: the others change no weight."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine.plugin import cpu_kernels
+    from moerl_cpu_sglang import registry
 
-    for hook in cpu_kernels.hooks_of("deepseek_v32"):
+    for hook in registry.hooks_of("deepseek_v32"):
         if hook.symbol.endswith("is_deepseek_dsa"):
             HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
 

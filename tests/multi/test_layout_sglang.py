@@ -65,9 +65,10 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     chosen = (item for item in request.session.items if item.path == request.path)
     names = [] if any(item.get_closest_marker("full") for item in chosen) else map(str, FEW)
     folder = tmp_path_factory.mktemp("sglang")
+    packages = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/helpers/sglang_oracle.py"), str(folder), *names],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=patience(200),

@@ -24,9 +24,10 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("pool")
+    packages = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/helpers/sglang_lora_pool.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=patience(400),

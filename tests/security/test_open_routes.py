@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moerl.engine.plugin.open_routes import decide
+from moerl.engine.plugin.server_access import decide
 
 
 @pytest.fixture(scope="module")

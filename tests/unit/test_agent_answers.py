@@ -10,7 +10,7 @@ import pytest
 
 from moerl.agents.tool_calls import AnswerParser
 from moerl.core.errors import ConfigError
-from moerl.engine.answer_parser import SglangAnswers
+from moerl.engine.host.answer_parser import SglangAnswers
 from tests.helpers.chat_tokenizer import call_text
 
 ADD: Any = {

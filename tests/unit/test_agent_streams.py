@@ -20,7 +20,7 @@ from moerl.agents.stop_texts import Stops
 from moerl.agents.tool_calls import AnswerParser
 from moerl.core.errors import EngineError
 from moerl.core.types import SamplingParams
-from moerl.engine.answer_parser import SglangAnswers
+from moerl.engine.host.answer_parser import SglangAnswers
 from moerl.engine.host.mailbox import Mailbox
 from tests.helpers.chat_tokenizer import END, TEMPLATE
 from tests.helpers.patience import patience

@@ -18,7 +18,9 @@ from moerl.core.rpc import Keys
 from moerl.engine import weight_layout
 from moerl.engine.host.server_args import field_names
 from moerl.engine.host.sglang_server import EngineServer
-from moerl.engine.weight_layout import LiveWeightLayout, check_model, check_modules, engine_layout
+from moerl.engine.plugin import loaded_weights
+from moerl.engine.plugin.loaded_weights import check_modules
+from moerl.engine.weight_layout import LiveWeightLayout, check_model, engine_layout
 from tests.helpers.scripted_host import QWEN, new_server
 
 # /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
@@ -313,7 +315,7 @@ def test_live_fp8_layers_are_asked() -> None:
     check_modules([("a", layer(blocks))])
     with pytest.raises(LayoutError, match=r"a: blocks of Fp8MoEMethod are \(128, 128\)"):
         check_modules([("a", layer(Fp8MoEMethod()))])
-    for flag in weight_layout._WEIGHT_FLAGS:
+    for flag in loaded_weights._WEIGHT_FLAGS:
         with pytest.raises(LayoutError, match=rf"a.weight: {flag}, its values"):
             check_modules([("a", layer(blocks, **{flag: True}))])
     marlin = Fp8MoEMethod(weight_block_size=[128, 128], use_marlin=True)
@@ -341,7 +343,7 @@ def test_live_modules_are_asked() -> None:
 
     plain = UnquantizedFusedMoEMethod(w13_swiglu_interleaved=False, _aiter_runner=None)
     check_modules(modules(plain))
-    for flag in weight_layout._METHOD_FLAGS:
+    for flag in loaded_weights._METHOD_FLAGS:
         with pytest.raises(LayoutError, match=f"b: {flag} of UnquantizedFusedMoEMethod"):
             check_modules(modules(UnquantizedFusedMoEMethod(**{flag: True})))
     with pytest.raises(LayoutError, match="b: weights of AWQLinearMethod have no layout"):
@@ -359,10 +361,10 @@ def test_a_rank_says_that_it_checked(capsys: pytest.CaptureFixture[str]) -> None
         args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": False})
         return SimpleNamespace(model=model, server_args=args)
 
-    weight_layout.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
+    loaded_weights.check_loaded(None, runner(UnquantizedFusedMoEMethod()))
     assert capsys.readouterr().out == f"{weight_layout.MODULES_CHECKED}\n"
     with pytest.raises(LayoutError):
-        weight_layout.check_loaded(None, runner(AWQLinearMethod()))
+        loaded_weights.check_loaded(None, runner(AWQLinearMethod()))
     assert capsys.readouterr().out == ""
 
 
@@ -375,7 +377,7 @@ def test_a_rank_whose_head_is_not_that_of_the_trainer_is_refused(asked: bool) ->
         modules = [(module, head if module else SimpleNamespace())]
         model = SimpleNamespace(named_modules=lambda: modules)
         args = SimpleNamespace(resolved_dict=lambda: {"enable_fp32_lm_head": asked})
-        weight_layout.check_loaded(None, SimpleNamespace(model=model, server_args=args))
+        loaded_weights.check_loaded(None, SimpleNamespace(model=model, server_args=args))
 
     load(asked)
     wrong = [(True, False, ""), (False,)] if asked else [(True,), (False, True)]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.core.errors import ConfigError
-from moerl.engine.host.planned_layout import check_planned_layout
+from moerl.engine.host.server_args import check_planned_layout
 from moerl.planning.dry_run import describe, model_shapes
 
 NODE8 = "cluster=node8"

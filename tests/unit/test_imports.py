@@ -59,8 +59,16 @@ ALLOWED: dict[str, set[str]] = {
 # before its own; files that no row names lie above all rows and may import each other.
 INSIDE = {
     "trainer": [{"model", "hf_io"}, {"passes"}, {"learner"}, {"checkpoints"}],
+    # shared files; then what runs inside SGLang's processes, and what runs outside
+    "engine": [
+        {
+            "protocol", "feature_table", "node_span", "record_files", "torchvision_fix",
+            "weight_layout",
+        },
+        {"host", "plugin"},
+    ],
     "launch": [{"run_context", "cluster"}, {"nodes", "task_agents"}, {"supervision"}],
-}
+}  # fmt: skip
 HOMES = {
     "megatron": "trainer",
     "transformer_engine": "trainer",
@@ -188,7 +196,10 @@ GOOD = {
     "trainer/main.py": "import moerl\nfrom . import train_loop\n"
     "from moerl.trainer.learner import step",
     "trainer/train_loop.py": "from moerl.weight_sync.publisher import WeightPublisher",
-    "engine/plugin/update_hooks.py": "from moerl.weight_sync.receiver import Receiver",
+    "engine/protocol.py": "from moerl.core.json_files import read_json",
+    "engine/host/host.py": "from . import health\nfrom moerl.engine import protocol",
+    "engine/plugin/update_hooks.py": "from moerl.weight_sync.receiver import Receiver\n"
+    "from moerl.engine.protocol import MODES\nfrom moerl.engine.plugin import in_flight",
     "launch/supervision/actors.py": "import ray\nfrom moerl.trainer.learner.step import run",
     "planning/dry_run.py": "from moerl.launch.run_context import RunContext",
     "cli.py": "from moerl import __version__\nfrom moerl.launch.supervision.actors import start",
@@ -257,6 +268,12 @@ BAD = [
     ("trainer/model/gpt.py", "from moerl.trainer.hf_io import hf_folder", "siblings"),
     ("trainer/__init__.py", "import moerl.trainer.model.gpt", "above"),
     ("trainer/misc/x.py", "", "no row"),
+    ("engine/host/host.py", "from moerl.engine.plugin import in_flight", "siblings"),
+    ("engine/host/host.py", "def f():\n    from ..plugin.grammars import SAMPLED", "siblings"),
+    ("engine/plugin/hooks.py", "from moerl.engine.host.server_args import arguments", "siblings"),
+    ("engine/protocol.py", "from moerl.engine.plugin import in_flight", "above"),
+    ("engine/record_files.py", "from moerl.engine.host import health", "above"),
+    ("engine/both/x.py", "", "no row"),
     ("launch/run_context.py", "from moerl.launch.nodes import lease", "above"),
     (
         "launch/nodes/engine_node.py",

@@ -16,7 +16,7 @@ from moerl.config.schema import Config, EngineConfig, ReplayConfig, RolloutConfi
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import arguments
 from moerl.engine.plugin import in_flight
-from moerl.engine.plugin.cpu_models import lightning_indexer
+from moerl_cpu_sglang import lightning_indexer
 
 
 def test_best_positions_are_those_of_a_loop() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from importlib.metadata import entry_points as entry_points_of
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,18 +18,20 @@ from safetensors.torch import load_file
 
 from moerl.config.schema import EngineConfig, TinyModel
 from moerl.core.errors import ConfigError, EngineError
-from moerl.engine import family_settings
-from moerl.engine.host.server_args import arguments
-from moerl.engine.plugin import cpu_kernels, entry_points
-from moerl.engine.plugin.cpu_models import (
+from moerl.engine.host import cpu_kernels
+from moerl.engine.host.server_args import arguments, check_planned_layout
+from moerl.engine.plugin import entry_points
+from moerl.engine.plugin.hooks import When
+from moerl.engine.protocol import model_type_of
+from moerl.layout import FAMILIES, model_spec
+from moerl_cpu_sglang import (
     all_heads_norm,
     attention_sinks,
     delta_net_kernels,
     llama4,
+    registry,
     shared_expert_gate,
 )
-from moerl.engine.plugin.hooks import When
-from moerl.layout import FAMILIES, model_spec
 from tests.helpers.tiny_families import (
     FAMILY_FIELDS,
     family_config,
@@ -294,19 +297,62 @@ def test_only_the_check_of_arguments_is_told_of_another_backend() -> None:
 
 # --- the table ------------------------------------------------------------------------------------
 def test_a_family_gets_its_own_stand_ins_only() -> None:
-    assert cpu_kernels.hooks_of("qwen3_moe") == cpu_kernels.hooks_of("") == ()
-    sinks = [hook.symbol.rpartition(".")[2] for hook in cpu_kernels.hooks_of("gpt_oss")]
+    assert registry.hooks_of("qwen3_moe") == registry.hooks_of("") == ()
+    sinks = [hook.symbol.rpartition(".")[2] for hook in registry.hooks_of("gpt_oss")]
     assert sinks == ["attention_backends_of", "forward_extend", "forward_decode", "__init__"]
-    assert cpu_kernels.hooks_of("deepseek_v2") == cpu_kernels.hooks_of("deepseek_v3") != ()
-    for row in cpu_kernels.STAND_INS:
+    assert registry.hooks_of("deepseek_v2") == registry.hooks_of("deepseek_v3") != ()
+    for row in registry.FAMILY_HOOKS:
         assert set(row.model_types) <= set(FAMILIES), row
         assert all(hook.when is When.CPU for hook in row.hooks)
 
 
+def test_the_table_of_needed_kernels_is_that_of_the_hooks() -> None:
+    hooked = {name for row in registry.FAMILY_HOOKS for name in row.model_types}
+    assert hooked == cpu_kernels.FAMILIES
+    named = {entry.name for entry in entry_points_of(group=cpu_kernels.GROUP)}
+    assert named == hooked | {cpu_kernels.FP8, cpu_kernels.ATTENTION_DP}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "args", "says"),
+    [
+        ("gpt_oss", {}, {}, "gpt_oss"),
+        ("deepseek_v3", {"quantization_config": FP8}, {}, "deepseek_v3 and weights in fp8 blocks"),
+        ("qwen3_moe", {"quantization_config": FP8}, {}, "weights in fp8 blocks"),
+        ("qwen3_moe", {}, {"attn_dp_size": 2}, "data-parallel attention"),
+        ("qwen3_moe", {}, {}, ""),
+        ("mixtral", {}, {}, ""),
+        ("olmoe", {}, {}, ""),
+        ("glm4_moe", {}, {}, ""),
+    ],
+)
+def test_an_engine_without_kernels_is_refused_on_a_cpu(
+    family: str,
+    more: dict[str, Any],
+    args: dict[str, Any],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = EngineConfig(args=args, tp=2 if args else 1)
+    model = family_config(family, TinyModel(), 128) | more
+    check_planned_layout(engine, model, cuda=False, routing=True)  # control: kernels are installed
+    monkeypatch.setattr(cpu_kernels, "entry_points", lambda **_: ())
+    check_planned_layout(engine, model, cuda=True, routing=False)
+    if not says:
+        check_planned_layout(engine, model, cuda=False, routing=True)
+        return
+    want = f"has no kernels for {says}; use GPUs, or .* set PYTHONPATH=.PWD/tests/cpu_sglang"
+    with pytest.raises(ConfigError, match=want):
+        check_planned_layout(engine, model, cuda=False, routing=True)
+
+
 def test_the_model_of_a_folder(tmp_path: Path) -> None:
-    assert family_settings.model_type_of(tmp_path) == ""
+    assert model_type_of(tmp_path) == ""
     (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
-    assert family_settings.model_type_of(tmp_path) == "olmoe"
+    assert model_type_of(tmp_path) == "olmoe"
 
 
 def server(model_type: str, *, cuda: bool, **args: bool) -> dict[str, Any]:
@@ -330,8 +376,8 @@ def test_a_server_gets_the_arguments_of_its_family() -> None:
     assert server("gpt_oss", cuda=True, disable_hybrid_swa_memory=False)
     with pytest.raises(ConfigError, match="engine of gpt_oss needs True; leave it out"):
         server("gpt_oss", cuda=False, disable_hybrid_swa_memory=False)
-    assert family_settings.environment_of("gpt_oss") == {"TORCHDYNAMO_DISABLE": "1"}
-    assert family_settings.environment_of("qwen3_moe") == {}
+    assert cpu_kernels.environment_of("gpt_oss") == {"TORCHDYNAMO_DISABLE": "1"}
+    assert cpu_kernels.environment_of("qwen3_moe") == {}
 
 
 def test_a_hook_that_was_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

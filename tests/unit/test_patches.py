@@ -21,13 +21,20 @@ from pathlib import Path
 import pytest
 
 from moerl.engine import torchvision_fix
-from moerl.engine.plugin import cpu_kernels, hooks
+from moerl.engine.plugin import hooks
+from moerl.engine.plugin.hooks import Hook
 from moerl.trainer.model.cpu_patches import PATCHES
+from moerl_cpu_sglang import registry
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = {"torch", "torchvision", "megatron", "transformer_engine", "sglang", "transformers"}
 GONE = "torch.nn.NoSuchModule"
+PAGES = {
+    "sglang": "patches/sglang",
+    "megatron": "patches/megatron",
+    "cpu_sglang": "tests/cpu_sglang",
+}
 FIELDS = ["symbol", "ours", "version", "why", "test", "goes away"]
 
 
@@ -78,28 +85,26 @@ def sglang_rows() -> list[Row]:
     return [
         Row(("sglang.srt.platforms",), platform, cpu | {"kind": "entry point"}),
         Row(operators, "moerl.engine.torchvision_fix.arm", cpu | {"kind": "declaration"}),
+        *(row_of(hook, hook.when) for hook in hooks.HOOKS),
+    ]
+
+
+def cpu_sglang_rows() -> list[Row]:
+    """Of the plug-in with which tests serve more models on a plain CPU."""
+    return [
+        *(row_of(hook, "without CUDA, called for weights in fp8") for hook in registry.FP8_HOOKS),
+        *(row_of(hook, "without CUDA, with data-parallel") for hook in registry.DP_HOOKS),
         *(
-            Row(
-                (hook.symbol,),
-                f"{hook.ours.__module__}.{hook.ours.__qualname__}",
-                {"kind": hook.kind, "when": hook.when, "version": hook.version},
-            )
-            for hook in hooks.HOOKS
-        ),
-        *(
-            Row(
-                (hook.symbol,),
-                f"{hook.ours.__module__}.{hook.ours.__qualname__}",
-                {"kind": hook.kind, "when": _families(row), "version": hook.version},
-            )
-            for row in cpu_kernels.STAND_INS
+            row_of(hook, f"without CUDA, for {', '.join(f'`{name}`' for name in row.model_types)}")
+            for row in registry.FAMILY_HOOKS
             for hook in row.hooks
         ),
     ]
 
 
-def _families(row: cpu_kernels.StandIns) -> str:
-    return f"without CUDA, for {', '.join(f'`{name}`' for name in row.model_types)}"
+def row_of(hook: Hook, when: str) -> Row:
+    ours = f"{hook.ours.__module__}.{hook.ours.__qualname__}"
+    return Row((hook.symbol,), ours, {"kind": hook.kind, "when": when, "version": hook.version})
 
 
 def megatron_rows() -> list[Row]:
@@ -179,12 +184,13 @@ def pinned(package: str) -> str:
 
 
 def page(side: str) -> list[Entry]:
-    return entries_of((ROOT / "patches" / side / "README.md").read_text())
+    return entries_of((ROOT / PAGES[side] / "README.md").read_text())
 
 
 # --- pages and tables -----------------------------------------------------------------------------
 def test_every_hook_of_sglang_has_an_entry() -> None:
     assert complaints(page("sglang"), sglang_rows(), pinned("sglang")) == []
+    assert complaints(page("cpu_sglang"), cpu_sglang_rows(), pinned("sglang")) == []
 
 
 def test_every_patch_of_megatron_has_an_entry() -> None:
@@ -224,7 +230,9 @@ def test_a_page_that_is_wrong_is_seen() -> None:
 
 # --- tables and installed packages ----------------------------------------------------------------
 def changed(side: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    symbols = [s for entry in page(side) for s in entry.symbols if "::" not in s]
+    pages = ("sglang", "cpu_sglang") if side == "sglang" else (side,)
+    entries = (entry for name in pages for entry in page(name))
+    symbols = [s for entry in entries for s in entry.symbols if "::" not in s]
     done = subprocess.run(
         [
             sys.executable,
@@ -336,7 +344,8 @@ def foreign_assignments(source: str) -> dict[str, set[int]]:
 
 def test_only_registered_functions_replace_symbols() -> None:
     found = set()
-    for path in sorted((ROOT / "moerl").rglob("*.py")):
+    folders = (ROOT / "moerl", ROOT / "tests/cpu_sglang")
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         source = path.read_text()
         module = module_of(path)
         assert ("HookRegistry" in source) == (module == "moerl.engine.plugin.entry_points"), module

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,16 +15,20 @@ import torch
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
+from moerl.config.schema import EngineConfig
 from moerl.config.transport_rules import (
+    CUMEM,
     DEVICES,
     PROTOCOL,
     default_transport,
     first_group,
-    mooncake_environment,
     mooncake_protocol,
+    transport_environment,
 )
 from moerl.core.errors import ConfigError, TransportError
-from moerl.launch.run_context import rank_environment
+from moerl.engine.host.sglang_server import EngineServer
+from moerl.launch import run_context
+from moerl.launch.run_context import engine_environment, rank_environment
 from moerl.planning.dry_run import describe, model_shapes
 from moerl.planning.publish_forecast import auto_transport
 from moerl.weight_sync.transports import mooncake
@@ -118,13 +123,54 @@ def test_the_cards_of_a_node_reach_its_processes() -> None:
     slot = placement(config).trainers[0]
     found = rank_environment(config, slot)
     assert (found[PROTOCOL], found[DEVICES]) == ("rdma", "mlx5_2")
-    engine = mooncake_environment(config, first_group(config, "engine"))
+    engine = transport_environment(config, first_group(config, "engine"))
     assert engine == {PROTOCOL: "rdma", DEVICES: "mlx5_0,mlx5_1"}
     tcp = settings(*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
-    assert mooncake_environment(tcp, first_group(tcp, "engine")) == {PROTOCOL: "tcp", DEVICES: ""}
+    assert transport_environment(tcp, first_group(tcp, "engine")) == {PROTOCOL: "tcp", DEVICES: ""}
     half = settings(*SLURM, "sync.transport=mooncake", CARDS[0])
     assert mooncake_protocol(half) == "tcp", "both sides speak the same"
-    assert mooncake_environment(settings(*SLURM), slot.node.group) == {}
+    assert transport_environment(settings(*SLURM), slot.node.group) == {}
+
+
+# --- nccl -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        ((), "0"),
+        (("cluster.environment.NCCL_CUMEM_ENABLE='1'",), "1"),
+        (("engine.args.enable_symm_mem=true",), "1"),
+    ],
+)
+def test_both_ends_of_a_nccl_group_allocate_alike(
+    overrides: tuple[str, ...], value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = settings(*SLURM, "sync.transport=nccl", *overrides)
+    monkeypatch.setenv(CUMEM, "2")  # of one node's shell
+    assert both_ends(config, tmp_path, monkeypatch) == {"engine": value, "trainer": value}
+
+
+def test_ends_that_are_not_made_equal_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Negative control: SGLang turns it off where nothing is set, NCCL leaves it on."""
+    monkeypatch.delenv(CUMEM, raising=False)
+    monkeypatch.setattr(run_context, "transport_environment", lambda *_: {})
+    config = settings(*SLURM, "sync.transport=nccl")
+    assert both_ends(config, tmp_path, monkeypatch) == {"engine": "0", "trainer": "NCCL's own"}
+
+
+def both_ends(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """NCCL_CUMEM_ENABLE as an engine's server and a trainer rank get it."""
+    rank = rank_environment(config, placement(config).trainers[0])
+    for name, text in engine_environment(config).items():
+        monkeypatch.setenv(name, text)
+    server = EngineServer(
+        EngineConfig(), folder, routing=True, version="0.0", token="", log=folder / "log"
+    )
+    return {
+        "engine": server._environment().get(CUMEM, "0"),
+        "trainer": rank.get(CUMEM, "NCCL's own"),
+    }
 
 
 class StubTransferEngine:

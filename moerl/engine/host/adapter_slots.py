@@ -1,8 +1,9 @@
 """Which adapters an engine holds, and how many requests run under each (lora.delivery = adapter).
 
-Every version is an adapter of its own in SGLang's slots.  New requests name the newest one, running
-requests end under the adapter that they began with.  A version's slot is free for another one when
-a newer one is served and its last request has ended; an update waits while none is free.
+Every version is an adapter of its own in SGLang's slots.  New requests name the newest version,
+running requests end under the adapter that they began with.  A slot becomes free when a newer
+version is served and the last request of its own version has ended; an update waits for a free
+slot.
 This file imports no SGLang and no torch: it is the host's side of
 `moerl.engine.plugin.adapter_hooks`.
 """
@@ -44,7 +45,7 @@ def _modules(lora: LoraConfig) -> list[str]:
 
 
 class Unloads(Protocol):
-    """What the slots ask of a server's client."""
+    """The call that the slots need of a server's client."""
 
     async def unload_adapter(self, name: str) -> None:
         """Returns when the adapter is gone.  Raises EngineError."""

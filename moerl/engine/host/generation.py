@@ -1,11 +1,9 @@
-"""Runs requests on one SGLang server; each record is handed back when it is done.
-
-A record is checked and sealed before.
+"""Runs requests on one SGLang server; checks, seals and hands back each record when it is done.
 
 The requests of a message go out as one streamed batch per first routing row (a batch has one
-`routed_experts_start_len`).  The server sends each reply when that request ends, so a request waits
+`routed_experts_start_len`).  The server sends each reply when its request ends, so a request waits
 for no other, and a refused record or a request that the server fails costs no other.  Rejected: an
-HTTP request per rollout (its cost is that of decoding some tokens).
+HTTP request per rollout (it costs as much as decoding some tokens).
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from moerl.engine.host.health import EngineHealth
 from moerl.engine.host.reply_parser import InFlight, Records, Reply, SharedPrompts
 from moerl.engine.host.sglang_client import BadRequest, EngineClient, FailedRequest, is_part
 from moerl.engine.host.weight_updates import WeightUpdater
-from moerl.engine.plugin import grammars, in_flight
+from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT, SAMPLED
 from moerl.engine.record_files import FIELD, RecordReader
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.trace import Tracer
@@ -70,7 +68,10 @@ class Generation:
         *,
         routing: bool,
     ) -> None:
-        """routing: the engine's routes are recorded."""
+        """Start without a server.
+
+        routing: the engine's routes are recorded.
+        """
         self._index, self._shape, self._store = health.index, shape, store
         self._health, self._updates, self._tracer = health, updates, tracer
         self._routing = routing
@@ -93,8 +94,9 @@ class Generation:
         self._askers += 1
 
     async def run(self, requests: Sequence[GenerateRequest], done: Done, tell: Tell) -> None:
-        """done: receives each reply once, as soon as it is there.
+        """Run requests until all have ended.
 
+        done: receives each reply once, as soon as it is ready.
         tell: receives the tokens so far of requests that stream, now and then before their reply.
         """
         calls: dict[int, list[GenerateRequest]] = {}
@@ -143,8 +145,8 @@ class Generation:
                 await asyncio.gather(*(self._call([one], asker, done, tell) for one in alone))
             for request in list(left.values()):
                 reason = "engine" if isinstance(error, FailedRequest) else "request"
-                told = RecordError(reason, f"{request.rollout_id}: {error}")
-                finish(request, self._refuse(told))
+                refusal = RecordError(reason, f"{request.rollout_id}: {error}")
+                finish(request, self._refuse(refusal))
         except EngineError as error:
             for request in list(left.values()):
                 finish(request, error)
@@ -265,10 +267,10 @@ class Generation:
     def _parser(
         self, reply: dict[str, Any], request: GenerateRequest, version: PolicyVersion
     ) -> Callable[[Records], Reply]:
-        """The check of a reply, for a thread: versions are the served ones until now."""
+        """The check of a reply, to run in a thread; it allows the versions served until now."""
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         mode = self._updates.mode
-        updates = InFlight(later, mode == in_flight.IN_PLACE, mode == in_flight.RETRACT_AUDIT)
+        updates = InFlight(later, mode == IN_PLACE, mode == RETRACT_AUDIT)
         return lambda records: reply_parser.parse(
             reply,
             records,
@@ -308,7 +310,7 @@ class Generation:
         start_s: float,
         end_s: float,
     ) -> Segment:
-        """Seal the tokens that one version of the weights sampled."""
+        """Seal the tokens of one version of the weights."""
         span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
         version = span.version
         sealed = self._seal(parsed, request, version)
@@ -337,13 +339,13 @@ class Generation:
         parsed: Reply,
         request: GenerateRequest,
         version: PolicyVersion,
-    ) -> _Sealed:
+    ) -> _SegmentBlobs:
         """Write all arrays of one segment as one blob.
 
         Prompt rows equal to a sibling's are referenced, not written again.
         """
         if not len(parsed.output_ids):
-            return _Sealed()
+            return _SegmentBlobs()
         own, prompt_rows, prompt = parsed.routing, None, None
         split = self._shared.split(request, own)
         if own is not None and split:
@@ -373,7 +375,7 @@ class Generation:
             indexer = self._positions(next(refs), begin, end, version)
         if parsed.audit_indexer is not None:
             audit_indexer = self._positions(next(refs), 0, begin, version)
-        return _Sealed(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
+        return _SegmentBlobs(prompt, routing, audit, mask, logprobs, indexer, audit_indexer)
 
     def _positions(self, ref: BlobRef, begin: int, end: int, version: PolicyVersion) -> IndexerBlob:
         shape = self._shape
@@ -409,7 +411,7 @@ class Generation:
         return self.client
 
 
-class _Sealed(NamedTuple):
+class _SegmentBlobs(NamedTuple):
     """The references of one segment; empty for a segment without tokens."""
 
     prompt: RoutingBlob | None = None
@@ -441,15 +443,15 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _grammar(request: GenerateRequest) -> dict[str, Any]:
-    """With the number of tokens that it has allowed in earlier calls."""
+    """The grammar of a request, and how many tokens it has allowed in earlier calls."""
     grammar = request.sampling.grammar
     if grammar is None:
         return {}
-    return {grammar.kind: grammar.text, "custom_params": {grammars.SAMPLED: request.num_sampled}}
+    return {grammar.kind: grammar.text, "custom_params": {SAMPLED: request.num_sampled}}
 
 
 def _parts(request: GenerateRequest) -> dict[str, Any]:
-    """After how many tokens a request that streams tells them."""
+    """The number of tokens after which a request that streams sends a part."""
     if not request.streams:
         return {}
     return {"stream_interval": max(_PART, request.sampling.max_new_tokens // _PARTS)}
@@ -458,7 +460,7 @@ def _parts(request: GenerateRequest) -> dict[str, Any]:
 def _decode(
     records: RecordReader, name: str, reply: dict[str, Any], parse: Callable[[Records], Reply]
 ) -> Reply | RecordError:
-    """In a thread.  name: the server's id of the request."""
+    """Read and check the record of a reply, in a thread.  name: the server's id of the request."""
     try:
         return parse(records.take(name, _reason(reply).get(FIELD)))
     except RecordError as error:

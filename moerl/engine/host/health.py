@@ -118,10 +118,11 @@ class EngineHealth:
 
 
 class Heartbeat:
-    """Whether a server answers.  A process that hangs is alive for the kernel.
+    """Checks that a server answers: a process that hangs is alive for the kernel.
 
-    One question at a time, asked again some time after its answer; `look` says when none came for
-    `limit_s`.  Time without a look does not count: this process may have been suspended.
+    It sends one question at a time, and the next some time after the answer.  `look` reports a
+    server without an answer for `limit_s`.  Time without a look does not count: this process may
+    have been suspended.
     """
 
     _QUESTIONS = 12  # per limit_s
@@ -141,11 +142,11 @@ class Heartbeat:
         self._awaited: int | None = None  # the attempt that was in progress at the limit
 
     def look(self, *, attempt: int | None = None, answers: int = 0) -> str | None:
-        """A sentence when the server hangs.
+        """Return a sentence when the server hangs, else None.
 
-        attempt: number of the attempt in progress at work with a deadline of its own.  The one that
-        is in progress at the limit is waited for; the next one is not, since work that is tried
-        again and again would hide a server that hangs.  answers: how often such work was answered.
+        attempt: number of the attempt in progress at work with a deadline of its own.  The attempt
+        in progress at the limit is waited for; the next is not, since work that is tried again and
+        again would hide a server that hangs.  answers: how often such work was answered.
         """
         now = self._clock()
         self._silent_s += min(now - self._looked, self._LONGEST_LOOK_S)

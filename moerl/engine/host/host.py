@@ -31,7 +31,7 @@ from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer, free_port
 from moerl.engine.host.weight_updates import WeightUpdater
 from moerl.engine.node_span import Follower, NodeSpan
-from moerl.engine.plugin import in_flight
+from moerl.engine.protocol import IN_PLACE, RETRACT, RETRACT_AUDIT
 from moerl.engine.weight_layout import asks_fp32_head, check_head
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
@@ -80,14 +80,17 @@ class EngineHost:
         store: BlobStore,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """followers: the engine's other nodes, by node rank from 1."""
-        check_head(asks_fp32_head(config.args), asked=context.fp32_head)
+        """Make the host; `start` starts its server.
+
+        followers: the engine's other nodes, by node rank from 1.
+        """
+        check_head(asks_fp32_head(config.args), trainer_fp32=context.fp32_head)
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
         self._routing = context.routing
         self._tracer = Tracer(run.trace, f"engine{index}")
-        retract = in_flight.RETRACT_AUDIT if replay.audit else in_flight.RETRACT
-        modes = {"in_place": in_flight.IN_PLACE, "retract": retract}
+        retract = RETRACT_AUDIT if replay.audit else RETRACT
+        modes = {"in_place": IN_PLACE, "retract": retract}
         mode = modes.get(context.in_flight_mode, "")
         self._health = EngineHealth(index)
         self._followers = followers
@@ -181,8 +184,10 @@ class EngineHost:
     async def _start_all_nodes(
         self, start: Coroutine[Any, Any, None], version: PolicyVersion, span: NodeSpan
     ) -> None:
-        """start: of this node's server.  Raises EngineError with the first cause; then no node has
-        a server.
+        """Start the servers of all nodes.
+
+        start: start of this node's server.  Raises EngineError with the first cause; then no node
+        has a server.
         """
         spans = [replace(span, node=node) for node in range(1, span.nodes)]
         starts = [asyncio.ensure_future(start)]
@@ -274,7 +279,7 @@ class EngineHost:
 
         A record that breaks the contract is returned as its RecordError, without effect on the
         others.
-        heard: the tokens so far of the request that streams.
+        heard: receives the tokens so far of the request that streams.
         """
         replies: dict[str, Segment | RecordError] = {}
 
@@ -298,16 +303,16 @@ class EngineHost:
         return reply
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
-        """A new controller takes over: end the calls of the previous one and seal none of them.
+        """A new controller takes over: end the calls of its predecessor and seal none of them.
 
-        kept: blobs that it knows, on any node; others that earlier controllers asked for are
-        deleted from this store.  None: none is deleted.
-        life: number of controllers before it; the message of an earlier one is ignored.  0: their
-        journal is lost.
+        kept: blobs that the new controller knows, on any node; other blobs of earlier controllers
+        are deleted from this store.  None: no blob is deleted.
+        life: number of controllers before the new one; a message of an earlier controller is
+        ignored.  0: the journal of earlier controllers is lost.
 
-        The controller does not wait long for this.  Engines of one machine share a store, so
-        meanwhile others may seal for it there: only blobs that are there now, under names of
-        earlier lives, are deleted.
+        The controller does not wait long for this call.  Engines of one machine share a store, in
+        which they may already seal blobs for the new controller: only blobs that exist now, under
+        names of earlier lives, are deleted.
         """
         if 0 < life < self._life:
             log.warning("engine %d: controller %d takes over too late", self.index, life)
@@ -321,7 +326,7 @@ class EngineHost:
         await asyncio.to_thread(self._store.delete_all, left)
 
     def _left_behind(self, kept: set[str], life: int) -> list[str]:
-        """Blobs that earlier controllers asked for and that are not kept."""
+        """Blobs of earlier controllers that are not kept."""
         others = [uri for uri in self._store.uris() if uri not in kept]
         return [uri for uri in others if life_of(uri) < life or not life]
 

@@ -29,7 +29,7 @@ class Mailbox:
         self.progress = 0
 
     def put(self, name: str, reply: Segment | RecordError | EngineError) -> None:
-        """name: `GenerateRequest.name`."""
+        """Add a reply.  name: `GenerateRequest.name`."""
         self._replies.append((name, reply))
         self._partial.pop(name, None)
         self.progress += isinstance(reply, Segment) and len(reply.output_ids) > 0
@@ -37,18 +37,18 @@ class Mailbox:
         self._replied.set()
 
     def tell(self, name: str, output_ids: Array) -> None:
-        """The tokens of a request so far; those of before are forgotten."""
+        """Replace the tokens so far of a request."""
         self._partial[name] = output_ids
         self._filled.set()
 
     def clear(self) -> None:
-        """The controller that asked is gone."""
+        """Drop everything: the controller that sent the requests is gone."""
         self._replies.clear()
         self._partial.clear()
         self._turn += 1
 
     async def collect(self) -> Answers:
-        """All that is there; waits for the first reply or tokens, for at most COLLECT_S."""
+        """Take all replies and tokens; wait for the first of them for at most COLLECT_S."""
         self._turn += 1
         turn = self._turn
         if not self._replies:

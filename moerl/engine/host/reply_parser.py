@@ -4,8 +4,8 @@ Legend: T' tokens of the request, n sampled by this call, L MoE layers, K expert
 docs/alignment.md first: routing rows belong to fed-in tokens (T' + n - 1 of them, the last sampled
 token is never fed), log-probabilities and mask rows to produced tokens (n).
 
-The behaviour log-probability of truncated sampling is what SGLang records with the mask
-(renormalised over it); `output_token_logprobs` is the one before truncation.
+The behaviour log-probability of truncated sampling is the value that SGLang records with the mask
+(renormalised over it); `output_token_logprobs` has the value before truncation.
 
 A request whose weights changed while it ran (rollout.in_flight_mode in_place or retract) comes back
 as one reply of several versions; `cut` splits it into one reply per version.
@@ -49,7 +49,7 @@ class Reply:
     logprobs: Array  # [n] f32, <= 0
     finish: Finish
     routing: Array | None  # [L, T' + n - 1 - rows_from, K] u8 or u16
-    audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when asked for
+    audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when requested
     mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
     cached_tokens: int
     indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
@@ -143,9 +143,9 @@ def parse(
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
-    records: of the file that the reply refers to; empty without one.
+    records: arrays of the file that the reply refers to; empty without a file.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
-    with; routing: rows were asked for.
+    with; routing: the request wanted rows.
     Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `request`
     (it refused it), `finish`, `nan`, `length`, `token_range`, `version`, `logprob_*`, and the
     reasons of `moerl.records`.
@@ -217,7 +217,7 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
     parts = []
     for idx, (span, end) in enumerate(zip(reply.spans, ends, strict=True)):
         first = span.first
-        asked = replace(
+        own_request = replace(
             request,
             tail_ids=np.concatenate([request.tail_ids, reply.output_ids[:first]]),
             num_sampled=request.num_sampled + first,
@@ -225,7 +225,7 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
         rows = reply.routing
         if rows is not None:
             stop = request.num_tokens + end - 1 - begin
-            rows = np.ascontiguousarray(rows[:, asked.rows_from - begin : stop])
+            rows = np.ascontiguousarray(rows[:, own_request.rows_from - begin : stop])
         part = Reply(
             output_ids=reply.output_ids[first:end],
             logprobs=reply.logprobs[first:end],
@@ -236,7 +236,7 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
             cached_tokens=0 if idx else reply.cached_tokens,
             spans=(span,),
         )
-        parts.append((asked, part))
+        parts.append((own_request, part))
     return parts
 
 
@@ -286,16 +286,16 @@ def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[Ver
 
     An empty first span says that older weights filled a part of the prompt's KV cache.
     """
-    told = meta.get("weight_versions") or []
+    reported = meta.get("weight_versions") or []
     allowed = [str(version) for version in in_flight.versions]
-    names = [str(span.get("version")) for span in told]
-    ends = [0, *(span.get("end") for span in told)]
-    tiled = [span.get("start") for span in told] == ends[:-1] and ends[-1] == num_new
+    names = [str(span.get("version")) for span in reported]
+    ends = [0, *(span.get("end") for span in reported)]
+    tiled = [span.get("start") for span in reported] == ends[:-1] and ends[-1] == num_new
     tiled = tiled and all(isinstance(end, int) for end in ends)
-    is_empty_first = len(told) > 1 and ends[1] == 0
+    is_empty_first = len(reported) > 1 and ends[1] == 0
     grows = tiled and all(a < b for a, b in pairwise(ends[is_empty_first:]))
     if not grows or names != [name for name in allowed if name in names]:
-        raise RecordError("version", f"spans {told}; want {num_new} tokens of {allowed}")
+        raise RecordError("version", f"spans {reported}; want {num_new} tokens of {allowed}")
     spans = [
         VersionSpan(start, PolicyVersion.parse(name), in_flight.keeps_kv and idx > 0)
         for idx, (start, name) in enumerate(zip(ends, names, strict=False))
@@ -375,7 +375,7 @@ def _indexer(
 
 
 def _mask(records: Records, output: Array, shape: ModelShape) -> tuple[Array, Array]:
-    lengths, kept = records.get("mask_lengths"), records.get("mask_ids")
-    if lengths is None or kept is None:
+    lengths, token_ids = records.get("mask_lengths"), records.get("mask_ids")
+    if lengths is None or token_ids is None:
         raise RecordError("mask_rows", "the reply has no sampling mask")
-    return encode_rows(lengths, kept, output, vocab_size=shape.vocab_size)
+    return encode_rows(lengths, token_ids, output, vocab_size=shape.vocab_size)

@@ -33,7 +33,7 @@ class Scratch:
     """The folder of one server, removed with it."""
 
     def __init__(self) -> None:
-        """Raises EngineError when there is no room."""
+        """Make the folder.  Raises EngineError when the disk is full."""
         remove_abandoned(Path(tempfile.gettempdir()))
         try:
             self.path = Path(tempfile.mkdtemp(prefix=SCRATCH))
@@ -98,7 +98,7 @@ def _refuse_foreign(handle: int) -> None:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """owner: its lock file, which names the shared memory; -1 = it has none."""
+    """Remove a folder.  owner: its lock file, which names the shared memory; -1 = no lock file."""
     try:
         named = json.loads(os.pread(owner, os.fstat(owner).st_size, 0))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""SGLang server arguments: ours, the user's `engine.args`, and what replay allows.
+"""SGLang server arguments: ours, and the values of `engine.args` that replay allows.
 
 Names are checked against the installed SGLang without importing it (its import takes seconds and a
 dozen packages): the ordered field list of ServerArgs is a plain tuple in one small file.
@@ -13,13 +13,17 @@ import logging
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import EngineConfig
 from moerl.core.errors import ConfigError
-from moerl.engine import family_settings, feature_table
+from moerl.engine import feature_table
+from moerl.engine.host import cpu_kernels
+from moerl.engine.protocol import model_type_of
+from moerl.engine.weight_layout import LiveWeightLayout, check_model, layout_of_arguments
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +145,7 @@ def server_args(
         port=port,
         nccl_port=nccl_port,
         cuda=cuda,
-        model_type=family_settings.model_type_of(model_path),
+        model_type=model_type_of(model_path),
     )
 
 
@@ -190,9 +194,35 @@ def arguments(
             "device": "cpu",
             "attention_backend": "torch_native",
             "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
-            **family_settings.arguments_of(model_type, config.args),
+            **cpu_kernels.arguments_of(model_type, config.args),
         }
     return args | config.args
+
+
+def check_planned_layout(
+    config: EngineConfig, model: Mapping[str, Any], *, cuda: bool, routing: bool
+) -> LiveWeightLayout:
+    """Layout of an engine that would be started, by the checks of a start and of a running server.
+
+    A dry run calls it, and a run before it starts anything.  Raises ConfigError as a start would.
+    model: its config.json; routing: routes are recorded.
+    """
+    check_model(model)
+    if not cuda:
+        cpu_kernels.check_kernels(config, model)
+    stored = (model.get("quantization_config") or {}).get("quant_method")
+    feature_table.check("quantization", stored, replay=routing)
+    stated = arguments(
+        config,
+        Path(),
+        routing=routing,
+        version="",
+        port=0,
+        nccl_port=0,
+        cuda=cuda,
+        model_type=str(model.get("model_type") or ""),
+    )
+    return layout_of_arguments(stated, model)
 
 
 def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:

@@ -34,7 +34,7 @@ class BadRequest(EngineError):
 
 
 class FailedRequest(BadRequest):
-    """The server failed a batch of requests (HTTP 500), perhaps because of one of them."""
+    """The server failed a batch of requests (HTTP 500), perhaps because of a single request."""
 
 
 class EngineClient:
@@ -131,7 +131,7 @@ class EngineClient:
         await self._post("/abort_request", {"abort_all": True})
 
     async def commit(self, version: str, mode: str = "") -> Committed:
-        """Serve the version that the receivers verified; mode: as in `plugin.in_flight`."""
+        """Serve the version that the receivers verified; mode: as in `engine.protocol`."""
         fields = {
             "serialized_named_tensors": [],
             "load_format": f"{COMMIT}.{mode}",

@@ -26,11 +26,13 @@ from moerl.config.schema import EngineConfig
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
-from moerl.engine import family_settings, feature_table
+from moerl.engine import feature_table
+from moerl.engine.host import cpu_kernels
 from moerl.engine.host.scratch_dir import Scratch
 from moerl.engine.host.server_args import server_args
 from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.node_span import ALONE, NodeSpan
+from moerl.engine.protocol import DP_ATTENTION, model_type_of
 from moerl.engine.record_files import FOLDER, RecordReader
 from moerl.engine.weight_layout import (
     MODULES_CHECKED,
@@ -72,7 +74,10 @@ class EngineServer:
         port: int | None = None,
         span: NodeSpan = ALONE,
     ) -> None:
-        """span: the part of the engine that this node has."""
+        """Make the server's arguments; `start` starts its process.
+
+        span: the part of the engine that this node has.
+        """
         self.config, self.log, self.token, self.span = config, log, token, span
         self.port = free_port(config.host) if port is None else port
         self.args = server_args(
@@ -117,6 +122,8 @@ class EngineServer:
             raise EngineError(f"engine: model folder {self._model_path} has no config.json")
         config = read_json(path)
         check_model(config)
+        if self.args.get("device") == "cpu":
+            cpu_kernels.check_kernels(self.config, config)
         stored = (config.get("quantization_config") or {}).get("quant_method")
         feature_table.check(
             "quantization", stored, replay=self.args["enable_return_routed_experts"]
@@ -180,7 +187,7 @@ class EngineServer:
             )
             raise EngineError(f"engine did not start: {cause}\n{self.log_tail()}") from error
         layout = engine_layout(info, self._environment(), config, release=str(info.get("version")))
-        check_head(layout.fp32_head, asked=asks_fp32_head(self.args))
+        check_head(layout.fp32_head, trainer_fp32=asks_fp32_head(self.args))
         return layout
 
     def _check_ranks(self) -> None:
@@ -264,14 +271,14 @@ class EngineServer:
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
         if self.config.attention_dp > 1:
-            env[family_settings.DP_ATTENTION] = "1"
+            env[DP_ATTENTION] = "1"
         if self.args.get("enable_return_indexer_topk"):
             # otherwise the indexer's kernel returns cache slots in place of positions
             env["SGLANG_DSA_FUSE_TOPK"] = "0"
         if self.config.host.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if self.args.get("device") == "cpu":
-            env |= family_settings.environment_of(family_settings.model_type_of(self._model_path))
+            env |= cpu_kernels.environment_of(model_type_of(self._model_path))
         if self.args.get("device") == "cpu" and self.config.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_lists(
                 self.config.tp, self.config.cpu_threads
@@ -326,7 +333,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def cause_in(lines: list[str]) -> str:
-    """The last exception line of a log; a follow-up error only when there is no other."""
+    """The last exception line of a log; a follow-up error only when no other is logged."""
     found = [match.group().strip() for line in lines if (match := _EXCEPTION.search(line))]
     first_hand = [line for line in found if not _SECONDARY.search(line)]
     return (first_hand or found or [""])[-1]

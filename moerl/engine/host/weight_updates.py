@@ -40,7 +40,7 @@ from moerl.engine.host.health import EngineHealth
 from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer
 from moerl.engine.node_span import Follower
-from moerl.engine.plugin import in_flight
+from moerl.engine.protocol import ADAPTER
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class WeightUpdater:
-    """Runs the weight updates of one engine; its version is what COMMIT confirmed.
+    """Runs the weight updates of one engine; its version is the last that COMMIT confirmed.
 
     Raises EngineError: refused, late, or the engine is broken.
     """
@@ -66,7 +66,7 @@ class WeightUpdater:
         slots: AdapterSlots | None = None,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """Start at version 0.  mode: as in `moerl.engine.plugin.in_flight`; slots: versions are
+        """Start at version 0.  mode: as in `moerl.engine.protocol`; slots: versions are
         adapters; followers: the engine's other nodes.
         """
         self._health, self._tracer, self._followers = health, tracer, followers
@@ -187,7 +187,7 @@ class WeightUpdater:
         start_s, was_admitting = time.time(), self._health.cause is None
         mode = self.mode if was_admitting else ""
         if self.slots is not None:
-            mode = in_flight.ADAPTER
+            mode = ADAPTER
             await self._health.guard(self.slots.make_room(client, _ROOM * message.timeout_s))
         self.aborted = 0
         if not mode:
@@ -226,7 +226,7 @@ class WeightUpdater:
         return self._cost(done, start_s, idle_s, through=bool(mode))
 
     def _cost(self, done: Committed, start_s: float, idle_s: float, *, through: bool) -> UpdateDone:
-        """What an update has cost.  through: requests ran on."""
+        """The cost of an update.  through: requests ran on."""
         end_s = time.time()
         pause_s = done.seconds if through else end_s - idle_s
         self._tracer.add(

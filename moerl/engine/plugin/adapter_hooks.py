@@ -1,4 +1,4 @@
-"""SGLang's adapter slots inside its processes: filling them, and refusing requests without one.
+"""SGLang's adapter slots inside its processes: filling them, refusing requests without adapter.
 
 An adapter's id is its version and its name says so: a request names the version under which it
 shall run, SGLang's prefix cache adds the id to every key, so versions never share a prefix, and the
@@ -6,7 +6,7 @@ tokens of a request belong to that version whatever is committed while it runs.
 
 SGLang 0.5.23 would answer a request that names no adapter from the base weights, and load any
 tensors with success: a wrong shape ends the scheduler at the first request.  `check_named` refuses
-the one, `fill` copies an adapter into its slot at once, between two forward passes.
+such a request, `fill` copies an adapter into its slot at once, between two forward passes.
 Read at 0.5.23: srt/lora/lora_manager.py, mem_pool.py, lora_registry.py, backend/torch_backend.py.
 """
 
@@ -30,10 +30,10 @@ def fill(runner: Any, version: str, tensors: dict[str, Tensor], config: dict[str
     """Load an adapter and copy it into a slot; returns its number.  Raises EngineError."""
     manager = _manager(runner)
     remove(runner, version)  # of an update that another rank refused
-    told = manager.load_lora_adapter_from_tensors(reference(version), tensors, config)
+    loaded = manager.load_lora_adapter_from_tensors(reference(version), tensors, config)
     try:
-        if not told.success:
-            raise ValueError(told.error_message)
+        if not loaded.success:
+            raise ValueError(loaded.error_message)
         manager.fetch_new_loras({version})
     except (ValueError, AssertionError, KeyError) as error:
         remove(runner, version)
@@ -50,7 +50,7 @@ def remove(runner: Any, version: str) -> None:
 
 def slots(runner: Any, module: str) -> tuple[Tensor, Tensor]:
     """A [slots, parts * rank, in] and B [slots, out, rank] of a module, such as
-    model.layers.0.self_attn.qkv_proj.  Raises LayoutError where there is none.
+    model.layers.0.self_attn.qkv_proj.  Raises LayoutError for a module without slots.
     """
     pool, (_, _, layer, *_, leaf) = _manager(runner).memory_pool, module.split(".")
     if leaf not in pool.A_buffer:
@@ -76,9 +76,9 @@ def _manager(runner: Any) -> Any:
 async def check_named(original: Callable[..., Any], manager: Any, request: Any) -> None:
     """AROUND TokenizerManager._validate_and_resolve_lora: one adapter, which is loaded."""
     if manager.enable_lora:
-        asked = request.lora_path
+        named = request.lora_path
         known = manager.lora_registry.get_all_adapters()
-        for name in asked if isinstance(asked, list) else [asked]:
+        for name in named if isinstance(named, list) else [named]:
             if name not in known:
                 raise ValueError(
                     f"a request names the adapter {name!r}, the engine has "

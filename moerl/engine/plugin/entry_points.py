@@ -10,9 +10,15 @@ from __future__ import annotations
 import inspect
 import os
 import pkgutil
-from pathlib import Path
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from moerl.core.errors import EngineError
+from moerl.engine import node_span
+from moerl.engine.protocol import DP_ATTENTION
+
+if TYPE_CHECKING:
+    from moerl.engine.plugin.hooks import Hook
 
 _before: dict[str, object] = {}  # symbol of a hook -> what it was when the hook was registered
 
@@ -25,27 +31,24 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Entry point of `sglang.srt.plugins`: registers the hooks that apply here.
-
-    These are the rows of `HOOKS`, and the stand-ins of the model in the folder that the environment
-    names.
-    """
+    """Entry point of `sglang.srt.plugins`: registers the rows of `HOOKS` that apply here."""
     import torch
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moerl.engine import family_settings, node_span
-    from moerl.engine.plugin import cpu_kernels
     from moerl.engine.plugin.hooks import HOOKS
 
     node_span.register()
-    folder = os.environ.get(family_settings.MODEL_FOLDER)
-    of_model = cpu_kernels.hooks_of(family_settings.model_type_of(Path(folder))) if folder else ()
-    cuda, dp_attention = torch.cuda.is_available(), family_settings.DP_ATTENTION in os.environ
-    for hook in (*HOOKS, *of_model):
-        if hook.when.applies(cuda=cuda, dp_attention=dp_attention):
-            _before[hook.symbol] = None  # stays where the symbol is gone
-            _before[hook.symbol] = _read(hook.symbol)
-            HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
+    cuda, dp_attention = torch.cuda.is_available(), DP_ATTENTION in os.environ
+    register(h for h in HOOKS if h.when.applies(cuda=cuda, dp_attention=dp_attention))
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Register hooks with SGLang, also of a further plug-in: `check_installed` covers them all."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        _before[hook.symbol] = None  # stays where the symbol is gone
+        _before[hook.symbol] = _read(hook.symbol)
+        HookRegistry.register(hook.symbol, hook.ours, HookType(hook.kind))
 
 
 def check_installed() -> None:

@@ -2,18 +2,18 @@
 
 1. Our engines have no tokenizer (`skip_tokenizer_init`), and so no grammar backend.  It is made at
    the first request with a grammar: reading a large vocabulary takes a second.
-2. A request that continues an interrupted one has the tokens sampled so far in its prompt.  Its
-   matcher must accept them first, or the grammar would begin a second time in mid-answer.
+2. A request that continues an interrupted request has the tokens sampled so far in its prompt.
+   Its matcher must accept them first, or the grammar would begin a second time in mid-answer.
 3. SGLang compiles in threads and queues the request meanwhile.  An update in that time would fail:
-   a queued request is no running one, so the prefix cache would not be emptied, and an abort
-   would be answered as an error of the client.  We wait for the thread: milliseconds, _COMPILE_S
-   at most.
+   a queued request does not count as running, so the prefix cache would not be emptied, and an
+   abort would be answered as an error of the client.  `admit` waits for the thread: milliseconds,
+   _COMPILE_S at most.
 
-A retracted request keeps its matcher, and so does one that runs through an update in place.  SGLang
-compiles all grammars once more after an update, because emptying its cache drops them.
+A request keeps its matcher when it is retracted, and when it runs through an update in place.
+SGLang compiles all grammars once more after an update, because emptying its cache drops them.
 
 Read at 0.5.23: srt/constrained/grammar_manager.py, base_grammar_backend.py, xgrammar_backend.py;
-srt/managers/scheduler.py.  Nothing there calls the backend's jump-forward: every token is sampled.
+srt/managers/scheduler.py.  These never call the backend's jump-forward: every token is sampled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moerl.distributed.object_collectives import all_gather_values
+from moerl.engine.protocol import SAMPLED
+
 _COMPILE_S = 10.0  # for which an engine waits; SGLang's own schemas take milliseconds
-SAMPLED = "moerl_sampled"
-"""Custom parameter of a request: tokens at the end of its prompt that the grammar has allowed."""
 
 
 def admit(original: Callable[..., bool], manager: Any, req: Any) -> bool:
@@ -46,9 +47,6 @@ def admit(original: Callable[..., bool], manager: Any, req: Any) -> bool:
         cause = f"{error}" or type(error).__name__
     causes = [cause]
     if manager.grammar_sync_size > 1:  # a thread of one rank may have been slower
-        # the host reads SAMPLED here and needs no torch
-        from moerl.distributed.object_collectives import all_gather_values
-
         causes = all_gather_values(cause, str, manager.grammar_sync_group)
     if any(causes):
         req.set_finish_with_abort(f"the grammar cannot be used: {max(causes)}")
@@ -58,7 +56,7 @@ def admit(original: Callable[..., bool], manager: Any, req: Any) -> bool:
 
 
 def _compile(backend: Any, req: Any) -> None:
-    """The cache of the backend has the grammar afterwards, or why there is none."""
+    """Put the grammar, or the cause of its failure, into the cache of the backend."""
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
     try:
@@ -75,7 +73,7 @@ def _accept(matcher: Any, ids: Any, sampled: int) -> None:
 
 
 def _make_backend(manager: Any) -> None:
-    """Raises ValueError when there can be none for this model."""
+    """Make the grammar backend once.  Raises ValueError for a model that can have none."""
     from sglang.srt.constrained.base_grammar_backend import create_grammar_backend
     from sglang.srt.runtime_context import get_model, get_serving
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer

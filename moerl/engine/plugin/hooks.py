@@ -1,4 +1,4 @@
-"""The functions of SGLang that moerl changes: one table, registered by `plugin.register_hooks`.
+"""The functions of SGLang that moerl changes: one table, which `entry_points` registers.
 
 patches/sglang/README.md has an entry per row: why, which test covers it, when it can be removed.
 tests/unit/test_patches.py compares that page with this table and with the installed SGLang.
@@ -11,19 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moerl.engine import weight_layout
 from moerl.engine.plugin import (
     adapter_hooks,
     cpu_attention,
-    cpu_dp_attention,
     cpu_experts,
-    cpu_fp8,
     grammars,
     in_flight,
     kv_slots_per_request,
-    open_routes,
-    private_sockets,
+    loaded_weights,
     record_output,
+    server_access,
     top_k_first,
     update_hooks,
 )
@@ -35,11 +32,9 @@ class When(StrEnum):
     ALWAYS = "always"
     CPU = "without CUDA"
     DP = "with data-parallel attention"
-    CPU_DP = "without CUDA, with data-parallel attention"
 
     def applies(self, *, cuda: bool, dp_attention: bool) -> bool:
-        on_cpu, with_dp = self in (When.CPU, When.CPU_DP), self in (When.DP, When.CPU_DP)
-        return not (on_cpu and cuda) and (dp_attention or not with_dp)
+        return {When.CPU: not cuda, When.DP: dp_attention}.get(self, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +62,12 @@ _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBa
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
-_FP8 = "sglang.srt.layers.quantization.fp8"
-_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
-_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-_SLEEPER = f"{_MANAGERS}.scheduler_components.idle_sleeper.IdleSleeper"
 
 HOOKS = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "after",
-        weight_layout.check_loaded,
+        loaded_weights.check_loaded,
         When.ALWAYS,
     ),
     Hook(f"{_UPDATER}.__post_init__", "after", update_hooks.after_start, When.ALWAYS),
@@ -138,7 +129,7 @@ HOOKS = (
         adapter_hooks.check_named,
         When.ALWAYS,
     ),
-    Hook("sglang.srt.utils.auth.decide_request_auth", "around", open_routes.decide, When.ALWAYS),
+    Hook("sglang.srt.utils.auth.decide_request_auth", "around", server_access.decide, When.ALWAYS),
     Hook(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "replace",
@@ -155,39 +146,17 @@ HOOKS = (
     ),
     Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_decode", "around", cpu_attention.decode, When.CPU),
     Hook(f"{_TORCH_NATIVE}._run_sdpa_forward_extend", "around", cpu_attention.extend, When.CPU),
-    Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", cpu_fp8.linear, When.CPU),
-    Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", cpu_fp8.experts, When.CPU),
-    Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", cpu_fp8.dtypes, When.CPU),
     Hook(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
         "around",
         cpu_experts.forward,
         When.CPU,
     ),
-    Hook("sglang.srt.server_args.PortArgs.init_new", "around", private_sockets.use_files, When.DP),
+    Hook("sglang.srt.server_args.PortArgs.init_new", "around", server_access.use_files, When.DP),
     Hook(
         "sglang.srt.utils.network.get_zmq_socket_on_host",
         "around",
-        private_sockets.bind_file,
+        server_access.bind_file,
         When.DP,
     ),
-    Hook(f"{_BATCH}.prepare_mlp_sync_batch", "around", cpu_dp_attention.prepare, When.CPU_DP),
-    Hook(
-        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
-        ".get_cuda_graph_seq_len_fill_value",
-        "replace",
-        cpu_dp_attention.padded_length,
-        When.CPU_DP,
-    ),
-    Hook(
-        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton",
-        "replace",
-        cpu_dp_attention.copy_rows,
-        When.CPU_DP,
-    ),
-    Hook(f"{_GROUP}.all_gather_into_tensor", "replace", cpu_dp_attention.gather_equal, When.CPU_DP),
-    Hook(f"{_GROUP}.reduce_scatter_tensor", "replace", cpu_dp_attention.sum_equal, When.CPU_DP),
-    Hook(f"{_GROUP}.reduce_scatterv", "replace", cpu_dp_attention.sum_parts, When.CPU_DP),
-    Hook(f"{_GROUP}.all_gatherv", "replace", cpu_dp_attention.gather_parts, When.CPU_DP),
-    Hook(f"{_SLEEPER}.maybe_sleep", "replace", cpu_dp_attention.nap, When.CPU_DP),
 )

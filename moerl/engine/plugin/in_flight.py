@@ -1,7 +1,7 @@
-"""Weight updates under running requests: what the scheduler process does and records.
+"""Weight updates under running requests: the work and the records of the scheduler process.
 
-`exchange` runs between two forward passes and writes the new weights; the mode decides what happens
-to running requests:
+`exchange` runs between two forward passes and writes the new weights; the mode decides how running
+requests meet them:
 
     interrupt   the host has aborted all requests before; if one still runs it is retracted
     in_place    requests continue with the KV cache of the older weights
@@ -42,14 +42,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # the host reads the modes here and needs no torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
-MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
-ADAPTER = "adapter"  # the base stays, requests end under the adapter that they began with
+from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT
 
 _namespace = ""  # version whose prefixes may be read; empty = the cache is emptied at updates
 _audit = False
@@ -57,14 +55,17 @@ _audit = False
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """flushed: no prefix of older weights can be read; recomputed: tokens to prefill again."""
+    """Result of an exchange of weights.
+
+    flushed: no prefix of older weights can be read; recomputed: tokens to prefill again.
+    """
 
     flushed: bool
     recomputed: int = 0
 
 
 def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -> Exchanged:
-    """Write new weights in one of MODES; requests keep what they have sampled.
+    """Write new weights in a mode of `protocol.MODES`; requests keep the tokens sampled so far.
 
     manager: SGLang's SchedulerWeightUpdaterManager; request: carries the new version.
     """
@@ -98,8 +99,6 @@ def _version() -> str:
 
 def _wait_for_device(scheduler: Any) -> None:
     """Wait for the forward pass in the overlap queue, or for the copies before the next one."""
-    import torch
-
     torch.get_device_module(scheduler.device).synchronize()
 
 
@@ -204,12 +203,10 @@ def return_rows(_result: None, processor: Any, req: Any) -> None:
         req.routed_experts[:end] = older[start : start + end]
     if _audit and req.weight_version_events:
         extra = _recomputed_rows(processor, req, kept)
-        import torch
-
         req.routed_experts = torch.cat([req.routed_experts, *extra])
 
 
-def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -> list[Tensor]:
+def _recomputed_rows(processor: Any, req: Any, older: list[tuple[str, Tensor]]) -> list[Tensor]:
     """For each span of a later version, the rows of its prefix under that version, from row 0."""
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -221,7 +218,7 @@ def _recomputed_rows(processor: Any, req: Any, kept: list[tuple[str, Tensor]]) -
         req_to_token_pool=processor.req_to_token_pool,
     )
     spans = compute_weight_version_spans(req.weight_version_events, _version(), outputs)
-    by_version = dict(kept) | {_version(): now}
+    by_version = dict(older) | {_version(): now}
     prompt = len(req.origin_input_ids)
     # Without the rows of a version the record is too short, and the host refuses it.
     found = [(by_version.get(span.version), prompt + span.start - 1) for span in spans[1:]]
@@ -253,7 +250,5 @@ def drop_positions(_result: None, _processor: Any, req: Any) -> None:
 
 def _same_positions(older: Tensor, newer: Tensor) -> bool:
     """[rows, layers, top_k] each, from row 0; rows below top_k choose all positions."""
-    import torch
-
     first, end = newer.shape[-1], min(len(older), len(newer))
     return torch.equal(older[first:end].sort(-1).values, newer[first:end].sort(-1).values)

@@ -1,12 +1,15 @@
 """A recorded request keeps its own cache slots where another request computed the same prefix.
 
 SGLang records by cache slot.  When two requests compute one prefix at the same time, the second to
-publish it in the prefix cache gives its slots up for those of the first: its record would then name
-what the other request chose, although its own tokens were computed from its own choice.  Mostly
-both made the same choice.  Where they did not (scores that tie, rounding), or where that cannot be
-told yet, the request stays out of the prefix cache, which SGLang allows per request: it keeps its
-slots, its keys and its record.  A prefix found in the cache is another matter: its slots, and so
-its rows, are what the request really used.
+publish it in the prefix cache exchanges its slots for the slots of the first: its record would then
+name the experts of the other request, although its own tokens were computed from its own choice.
+Mostly both made the same choice.  Where they did not (scores that tie, rounding), or where the rows
+are not known yet, the request stays out of the prefix cache, which SGLang allows per request: it
+keeps its slots, its keys and its record.  A prefix found in the cache is another matter: the
+request really used its slots, and so its rows.
+
+A request of a few tokens stays out of the prefix cache in any case: computing its prefix again
+takes less time than the look-up, the comparison and the insertion.
 
 Rejected: refusing such records (siblings of one prompt meet often), no prefix cache at all.
 """
@@ -19,12 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SHORT = 32  # most tokens, prompt and answer, of a request that is not worth a place in the cache
+
 
 def publish(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
-    """AROUND checkpoint_kv_cache: a running request publishes what it has computed so far."""
+    """AROUND checkpoint_kv_cache: a running request publishes its prefix so far."""
     if req.return_routed_experts or req.return_indexer_topk:
-        req.skip_radix_cache_insert |= not _may_share(req, tree_cache)
+        req.skip_radix_cache_insert |= _is_short(req) or not _may_share(req, tree_cache)
     original(req, tree_cache)
+
+
+def _is_short(req: Any) -> bool:
+    most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+    return bool(most <= _SHORT)
 
 
 def _may_share(req: Any, tree_cache: Any) -> bool:
@@ -57,7 +67,7 @@ def _in_cache(req: Any, tree_cache: Any) -> Tensor:
 
 
 def _rows() -> Iterator[Tensor]:
-    """What is recorded, by slot."""
+    """The recorded rows of each capturer, by slot."""
     from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 

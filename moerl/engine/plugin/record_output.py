@@ -1,8 +1,8 @@
-"""What SGLang's schedulers do with the records of requests: files in place of JSON.
+"""SGLang's schedulers write the records of requests into files, in place of JSON.
 
-Masks of a request come in pieces, one for each of its outputs; all records are written when it
-ends.  Every rank makes the outputs, and the ranks that have a socket to the HTTP process send them:
-rank 0, or with data-parallel attention one of each group, all on the node of the host.
+Masks of a request come in pieces, one piece for each of its outputs; all records are written when
+it ends.  Every rank makes the outputs, and the ranks that have a socket to the HTTP process send
+them: rank 0, or with data-parallel attention one rank of each group, all on the node of the host.
 
 Read at 0.5.23: srt/managers/scheduler_components/output_streamer.py, scheduler.py
 (init_ipc_channels), srt/sampling/sampling_mask.py.
@@ -52,7 +52,7 @@ def _reports() -> bool:
 
 
 def _taken(output: Any, place: int, req: Any) -> dict[str, Array]:
-    """Take the records of one request out of an output; those of a request that ended."""
+    """Take the records of a request out of an output; empty until the request ends."""
     arrays: dict[str, Array] = {}
     for name, rows in (("routes", output.routed_experts), ("positions", output.indexer_topk)):
         if rows is not None and rows[place] is not None:

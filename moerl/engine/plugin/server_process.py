@@ -3,7 +3,7 @@
 The job is {"parent": pid, "args": {ServerArgs field: value}, "token": str}.  It comes by standard
 input so that the token is neither in the command line nor in the environment, and so that every
 server argument keeps its type.  The process dies with its parent (SIGKILL of the host leaves no
-server behind), and SGLang's own processes die with this one in the same way.
+server behind), and SGLang's own processes die with this process in the same way.
 
 Rejected: `python -m sglang.launch_server` (token on the command line, no import shim).
 """
@@ -21,8 +21,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from moerl.distributed import numa
-from moerl.engine import family_settings, torchvision_fix
+from moerl.engine import torchvision_fix
 from moerl.engine.plugin import entry_points
+from moerl.engine.protocol import MODEL_FOLDER
 from moerl.runtime.stack_dump import write_on_request
 
 # at import: each process that SGLang spawns imports this module again
@@ -77,7 +78,7 @@ def serve(args: dict[str, Any], token: Secret) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    os.environ[family_settings.MODEL_FOLDER] = args["model_path"]
+    os.environ[MODEL_FOLDER] = args["model_path"]
     load_plugins()
     entry_points.check_installed()
     try:

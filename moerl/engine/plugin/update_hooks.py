@@ -2,11 +2,10 @@
 
 `after_start` opens the receiver of a scheduler process; `around_update` turns an
 /update_weights_from_tensor request with load_format "moerl_commit.MODE" into a COMMIT (MODE decides
-what happens to running requests: `moerl.engine.plugin.in_flight`).  SGLang passes the request to
-all ranks
-of the engine in the same iteration of their schedulers, between two forward passes, when weights
-may change.  Before writing, the ranks exchange whether they hold the verified version; if one does
-not, no rank writes.
+how running requests meet it: `moerl.engine.plugin.in_flight`).  SGLang passes the request to all
+ranks of the engine in the same iteration of their schedulers, between two forward passes, when
+weights may change.  Before writing, the ranks exchange whether they hold the verified version; if a
+rank does not, no rank writes.
 
 Only a server that moerl started (its scratch folder is private to it) gets a receiver.
 Rejected: a custom weight loader of SGLang (it cannot ask the other ranks), writing from our own
@@ -38,7 +37,9 @@ from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.engine.plugin import adapter_hooks, in_flight
-from moerl.engine.weight_layout import check_modules, engine_layout, weights
+from moerl.engine.plugin.loaded_weights import check_modules
+from moerl.engine.protocol import ADAPTER
+from moerl.engine.weight_layout import engine_layout
 from moerl.layout import model_spec
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
@@ -54,6 +55,8 @@ from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make
 
 log = logging.getLogger(__name__)
+
+_BESIDE_ADAPTER = ".base_layer."
 
 
 _receiver: Receiver | None = None  # receiver of this process; a scheduler process serves one rank
@@ -99,7 +102,7 @@ def around_update(original: Callable[..., Any], manager: Any, request: Any) -> A
             success=False, message=f"{UNCHANGED}: {'; '.join(filter(None, causes))}"
         )
     begun_s, begin, cpu = time.time(), time.perf_counter(), time.thread_time()
-    if mode == in_flight.ADAPTER:
+    if mode == ADAPTER:
         done, refused = in_flight.Exchanged(True), _fill_slots(manager, receiver, request)
         if refused:
             return UpdateWeightsFromTensorReqOutput(success=False, message=refused)
@@ -142,7 +145,7 @@ async def _commit_at_once(manager: Any, request: Any, mode: str) -> tuple[bool, 
     manager.auto_create_handle_loop()
     replies = await manager.update_weights_from_tensor_communicator(request)
     success = all(reply.success for reply in replies)
-    if success and mode == in_flight.ADAPTER:
+    if success and mode == ADAPTER:
         await adapter_hooks.register(manager, str(request.weight_version))
     elif success:
         manager._update_weight_version_if_provided(request.weight_version)
@@ -192,6 +195,18 @@ def _refusing(cause: str) -> Callable[[Message], Message]:
         raise EngineError(cause)
 
     return handle
+
+
+def weights(model: Any) -> dict[str, Any]:
+    """The parameters that an update writes: all except scales of the cache, which stay 1.
+
+    A module with adapter slots keeps its weight inside, under its own name.
+    """
+    return {
+        name.replace(_BESIDE_ADAPTER, "."): parameter
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "_skip_weight_check", False)
+    }
 
 
 class SglangModel:

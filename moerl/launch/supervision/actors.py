@@ -24,7 +24,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config import Config
 from moerl.config.clusters import is_local, placement, visible_devices
-from moerl.config.transport_rules import first_group, mooncake_environment
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
@@ -34,7 +33,7 @@ from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import Episode, Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
-from moerl.launch.run_context import RunContext
+from moerl.launch.run_context import RunContext, engine_environment
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, own_errors
 from moerl.launch.supervision.supervisor_context import CallTimeout
 from moerl.launch.task_agents import task_agents
@@ -183,12 +182,7 @@ class FollowerActor(ActorServer):
 
 def _begin_engine_process(context: RunContext, log_file: str) -> None:
     log_to(context.run.logs / log_file)
-    cluster = context.config.cluster
-    if not is_local(cluster):
-        os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
-        os.environ["NCCL_SOCKET_IFNAME"] = cluster.interface
-    os.environ |= cluster.environment
-    os.environ |= mooncake_environment(context.config, first_group(context.config, "engine"))
+    os.environ |= engine_environment(context.config)
 
 
 class ScorerActor(ActorServer):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.engine.plugin.cpu_models.request_attention import attend_by_request, requests
+from moerl_cpu_sglang.request_attention import attend_by_request, requests
 
 _MODELS = ("sglang.srt.models.", "sglang.srt.configs.model_config")
 

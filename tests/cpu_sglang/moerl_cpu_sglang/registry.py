@@ -1,33 +1,31 @@
-"""Functions of SGLang that are replaced for a model family on a plain CPU, by `model_type`.
+"""Functions of SGLang that are replaced on a plain CPU: by model family, for fp8, for DP attention.
 
-SGLang has no plain-CPU path for some modules of some families.  A row names the families and the
-functions that are replaced for them (`moerl.engine.plugin.cpu_models`).  Other families pay
-nothing:
-`plugin.register_hooks` registers the rows of the served model only.  With CUDA nothing of this
-applies.  `moerl.engine.family_settings` has the server arguments that these functions need.
-
-patches/sglang/README.md has an entry per hook, as for the table in hooks.py.
+SGLang has kernels for these on GPUs only.  A row of FAMILY_HOOKS names the families that need it;
+`entry_points.register_hooks` registers the rows of the served model.  README.md beside this package
+has an entry per hook.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moerl.engine.plugin.cpu_models import (
+from moerl.engine.plugin.hooks import Hook, When
+from moerl_cpu_sglang import (
     absorbed_mla,
     all_heads_norm,
     attention_sinks,
     bias_row,
     delta_net_kernels,
+    dp_attention,
+    fp8_blocks,
     lightning_indexer,
     llama4,
     shared_expert_gate,
 )
-from moerl.engine.plugin.hooks import Hook, When
 
 
 @dataclass(frozen=True, slots=True)
-class StandIns:
+class FamilyHooks:
     """One row.  A family may be in several rows and needs all of them."""
 
     model_types: tuple[str, ...]
@@ -39,8 +37,39 @@ _KERNELS = "sglang.kernels.ops"
 _DELTA_KERNEL = "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
-STAND_INS = (
-    StandIns(
+_FP8 = "sglang.srt.layers.quantization.fp8"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_SLEEPER = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper"
+
+FP8_HOOKS = (
+    Hook(f"{_FP8}.Fp8LinearMethod.apply", "around", fp8_blocks.linear, When.CPU),
+    Hook(f"{_FP8}.Fp8MoEMethod.apply", "around", fp8_blocks.experts, When.CPU),
+    Hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", "after", fp8_blocks.dtypes, When.CPU),
+)
+DP_HOOKS = (
+    Hook(f"{_BATCH}.prepare_mlp_sync_batch", "around", dp_attention.prepare, When.CPU),
+    Hook(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".get_cuda_graph_seq_len_fill_value",
+        "replace",
+        dp_attention.padded_length,
+        When.CPU,
+    ),
+    Hook(
+        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton",
+        "replace",
+        dp_attention.copy_rows,
+        When.CPU,
+    ),
+    Hook(f"{_GROUP}.all_gather_into_tensor", "replace", dp_attention.gather_equal, When.CPU),
+    Hook(f"{_GROUP}.reduce_scatter_tensor", "replace", dp_attention.sum_equal, When.CPU),
+    Hook(f"{_GROUP}.reduce_scatterv", "replace", dp_attention.sum_parts, When.CPU),
+    Hook(f"{_GROUP}.all_gatherv", "replace", dp_attention.gather_parts, When.CPU),
+    Hook(f"{_SLEEPER}.maybe_sleep", "replace", dp_attention.nap, When.CPU),
+)
+FAMILY_HOOKS = (
+    FamilyHooks(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32"),
         (
             Hook(
@@ -57,7 +86,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("deepseek_v32",),
         (
             Hook(
@@ -82,7 +111,7 @@ STAND_INS = (
             Hook(f"{_TORCH_NATIVE}.forward_decode", "around", lightning_indexer.forward, When.CPU),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("qwen2_moe", "qwen3_next"),
         (
             Hook(
@@ -93,7 +122,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("gpt_oss",),
         (
             Hook(
@@ -112,7 +141,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("minimax_m2",),
         (
             Hook(
@@ -129,7 +158,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("ernie4_5_moe",),
         (
             Hook(
@@ -140,7 +169,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("llama4",),
         (
             Hook(f"{_MODELS}.llama4.Llama4Attention.forward", "replace", llama4.attend, When.CPU),
@@ -153,7 +182,7 @@ STAND_INS = (
             ),
         ),
     ),
-    StandIns(
+    FamilyHooks(
         ("qwen3_next",),
         (
             Hook(
@@ -194,4 +223,6 @@ STAND_INS = (
 
 
 def hooks_of(model_type: str) -> tuple[Hook, ...]:
-    return tuple(hook for row in STAND_INS if model_type in row.model_types for hook in row.hooks)
+    """The hooks of one model family; empty where SGLang serves it on a CPU by itself."""
+    rows = (row for row in FAMILY_HOOKS if model_type in row.model_types)
+    return tuple(hook for row in rows for hook in row.hooks)

@@ -3,7 +3,7 @@
 Each data-parallel rank attends to its own requests; for the experts the ranks gather their tokens,
 and each takes its own rows of the sum.  SGLang moves the rows with Triton kernels, pinned memory
 and NCCL.  It still batches, pads, routes and records; only these movements are replaced.
-Registered for an engine with attn_dp_size > 1 (`moerl.engine.plugin.hooks`).
+Registered for an engine with attn_dp_size > 1.
 
 Read at sglang 0.5.23: srt/layers/dp_attention.py, srt/distributed/parallel_state.py,
 srt/model_executor/forward_batch_info.py, srt/managers/scheduler_components/idle_sleeper.py.

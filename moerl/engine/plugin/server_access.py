@@ -1,11 +1,15 @@
-"""SGLang's sockets between its processes, as files in the server's private folder.
+"""Access to SGLang's server: which routes need the run's token, and sockets as private files.
 
-Without data-parallel attention they are files already.  With it SGLang listens on ports of
-loopback, where every user of the machine could connect, and unpickles what arrives without a
-token.  Here the same ports become names of files.  An engine on several nodes keeps the
-ports.
+Routes: SGLang opens every path that begins with `/health`, `/ready` or `/metrics`, so that probes
+need no secret.  `/health_generate` samples a token, so any process that connects could keep an
+engine busy.  `decide` opens the three whole names only.
 
-Read at sglang 0.5.23: srt/server_args.py (PortArgs), srt/utils/network.py,
+Sockets: without data-parallel attention the sockets between SGLang's processes are files in the
+server's private folder.  With it SGLang listens on ports of loopback, where every user of the
+machine could connect, and unpickles messages that carry no token.  `use_files` and `bind_file`
+turn the same ports into names of files.  An engine on several nodes keeps the ports.
+
+Read at sglang 0.5.23: srt/server_args.py (PortArgs), srt/utils/network.py, srt/utils/auth.py,
 srt/managers/data_parallel_controller.py.
 """
 
@@ -19,6 +23,7 @@ from typing import Any
 
 from moerl.weight_sync.receiver_names import SCRATCH
 
+_OPEN = ("/health", "/ready", "/metrics")
 _LOOPBACK = "tcp://127.0.0.1:"
 _ADDRESSES = (
     "tokenizer_ipc_name",
@@ -28,6 +33,12 @@ _ADDRESSES = (
     "metrics_ipc_name",
     "load_collector_ipc_name",
 )
+
+
+def decide(original: Callable[..., object], *, path: str, **request: object) -> object:
+    """AROUND decide_request_auth: a path is open by its whole name only."""
+    begins_alike = path.startswith(_OPEN) and path not in _OPEN
+    return original(path=f"/closed{path}" if begins_alike else path, **request)
 
 
 def use_files(original: Callable[..., Any], *args: object, **fields: object) -> Any:

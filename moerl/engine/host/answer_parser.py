@@ -1,12 +1,12 @@
 """Reasoning and tool calls in the text of an answer, by SGLang's parsers.
 
-Implements `moerl.agents.tool_calls.AnswerParser`.  Make one before the event loop starts: the
-import takes seconds.  SGLang's server is not asked: it has no tokenizer, and the text that counts
-is that of the recorded tokens.
+Implements `moerl.agents.tool_calls.AnswerParser`.  Make the parser before the event loop starts:
+the import takes seconds.  It runs in our process and not in SGLang's server, which has no tokenizer
+and never sees the text of the recorded tokens.
 
-Two things differ from SGLang's parsers, whose text can depend on what follows it: reasoning begins
-an answer or there is none, and text in front of a call keeps the white space that it begins with.
-So text can be shown while the rest is sampled.
+In SGLang's parsers the text of a part can depend on the rest of the answer.  Here it cannot:
+reasoning counts only at the beginning of an answer, and text in front of a call keeps its leading
+white space.  So text can be shown while the rest is sampled.
 
 Read at 0.5.23: srt/function_call/function_call_parser.py, srt/parser/reasoning_parser.py.
 """
@@ -73,7 +73,7 @@ class SglangAnswers:
         return reasoning, blank + left, calls
 
     def begun(self, text: str, tools: Sequence[dict[str, object]]) -> tuple[str, str]:
-        """As `AnswerParser.begun`."""
+        """Implements `AnswerParser.begun`."""
         reasoning, rest = self._begun_reasoning(text)
         if not tools or not self._call_format:
             return reasoning, rest
@@ -83,7 +83,7 @@ class SglangAnswers:
         return reasoning, _without_part(before, self._call_mark).rstrip()
 
     def call_grammar(self, tools: Sequence[dict[str, object]]) -> Grammar | None:
-        """Of calls as this format writes them; where SGLang would force another one there is none.
+        """Grammar of calls in this format; None where SGLang would force another format.
 
         Arguments follow the tool's schema if it is `strict`, else they are any object.
         """
@@ -109,7 +109,7 @@ class SglangAnswers:
         return reasoning or "", rest or ""
 
     def _begun_reasoning(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what follows it."""
+        """Split the text so far into reasoning and the text behind it."""
         from sglang.srt.parser.reasoning_parser import ReasoningParser
 
         if not self._reasoning_format:
@@ -145,7 +145,7 @@ class SglangAnswers:
 
 
 def _is_known(detector: BaseReasoningFormatDetector) -> bool:
-    """Whether it finds reasoning as most of SGLang's do."""
+    """Whether a detector finds reasoning by the method that most of SGLang's detectors share."""
     from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 
     own = (getattr(type(detector), name, None) for name in _METHODS)
@@ -159,7 +159,7 @@ def _thinks(detector: BaseReasoningFormatDetector, text: str) -> bool:
 
 
 def _without_calls(detector: BaseReasoningFormatDetector, reasoning: str) -> str:
-    """Of reasoning that has no end yet: a call may end it, or the mark of which a part is there."""
+    """Cut reasoning that has no end yet at a call, or before the beginning of an end mark."""
     call = detector._find_tool_start(reasoning)
     if call >= 0:
         return reasoning[:call]
@@ -168,19 +168,19 @@ def _without_calls(detector: BaseReasoningFormatDetector, reasoning: str) -> str
 
 
 def _without_part(text: str, mark: str) -> str:
-    """The text without what may be the beginning of the mark, at its end."""
+    """Cut the end of the text where it may be the beginning of the mark."""
     from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 
     return text[: len(text) - BaseReasoningFormatDetector._ends_with_partial_token(text, mark)]
 
 
 def _without_nulls(tool: dict[str, object]) -> dict[str, object]:
-    """Clients send null for what they leave out, where SGLang wants nothing."""
+    """Drop nulls: clients send them for absent fields, and SGLang refuses them."""
     function = tool["function"]
     assert isinstance(function, dict), "checked when the request is read"
     return {"function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _check(field: str, name: str, known: Iterable[str]) -> None:
-    if name and name not in known:
-        raise ConfigError(field, name, f"SGLang's parsers are {', '.join(sorted(known))}")
+def _check(field: str, name: str, allowed: Iterable[str]) -> None:
+    if name and name not in allowed:
+        raise ConfigError(field, name, f"SGLang's parsers are {', '.join(sorted(allowed))}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.engine.plugin.cpu_models.request_attention import attend_by_request
+from moerl_cpu_sglang.request_attention import attend_by_request
 
 _ASKING = "sglang.srt.arg_groups.model_hook"
 
