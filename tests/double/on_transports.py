@@ -1,7 +1,7 @@
 """Transports on the device double: `nccl`, whose groups of two are gloo's, and `cuda_ipc`, whose
 driver is one over shared host memory.
 
-For both what tests/multi/test_transports.py asks of every transport; for NCCL device buckets,
+For both the checks of every transport (tests/helpers/transport_checks.py); for NCCL device buckets,
 pinned staging and aborts; for CUDA IPC the GPUs that a process sees.
 
 Senders and receivers are processes, each on the double; this one uses device 1, so that a thread
@@ -24,9 +24,9 @@ from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make
 from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
 from tests.double.watch import PAGEABLE, WAITS, memory, watch
+from tests.helpers import transport_checks as checks
+from tests.helpers.transport_checks import MIB, PeerProcess, Spawn, connect, raised, soon
 from tests.helpers.transport_peer import pattern
-from tests.multi import test_transports as cases
-from tests.multi.test_transports import MIB, PeerProcess, Spawn, connect, raised, soon
 
 OWN_DEVICE = 1
 
@@ -59,38 +59,38 @@ def transport(name: str) -> Iterator[Transport]:
 
 # --- as every transport ---------------------------------------------------------------------------
 def test_bytes_arrive(transport: Transport, spawn: Spawn) -> None:
-    cases.test_bytes_arrive(transport, spawn)
+    checks.bytes_arrive(transport, spawn)
 
 
 def test_a_put_outside_the_buffer_is_refused(transport: Transport, spawn: Spawn) -> None:
-    cases.test_a_put_outside_the_buffer_is_refused(transport, spawn)
+    checks.a_put_outside_the_buffer_is_refused(transport, spawn)
 
 
 def test_the_receiver_checks_ranges_itself(transport: Transport, spawn: Spawn) -> None:
-    cases.test_the_receiver_checks_ranges_itself("gloo", transport, spawn)
+    checks.the_receiver_checks_ranges_itself("gloo", transport, spawn)
 
 
 def test_dead_receiver(transport: Transport, spawn: Spawn, tmp_path: Path) -> None:
-    cases.test_dead_receiver(transport, spawn, tmp_path)
+    checks.dead_receiver(transport, spawn, tmp_path)
 
 
 def test_dead_sender(transport: Transport, spawn: Spawn, tmp_path: Path) -> None:
     """Its bucket serves the next sender."""
-    cases.test_dead_sender(transport, spawn, tmp_path)
+    checks.dead_sender(transport, spawn, tmp_path)
 
 
 def test_a_stopped_receiver_costs_no_more_than_the_deadline(
     transport: Transport, spawn: Spawn
 ) -> None:
-    cases.test_a_stopped_receiver_costs_no_more_than_the_deadline("gloo", transport, spawn)
+    checks.a_stopped_receiver_costs_no_more_than_the_deadline("gloo", transport, spawn)
 
 
 def test_a_broken_pair_leaves_the_others_alone(transport: Transport, spawn: Spawn) -> None:
-    cases.test_a_broken_pair_leaves_the_others_alone(transport, spawn)
+    checks.a_broken_pair_leaves_the_others_alone(transport, spawn)
 
 
 def test_a_closed_staging_takes_nothing(transport: Transport, spawn: Spawn) -> None:
-    cases.test_a_closed_staging_takes_nothing(transport, spawn)
+    checks.a_closed_staging_takes_nothing(transport, spawn)
 
 
 # --- its own --------------------------------------------------------------------------------------
@@ -236,12 +236,12 @@ def test_a_gpu_that_the_sender_does_not_see_is_refused(
 
 @IPC
 def test_a_dead_engine_is_an_error(transport: Transport, spawn: Spawn, tmp_path: Path) -> None:
-    cases.test_dead_receiver(transport, spawn, tmp_path)
+    checks.dead_receiver(transport, spawn, tmp_path)
 
 
 @IPC
 def test_device_staging_outlives_its_last_mapping(transport: Transport, spawn: Spawn) -> None:
-    cases.test_a_closed_staging_takes_nothing(transport, spawn)
+    checks.a_closed_staging_takes_nothing(transport, spawn)
 
 
 # --- shm ------------------------------------------------------------------------------------------

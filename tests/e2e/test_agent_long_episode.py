@@ -48,7 +48,8 @@ from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
-from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+from tests.helpers.controllers import CONFIG, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -72,7 +73,7 @@ print(json.dumps({"reward": int(task["episode"].split(".")[1])}))
 """
 
 
-class SealingEngine(StubEngine):
+class RecordingEngine(StubEngine):
     """Records of the right shape for each answer, and what a call found at its begin."""
 
     def __init__(self, store: BlobStore) -> None:
@@ -146,7 +147,7 @@ class Long:
 
     turns: int
     store: BlobStore
-    engine: SealingEngine
+    engine: RecordingEngine
     tokens: CountedTokens
     plan: BatchPlan
     played: list[PlayedEpisode]
@@ -163,7 +164,7 @@ class Long:
 def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Long:
     folder, turns = tmp_path_factory.mktemp("long"), request.param
     store, tokens = BlobStore(folder / "blobs", "n"), CountedTokens(chat_tokenizer())
-    engine, joins = SealingEngine(store), list[str]()
+    engine, joins = RecordingEngine(store), list[str]()
     command = ["python", "-c", AGENT, str(turns), str(RESULT)]
     task = TaskConfig(agent=AgentConfig(command=command, max_turns=turns))
     rollout = replace(

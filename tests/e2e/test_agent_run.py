@@ -9,24 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-from moerl.core.types import Rollout
 from moerl.data.tasks import load_tokenizer
 from moerl.observe.metrics import read_rows
 from tests.helpers.documented_metrics import undocumented
 from tests.helpers.patience import patience
-from tests.helpers.short_agent_runs import LAG_0, SETTINGS
+from tests.helpers.short_agent_runs import (
+    METRICS,
+    ROOT,
+    SETTINGS,
+    check_agent_run,
+    check_scores,
+)
 from tests.helpers.stub_model import completion, stub_model
-from tests.helpers.train_runs import Run, check_deletion, start, survivors
-from tests.helpers.warm_score import score_all
+from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
-METRICS = (ROOT / "docs/metrics.md").read_text()
 LONG_TURNS = [
     f"task.agent.command=[python, {ROOT}/tests/helpers/text_agent.py, '3', '20']",
     "checkpoint.keep_versions=true",
@@ -41,7 +42,7 @@ def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
     run.wait_for(lambda: bool(agents_of(run)))
     members = run.members()
     assert run.finish() == 0, run.text()
-    check(run, 2)
+    check_agent_run(run, 2)
     assert not survivors(members, 10.0)
 
 
@@ -75,7 +76,7 @@ def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:
         settings += [*SETTINGS, "task.agent.max_turns=4", "run.steps=2"]
         run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
         assert run.finish() == 0, run.text()
-    check(run, 2)
+    check_agent_run(run, 2)
     assert all(headers["Authorization"] == f"Bearer {key}" for _, headers, _ in stub.asked)
     groups = [group for _, group in run.trained.groups(run.rows())]
     episodes = [episode for group in groups for episode in group.episodes]
@@ -97,22 +98,6 @@ def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:
 
 def report_of(run: Run) -> str:
     return (run.dir.root / "report.html").read_text()
-
-
-def check(run: Run, steps: int) -> None:
-    """Every step is there, exact, and made of what the program asked for."""
-    rows = run.rows()
-    assert [row["step"] for row in rows] == list(range(steps))
-    assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
-    gaps = [row[LAG_0] for row in rows if LAG_0 in row]
-    assert gaps
-    assert max(gaps) <= 5e-5
-    assert sum(row["agent/turns"] for row in rows if "agent/turns" in row) >= 4 * steps
-    groups = [group for _, group in run.trained.groups(rows)]
-    assert len({group.group_id for group in groups}) == len(groups) == 2 * steps
-    ends = [len(node.rollout.ends) for g in groups for e in g.episodes for node in e.turns]
-    assert max(ends) > 1, "turns of one conversation are one row"
-    check_deletion(run, in_flight=16)
 
 
 def agents_of(run: Run) -> list[psutil.Process]:
@@ -141,7 +126,7 @@ def test_a_death_in_mid_episode_costs_no_step(tmp_path: Path, victim: str) -> No
         assert run.finish() == 0, run.text()
     finally:
         run.end()
-    check(run, 4)
+    check_agent_run(run, 4)
     assert not survivors(members, 10.0)
     failed = sum(row.get("agent/failed/exit", 0.0) for row in run.rows())
     assert failed == (victim == "program"), "its group is replaced"
@@ -162,7 +147,7 @@ def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
     run.wait_for(lambda: bool(agents_of(run)))
     members = run.members()
     assert run.finish(540.0) == 0, run.text()
-    check(run, 3)
+    check_agent_run(run, 3)
     assert not survivors(members, 10.0)
     steps = run.rows()
     groups = [group for _, group in run.trained.groups(steps)]
@@ -174,30 +159,6 @@ def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
     assert bool(behind) == bool(kept) == (mode == "in_place")
     assert (changed > 0) == (mode == "retract"), "an update met a running turn"
     check_scores(run, tmp_path, [row for row in rows if row.joined_from == row.num_sampled])
-
-
-def check_scores(run: Run, folder: Path, rows: list[Rollout]) -> None:
-    """The trainer with a version's saved weights gives what the engine recorded under it."""
-    version = max(rows, key=lambda row: (row.oldest.step < 2, row.num_sampled)).oldest
-    own, other = (run.dir.versions / f"0.{step}" for step in (version.step, version.step + 1))
-    jobs = score_all(
-        run.plan(),
-        [row for row in rows if row.oldest == version],
-        folder,
-        variants=["both", "both_shifted"],
-        dtypes=["fp32"],
-        weights=[(own, str(version)), (other, str(version))],
-    )
-    found = {}
-    for name, job in zip(("own", "other"), jobs, strict=True):
-        scores = np.load(job.out)
-        for variant in job.variants:
-            gap = np.abs(scores[f"fp32/{variant}"] - scores["engine"])
-            found[f"{name}/{variant}"] = float(gap.max())
-    print(f"{len(gap)} tokens of {version}: {found}")
-    assert found["own/both"] <= 5e-5
-    assert found["own/both_shifted"] > 1e-2, "control: rows of the token before"
-    assert found["other/both"] > 1e-3, "control: weights of another version"
 
 
 def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:

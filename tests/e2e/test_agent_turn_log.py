@@ -14,8 +14,7 @@ from moerl.controller.rollout_builder import blob_uris
 from moerl.core.ids import life_of
 from moerl.core.serialization import decode_value
 from moerl.core.types import Rollout, Segment
-from tests.e2e.test_agent_run import ROOT, check, check_scores
-from tests.helpers.short_agent_runs import SETTINGS
+from tests.helpers.short_agent_runs import ROOT, SETTINGS, check_agent_run, check_scores
 from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
@@ -67,7 +66,7 @@ def trained_again(run: Run) -> list[Rollout]:
 
 def check_kept(run: Run, folder: Path, replies: list[set[str]]) -> None:
     """Each finished turn was given out once, trained, and is exact."""
-    check(run, 4)
+    check_agent_run(run, 4)
     assert (total(run, "replayed_turns"), total(run, "lost_turns")) == (len(replies), 0)
     copied = {path.name for path in (run.trained.folder / "blobs").iterdir()}
     assert {uri.rpartition("/")[2] for uris in replies for uri in uris} <= copied
@@ -95,7 +94,7 @@ def test_a_dead_controller_costs_open_turns_only(tmp_path: Path, kept: bool) -> 
     if kept:
         check_kept(run, tmp_path, replies)
     else:
-        check(run, 4)
+        check_agent_run(run, 4)
         assert (total(run, "replayed_turns"), trained_again(run)) == (0, [])
 
 
@@ -117,6 +116,6 @@ def test_a_resume_goes_on_with_open_episodes(tmp_path: Path, durability: str) ->
         assert again.finish() == 0, again.text()
     finally:
         again.end()
-    check(again, 4)
+    check_agent_run(again, 4)
     assert total(again, "replayed_turns") > 0
     assert trained_again(again)

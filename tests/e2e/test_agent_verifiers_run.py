@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_agent_run import SETTINGS, check
 from tests.helpers.agent_clients import PYTHON, environment, verifiers_agent
+from tests.helpers.short_agent_runs import SETTINGS, check_agent_run
 from tests.helpers.train_runs import start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.timeout(1200)]
@@ -35,7 +35,7 @@ def test_a_verifiers_environment_is_trained(tmp_path: Path) -> None:
     run.wait_for(lambda: bool(run.rows()))
     members = run.members()
     assert run.finish() == 0, run.text()
-    check(run, 2)
+    check_agent_run(run, 2)
     rewards = [row["reward/mean"] for row in run.rows() if "reward/mean" in row]
     assert rewards
     assert all(0 <= reward <= 1 for reward in rewards)

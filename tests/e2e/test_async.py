@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from moerl.core.types import Rollout
 from moerl.observe.overlap import decode_overlap
 from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, start
-from tests.helpers.warm_score import score, score_all
+from tests.helpers.warm_score import difference, score, score_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.full]
 
@@ -136,8 +135,3 @@ def prompts(folder: Path) -> Path:
     rows = [{"prompt": f"write some digits {i}: ", "answer": ""} for i in range(64)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
-
-
-def difference(path: Path) -> np.ndarray:
-    scores = np.load(path)
-    return np.abs(scores["fp32/both"] - scores["engine"])

@@ -20,7 +20,7 @@ import pytest
 
 from moerl.core.types import EpisodeGroup, PolicyVersion, Rollout
 from moerl.runtime.trace import read_spans
-from tests.helpers.train_runs import Run, check_deletion, start, survivors
+from tests.helpers.train_runs import Run, check_deletion, check_history, last_step, start, survivors
 from tests.helpers.warm_score import score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -95,11 +95,6 @@ def schedule(seed: int, victims: tuple[str, ...], steps: int) -> Iterator[tuple[
         yield victim, draw.randint(1, longest), draw.uniform(0.0, 1.0)
 
 
-def last_step(run: Run) -> int:
-    rows = run.rows()
-    return rows[-1]["step"] if rows else 0
-
-
 def pid_of(run: Run, victim: str) -> int | None:
     """None when it is not there at the moment."""
     with contextlib.suppress(KeyError, psutil.Error):
@@ -109,22 +104,6 @@ def pid_of(run: Run, victim: str) -> int | None:
         ranks = psutil.Process(run.pids()["trainer"]).children()
         return next((r.pid for r in ranks if "moerl.trainer.main" in r.cmdline()), None)
     return None
-
-
-def check_history(run: Run, trained: list[tuple[int, EpisodeGroup]]) -> None:
-    """Each prompt group at most once, none skipped, no token of weights that were given up."""
-    begins: dict[int, int] = {}
-    for row in reversed(run.rows()):
-        begins[int(row["version"].split(".")[0])] = row["step"]
-    for step, group in trained:
-        for span in (span for r in group.rollouts() for span in r.versions):
-            later = [s for i, s in begins.items() if i > span.version.incarnation]
-            assert all(span.version.step <= first for first in later), (step, span)
-            assert 0 <= step - span.version.step <= 4
-    ids = [group.group_id for _, group in trained]
-    assert len(ids) == len(set(ids)), "a group was trained twice"
-    line = range(max(ids) + 1)
-    assert set(line) - set(ids) <= set(line[-12:]), "a group was lost"
 
 
 def check_versions(

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_main_job import PACKED, SHORT, trained_rows
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import start
+from tests.helpers.train_runs import PACKED, TWO_STEPS, start, trained_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
-    *SHORT,
+    *TWO_STEPS,
     "task.reward=examples.own_reward:reward",
     "task.environment=examples.turn_environment:reply",
     "algorithm.objective=examples.new_objective:soft_clip",

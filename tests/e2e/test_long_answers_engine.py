@@ -17,9 +17,9 @@ from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.messages import Answers, CommitUpdate, EngineStatus, Message, SessionMessage
 from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Segment
 from moerl.engine.host.host import EngineHost
+from tests.helpers.controllers import make, running, train
 from tests.helpers.replay_scenario import World, tokens
 from tests.helpers.session_publisher import Publisher
-from tests.unit.test_controller import make, running, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(600)]
 

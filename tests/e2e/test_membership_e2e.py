@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from moerl.launch.nodes.control_api import request
-from tests.e2e.test_chaos import check_history
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import Run, check_deletion, start
+from tests.helpers.train_runs import Run, check_deletion, check_history, start
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 

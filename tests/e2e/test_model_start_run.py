@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.test_variants import SMALL
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import Run, start, survivors
+from tests.helpers.train_runs import SMALL, Run, start, survivors
 from tests.helpers.trainer_support import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]

@@ -11,12 +11,10 @@ import pytest
 
 from moerl.data.environments import calculator
 from moerl.data.tasks import load_tokenizer
-from tests.e2e.test_variants import SMALL
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import start
+from tests.helpers.train_runs import ENOUGH, SMALL, start
 from tests.helpers.warm_score import score
 
-ENOUGH = ["rollout.groups_per_step=8", "rollout.group_size=16"]  # for some reward by chance
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 RECIPES = {  # what the recipe must have measured, beyond what every run does

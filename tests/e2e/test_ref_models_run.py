@@ -11,9 +11,7 @@ import pytest
 
 from moerl.observe.overlap import intersect, length
 from moerl.runtime.trace import read_spans
-from tests.e2e.test_recipes import ENOUGH
-from tests.e2e.test_variants import SMALL
-from tests.helpers.train_runs import start
+from tests.helpers.train_runs import ENOUGH, SMALL, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

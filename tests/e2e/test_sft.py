@@ -14,9 +14,8 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.observe.metrics import read_rows
 from moerl.trainer.hf_io.adapter_files import load_adapter
 from moerl.trainer.hf_io.hf_folder import HfFolder
-from tests.e2e.test_variants import SMALL
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import start
+from tests.helpers.train_runs import SMALL, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -12,9 +12,8 @@ from statistics import fmean
 import pytest
 
 from moerl.core.types import EpisodeGroup
-from tests.e2e.test_async import difference
 from tests.helpers.train_runs import Run, start
-from tests.helpers.warm_score import score
+from tests.helpers.warm_score import difference, score
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 

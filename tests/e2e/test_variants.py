@@ -7,18 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.train_runs import start
+from tests.helpers.train_runs import SMALL, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
-SMALL = [
-    "run.steps=3",
-    "rollout.groups_per_step=4",
-    "rollout.group_size=4",
-    "rollout.groups_per_request=2",
-    "observe.engine_alone_s=0",
-    "checkpoint.every=0",
-]
 VARIANTS = {
     "bf16-trainer": ["trainer.dtype=bf16"],
     "tp2": [f"trainer.parallel.{k}" for k in ("dp=1", "ep=1", "tp=2", "etp=2")],

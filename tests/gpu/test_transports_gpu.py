@@ -10,8 +10,8 @@ import torch
 
 from moerl.weight_sync.transports.factory import make
 from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
+from tests.helpers.transport_checks import MIB, PeerProcess, connect, raised, soon
 from tests.helpers.transport_peer import pattern
-from tests.multi.test_transports import MIB, PeerProcess, connect, raised, soon
 
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SIZE = 4 * BUCKET_BYTES + 12_345

@@ -24,6 +24,27 @@ from tests.helpers.patience import Patience, patience
 
 START_S = 600.0  # a machine that many share
 _HOOK = Path(__file__).parent / "trained_records"
+TWO_STEPS = [
+    "run.steps=2",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=8",
+    "rollout.groups_per_request=8",
+    "rollout.buffer_depth=0",  # what was published is what was gathered
+    "observe.engine_alone_s=0",
+    "checkpoint.every=0",
+    "evaluation.every=0",
+    "trainer.optimizer.warmup_steps=0",
+]
+PACKED = "trainer.packing=true"
+ENOUGH = ["rollout.groups_per_step=8", "rollout.group_size=16"]  # for some reward by chance
+SMALL = [
+    "run.steps=3",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.groups_per_request=2",
+    "observe.engine_alone_s=0",
+    "checkpoint.every=0",
+]
 
 
 @dataclass
@@ -171,3 +192,37 @@ def survivors(members: list[psutil.Process], within_s: float) -> list[psutil.Pro
         if not left or limit.over():
             return left
         time.sleep(0.05)
+
+
+def last_step(run: Run) -> int:
+    rows = run.rows()
+    return rows[-1]["step"] if rows else 0
+
+
+def check_history(run: Run, trained: list[tuple[int, EpisodeGroup]]) -> None:
+    """Each prompt group at most once, none skipped, no token of weights that were given up."""
+    begins: dict[int, int] = {}
+    for row in reversed(run.rows()):
+        begins[int(row["version"].split(".")[0])] = row["step"]
+    for step, group in trained:
+        for span in (span for r in group.rollouts() for span in r.versions):
+            later = [s for i, s in begins.items() if i > span.version.incarnation]
+            assert all(span.version.step <= first for first in later), (step, span)
+            assert 0 <= step - span.version.step <= 4
+    ids = [group.group_id for _, group in trained]
+    assert len(ids) == len(set(ids)), "a group was trained twice"
+    line = range(max(ids) + 1)
+    assert set(line) - set(ids) <= set(line[-12:]), "a group was lost"
+
+
+def trained_rows(run: Run) -> list[dict]:
+    """Rows of the two steps of a run of TWO_STEPS, each of which has trained what was recorded."""
+    assert run.finish() == 0, run.text()
+    rows = [row for row in run.rows() if "loss/total" in row]
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0
+        assert row["mismatch/abs_dlogp_max/lag_0"] <= 5e-5, "step 1 has the published weights"
+        assert row["loss/grad_norm"] > 0
+        assert not [key for key in row if key.startswith("refused/")]
+    return rows

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from moerl.audit.mismatch_command import make_job
 from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import Precision
@@ -64,3 +66,8 @@ def score_all(
     arguments = ["-m", "moerl.audit.score_ranks", "--job", *map(str, files)]
     run_ranks(plan.config.trainer.parallel.dp, arguments, timeout_s=300.0)
     return jobs
+
+
+def difference(path: Path) -> np.ndarray:
+    scores = np.load(path)
+    return np.abs(scores["fp32/both"] - scores["engine"])

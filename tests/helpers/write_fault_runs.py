@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moerl.config import save_config
@@ -36,10 +35,9 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal import write_retry
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.core.errors import BlobError, RecordError
 from moerl.core.ids import IdSet
 from moerl.core.messages import Hello, Ok, Plan, Refresh, StepDone, TakePlan
-from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, RoutingBlob, Segment
+from moerl.core.types import ModelShape, PolicyVersion
 from moerl.layout import hf_shapes, model_spec
 from moerl.observe import metrics as metrics_module
 from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
@@ -47,10 +45,11 @@ from moerl.records import BlobStore
 from moerl.runtime.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
+from tests.helpers.controllers import CONFIG, EqualFor, Prompts, publish
 from tests.helpers.patience import patience
 from tests.helpers.saved_hf import save_hf
+from tests.helpers.stub_engine import SealingEngine
 from tests.helpers.write_faults import KILLED, KINDS, Fault, WriteSites
-from tests.unit.test_controller import CONFIG, EqualFor, Prompts, StubEngine, publish
 
 STEPS, EVERY, GROUPS = 6, 2, 2
 DROPPED = 5  # every fifth group has equal rewards and is dropped
@@ -86,27 +85,6 @@ RUN_CONFIG = replace(
         selection="strict", drop_zero_variance=True,
     ),
 )  # fmt: skip
-
-
-class SealingEngine(StubEngine):
-    """Seals routing rows; a blob that cannot be written is a refused record, as in a host."""
-
-    def __init__(self, blobs: BlobStore) -> None:
-        super().__init__()
-        self.blobs = blobs
-
-    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
-        segment = super()._reply(request, version)
-        assert isinstance(segment, Segment)
-        begin, end = request.rows_from, len(request.token_ids) + len(segment.output_ids) - 1
-        rows = np.zeros((1, end - begin, 2), np.uint8)
-        rows[..., 1] = 1
-        try:
-            name = f"{request.rollout_id}-{version}-{self.calls}-{begin}"
-            (ref,) = self.blobs.seal(name, [rows])
-        except BlobError as error:
-            return RecordError("blob", str(error))
-        return replace(segment, routing=RoutingBlob(ref, begin, end, segment.version, (0,), 4))
 
 
 @dataclass

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from moerl.records.blob_copies import copied_blobs_of
+from tests.helpers.cluster_runs import ClusterRun, cluster_run, ranks_of
 from tests.helpers.network_hosts import Host, environment, hosts_or_skip
 from tests.helpers.patience import patience
-from tests.multi.test_hosts import ClusterRun, cluster_run, ranks_of
 
 STEPS = 80
 

@@ -22,9 +22,9 @@ import pytest
 
 from moerl.config import load_config, resolve
 from moerl.planning.dry_run import describe
+from tests.helpers import cluster_runs
 from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.helpers.patience import Patience, patience
-from tests.multi import test_hosts
 
 pytestmark = pytest.mark.full
 
@@ -123,8 +123,8 @@ def test_every_process_of_several_nodes_has_the_printed_gpus(
     seen = tmp_path / "seen"
     seen.mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(test_hosts, "copying_records", lambda _: recording(seen))
-    with test_hosts.cluster_run(four, tmp_path, *SEVERAL, engines=2) as run:
+    monkeypatch.setattr(cluster_runs, "copying_records", lambda _: recording(seen))
+    with cluster_runs.cluster_run(four, tmp_path, *SEVERAL, engines=2) as run:
         run.wait_for(
             lambda: all(len(environments(seen, kind)) == 4 for kind in ("engine", "trainer"))
         )

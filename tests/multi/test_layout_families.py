@@ -10,7 +10,6 @@ than running.  Workers are this file run as a program.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -23,22 +22,24 @@ from typing import Any
 import pytest
 
 from moerl.config.schema import ParallelConfig
-from moerl.distributed.store_server import StoreServer
-from moerl.distributed.token_store import store_variable
 from moerl.layout import model_spec
+from tests.helpers.layout_families import (
+    FAMILIES,
+    MESHES,
+    NUM_TOKENS,
+    SPECS,
+    refusal,
+    run,
+    tokens,
+)
 from tests.helpers.nested_model import nest
 from tests.helpers.patience import patience
 
-ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
 TOLERANCE = 1e-5
 # transformers in float32 is up to 1.3e-5 from itself in float64 there, elsewhere up to 2e-6
 TOLERANCES = {"qwen3_next": 3e-5}
-NUM_TOKENS = 24
 Gaps = Callable[[str], dict[str, float | str]]
 
-MESHES = {"tp1": {}, "tp2-etp2": {"tp": 2, "etp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
-SPECS = {family: model_spec(config) for family, config in FAMILIES.items()}
 LATENT = tuple(family for family, spec in SPECS.items() if spec.kv_lora)
 DENSE = tuple(family for family, spec in SPECS.items() if not spec.experts)
 PREDICTING = tuple(
@@ -46,18 +47,6 @@ PREDICTING = tuple(
     for family, config in FAMILIES.items()
     if model_spec(config | {"num_nextn_predict_layers": 1}).mtp_layers
 )
-
-
-def refusal(family: str, axes: dict[str, int]) -> str:
-    """Why live modules of a family cannot be built on a mesh; empty: they can."""
-    spec = SPECS[family.removesuffix("+mtp")]
-    if spec.qk_norm_all_heads and axes.get("tp", 1) > 1:
-        return "cannot be cut; use trainer.parallel.tp = 1"
-    if spec.experts and spec.o_bias and axes.get("etp", 1) > 1:
-        return "Bias in Moe is only supported when ETP==1"
-    if not spec.experts and axes.get("ep", 1) > 1:
-        return "must be non None to use expert-parallel"
-    return ""
 
 
 CUT = tuple(family for family in FAMILIES if not refusal(family, MESHES["tp2-etp2"]))
@@ -134,12 +123,6 @@ def add_prediction_layer(folder: Path, family: str) -> None:
     config |= {"num_nextn_predict_layers": 1}
     (target / "config.json").write_text(json.dumps(config))
     (folder / f"{target.name}.logits").write_bytes((folder / f"{family}.logits").read_bytes())
-
-
-def tokens(vocab: int) -> Any:
-    import torch
-
-    return torch.randint(vocab, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def compare_models(folder: Path, mesh: str, families: Collection[str]) -> dict[str, float | str]:
@@ -381,38 +364,6 @@ def live_shapes(spec: Any, layout: Any, place: Any) -> dict[str, tuple[int, ...]
 
 
 # --- tests ---------------------------------------------------------------------------------------
-def run(*args: str, world: int = 1, program: str = __file__) -> str:
-    """Run a program as `world` processes; the last line that rank 0 printed."""
-    store = StoreServer("127.0.0.1")
-    shared = os.environ | store_variable(store.server_address, 0)
-    shared |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": str(world),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, program, *args],
-            env=shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=patience(100)) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-        store.close()
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors[-3000:]
-    lines = outputs[0][0].splitlines()
-    return lines[-1] if lines else ""
 
 
 COMPARED = [
@@ -428,13 +379,20 @@ def gaps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     full = any(item.get_closest_marker("full") for item in chosen)
     names = ",".join(FAMILIES if full else FEW)
     folder = tmp_path_factory.mktemp("models")
-    run("write", str(folder), names)
+    run("write", str(folder), names, program=__file__)
 
     @cache
     def output(mesh: str) -> tuple[str, str]:
         """(what the worker printed, why it failed); a failure is not repeated by every test."""
         try:
-            return run("compare", str(folder), mesh, names, world=MESHES[mesh].get("tp", 1)), ""
+            return run(
+                "compare",
+                str(folder),
+                mesh,
+                names,
+                world=MESHES[mesh].get("tp", 1),
+                program=__file__,
+            ), ""
         except (AssertionError, subprocess.TimeoutExpired) as error:
             return "", str(error)
 
@@ -504,7 +462,7 @@ def num_live(axes: dict[str, int]) -> int:
 def test_live_modules_are_tiled_exactly(meshes: list[dict[str, int]]) -> None:
     """Names, shapes, layer homes, buffers, prediction layers, on every rank of every mesh."""
     want = sum(num_live(axes) for axes in meshes)
-    assert run("live", json.dumps(meshes)) == str(want)
+    assert run("live", json.dumps(meshes), program=__file__) == str(want)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_layout_families import FAMILIES, MESHES, refusal, run
 
 from moerl.layout import model_spec
+from tests.helpers.layout_families import FAMILIES, MESHES, refusal, run
 from tests.helpers.patience import patience
 
 TOLERANCE = 1e-5  # of the largest gradient of the model

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_layout_families import FAMILIES, NUM_TOKENS, run, tokens
 
 from moerl.layout import model_spec
+from tests.helpers.layout_families import FAMILIES, NUM_TOKENS, run, tokens
 from tests.helpers.nested_model import nest
 from tests.helpers.patience import patience
 

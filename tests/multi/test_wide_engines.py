@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.cluster_runs import ClusterRun, cluster_run
 from tests.helpers.network_hosts import Host, hosts_or_skip
-from tests.multi.test_hosts import ClusterRun, cluster_run
 
 # nats, fp32, trainer and engine with the same weights; 0.13 when one rank of two keeps its old ones
 MAX_GAP = 5e-5

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from test_transfer import draw
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.layout.adapters import adapter_tiles
@@ -18,6 +17,7 @@ from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import ITEMSIZE, Piece, Region, cut
 from moerl.weight_sync.deliveries import Keyed
 from moerl.weight_sync.transfer_plan import region_of
+from tests.helpers.random_layouts import draw
 
 NUM_LAYOUTS = 4
 LORAS = (

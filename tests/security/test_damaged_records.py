@@ -34,10 +34,17 @@ from moerl.records import BlobStore
 from moerl.records.blob_store import sizes_of
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from tests.unit.test_controller import CONFIG, make, publish, running
-from tests.unit.test_controller_restart import successor
-from tests.unit.test_hung_hosts import Sealing
-from tests.unit.test_ref_models import scores_of, with_ref_models
+from tests.helpers.controllers import (
+    CONFIG,
+    make,
+    publish,
+    running,
+    scores_of,
+    successor,
+    with_ref_models,
+)
+from tests.helpers.damage import empty, flip, shorten
+from tests.helpers.stub_engine import SealingEngine
 
 START = PolicyVersion(0, 0)
 STEPS = 5
@@ -105,20 +112,6 @@ def path_of(store: BlobStore, uri: str) -> Path:
     return store.root / uri.rpartition("/")[2]
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[0] ^= 1
-    path.write_bytes(data)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def shorten(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 DAMAGE = [flip, empty, shorten]
 
 
@@ -144,7 +137,7 @@ class World:
     def __init__(self, tmp_path: Path, **kwargs: object) -> None:
         self.folder = tmp_path
         self.store = BlobStore(tmp_path / "blobs", "n")
-        self.engine = Sealing(self.store)
+        self.engine = SealingEngine(self.store)
         self.kwargs = {"blobs": self.store, "moe_layers": 1} | kwargs
         config = self.kwargs.pop("config", STEPS_CONFIG)
         self.controller, reports = make(tmp_path, self.engine, config, **self.kwargs)
@@ -467,7 +460,7 @@ def test_a_damaged_blob_of_another_node(tmp_path: Path, damage: Callable[[Path],
         server = RangeServer(tmp_path / "node", "127.0.0.1", 0, "t")
         reader = ClusterBlobs(tmp_path / "none", "", "t", timeout_s=5.0)
         config = replace(STEPS_CONFIG, sync=SyncConfig(timeout_s=5.0))
-        engine = Sealing(ClusterBlobs(tmp_path / "node", server.node, "t"))
+        engine = SealingEngine(ClusterBlobs(tmp_path / "node", server.node, "t"))
         controller, reports = make(tmp_path, engine, config, blobs=reader, moe_layers=1)
         trainer = ReadingTrainer(controller, reader)
         trainer.spoil = once(2, damage, engine.store)

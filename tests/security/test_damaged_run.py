@@ -13,9 +13,8 @@ import pytest
 
 from moerl.config.schema import ClusterConfig
 from moerl.launch.train import outside_folder
-from tests.e2e.test_chaos import check_history, last_step
-from tests.helpers.train_runs import Run, start, survivors
-from tests.security.test_damaged_records import empty, flip, shorten
+from tests.helpers.damage import empty, flip, shorten
+from tests.helpers.train_runs import Run, check_history, last_step, start, survivors
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 

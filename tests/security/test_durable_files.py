@@ -29,9 +29,9 @@ from moerl.runtime import run_dir
 from moerl.runtime.run_dir import RunDir, newest_incarnation, next_incarnation, refuse_foreign
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
+from tests.helpers.journals import group_of
 from tests.helpers.saved_hf import save_hf
 from tests.helpers.write_fault_runs import MODEL
-from tests.unit.test_journal import group_of
 
 
 @pytest.fixture

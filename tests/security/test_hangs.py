@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.cluster_runs import cluster_run
 from tests.helpers.network_hosts import Host, hosts_or_skip
 from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, start, survivors
-from tests.multi.test_hosts import cluster_run
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -23,7 +23,7 @@ from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.patience import patience
-from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script
+from tests.helpers.scripted_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script
 
 Play = Callable[[Callable[["World"], Awaitable[None]]], None]
 

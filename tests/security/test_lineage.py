@@ -16,8 +16,9 @@ from moerl.controller.journal.recovered_state import Lineage
 from moerl.core.messages import Hello, Ok
 from moerl.core.types import PolicyVersion
 from moerl.records import BlobStore
-from tests.unit.test_controller import StubEngine, make, running
-from tests.unit.test_journal import group_of
+from tests.helpers.controllers import make, running
+from tests.helpers.journals import group_of
+from tests.helpers.stub_engine import StubEngine
 
 BEGINS = (PolicyVersion(0, 0), PolicyVersion(1, 80), PolicyVersion(2, 100))
 

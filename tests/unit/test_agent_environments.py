@@ -32,7 +32,6 @@ from moerl.agents.environments.episode_environment import (
     StartFields,
 )
 from moerl.agents.prompt_tokens import PromptTokens
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
@@ -40,9 +39,11 @@ from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
 from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import ModelShape, Prompt, SamplingParams, Score
+from tests.helpers.agent_stubs import LocalEnvironment, LocalEnvironments, environment_runner
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.unit.test_controller import CONFIG, StubEngine, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
 COUNTING = "tests.helpers.episode_environments:Counting"
@@ -349,67 +350,15 @@ FAULTS = {
 
 
 # --- episodes ------------------------------------------------------------------------------------
-@dataclass
-class Here:
-    """`Environments` in this process: each answers when its event is set."""
-
-    steps: int = 2
-    is_silent: bool = False  # no reward at the end
-    waits: dict[str, asyncio.Event] = field(default_factory=dict)  # by episode; others do not wait
-    fails: dict[str, Exception] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
-    held_out: dict[str, bool] = field(default_factory=dict)
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def open(self, name: str) -> OpenEnvironment:
-        self.names.append(name)
-        return _Here(name, self)
 
 
-@dataclass
-class _Here:
-    name: str
-    pool: Here
-    count: int = 0
-
-    @property
-    def counts(self) -> Mapping[str, float]:
-        return {"tool/calls": 2.0}
-
-    async def reset(self, start: StartFields) -> Observation:
-        self.pool.held_out[self.name] = start.held_out
-        return Observation(start.messages)
-
-    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
-        self.count += 1
-        if error := self.pool.fails.pop(self.name, None):
-            raise error
-        if event := self.pool.waits.get(self.name):
-            await event.wait()
-        if self.count < self.pool.steps:
-            return Observation([{"role": "user", "content": "again"}], reward=0.25)
-        return EpisodeEnd(None if self.pool.is_silent else float(self.name.split(".")[1]))
-
-    async def close(self) -> None:
-        self.pool.closed.append(self.name)
-
-
-def runner(task: TaskConfig, pool: Here, context_tokens: int = 4000) -> EnvironmentEpisodes:
-    tokens = PromptTokens(chat_tokenizer())
-    sampling = SamplingParams(4, stop_token_ids=(END,))
-    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens, audit=False)
-    return EnvironmentEpisodes(task, settings, pool)
-
-
-def play(task: TaskConfig, pool: Here, names: list[str], **changes: Any) -> list[PlayedEpisode]:
+def play(
+    task: TaskConfig, pool: LocalEnvironments, names: list[str], **changes: Any
+) -> list[PlayedEpisode]:
     async def body() -> list[PlayedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(20)])
-        episodes = runner(task, pool, **changes)
+        episodes = environment_runner(task, pool, **changes)
         await episodes.start(engine)
         try:
             return await asyncio.gather(*(episodes.play(name, PROMPT) for name in names))
@@ -420,7 +369,7 @@ def play(task: TaskConfig, pool: Here, names: list[str], **changes: Any) -> list
 
 
 def test_turns_of_an_environment_are_one_chain_and_its_rewards_add_up() -> None:
-    pool = Here(steps=3)
+    pool = LocalEnvironments(steps=3)
     (played,) = play(task_of("a:B"), pool, ["7.1"])
     assert played.own_score == Score(1.5), "0.25 twice, and 1 at the end"
     assert [turn.continues for turn in played.turns] == [None, 0, 1]
@@ -429,17 +378,17 @@ def test_turns_of_an_environment_are_one_chain_and_its_rewards_add_up() -> None:
     (node,) = played.nodes("join")
     assert node.rollout.num_sampled == 12
     assert pool.closed == ["7.1"]
-    (scored,) = play(task_of("a:B", reward="task"), Here(), ["7.1"])
+    (scored,) = play(task_of("a:B", reward="task"), LocalEnvironments(), ["7.1"])
     assert (scored.failure, scored.own_score) == ("", None), "task.reward scores it"
 
 
 def test_an_environment_is_told_that_its_episode_is_held_out() -> None:
-    pool = Here(steps=1)
+    pool = LocalEnvironments(steps=1)
 
     async def body() -> None:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(2)])
-        episodes = runner(task_of("a:B"), pool)
+        episodes = environment_runner(task_of("a:B"), pool)
         await episodes.start(engine)
         try:
             await episodes.play("7.1", PROMPT)
@@ -452,35 +401,37 @@ def test_an_environment_is_told_that_its_episode_is_held_out() -> None:
 
 
 def test_an_episode_ends_at_its_limits_with_the_rewards_so_far() -> None:
-    (cut,) = play(task_of("a:B", max_turns=2), Here(steps=9), ["7.1"])
+    (cut,) = play(task_of("a:B", max_turns=2), LocalEnvironments(steps=9), ["7.1"])
     assert (cut.own_score, len(cut.turns), cut.counts["limits_reached"]) == (Score(0.5), 2, 1)
-    (short,) = play(task_of("a:B"), Here(steps=9), ["7.1"], context_tokens=60)
+    (short,) = play(task_of("a:B"), LocalEnvironments(steps=9), ["7.1"], context_tokens=60)
     assert short.lacks_context
     assert 0 < len(short.turns) < 9
 
 
 def test_failures_of_an_environment_are_named() -> None:
-    pool = Here(fails={"7.1": EpisodeFailed("environment", "has an environment that raised")})
+    pool = LocalEnvironments(
+        fails={"7.1": EpisodeFailed("environment", "has an environment that raised")}
+    )
     (played,) = play(task_of("a:B"), pool, ["7.1"])
     assert (played.failure, len(played.turns), pool.closed) == ("environment", 1, ["7.1"])
 
-    async def slow() -> Here:
-        return Here(waits={"7.1": asyncio.Event()})
+    async def slow() -> LocalEnvironments:
+        return LocalEnvironments(waits={"7.1": asyncio.Event()})
 
     (late,) = play(task_of("a:B", wall_s=0.2), asyncio.run(slow()), ["7.1"])
     assert late.failure == "timeout"
-    (silent,) = play(task_of("a:B"), Here(steps=1, is_silent=True), ["7.1"])
+    (silent,) = play(task_of("a:B"), LocalEnvironments(steps=1, is_silent=True), ["7.1"])
     assert silent.failure == "no_reward"
 
 
 def test_an_error_in_one_episode_ends_no_other() -> None:
     """Half a character is text that no tokenizer takes; the whole one is the control."""
 
-    class Greets(Here):
+    class Greets(LocalEnvironments):
         async def open(self, name: str) -> OpenEnvironment:
             return _Greets(name, self)
 
-    class _Greets(_Here):
+    class _Greets(LocalEnvironment):
         async def reset(self, start: StartFields) -> Observation:
             text = "\ud83d" if self.name == "7.1" else "\U0001f600"
             return Observation([{"role": "user", "content": text}])
@@ -492,12 +443,14 @@ def test_an_error_in_one_episode_ends_no_other() -> None:
 
 
 def run_groups(
-    tmp_path: Path, pool: Here, work: Callable[[Any], Awaitable[T]], **changes: Any
+    tmp_path: Path, pool: LocalEnvironments, work: Callable[[Any], Awaitable[T]], **changes: Any
 ) -> tuple[T, Any]:
     async def body() -> tuple[T, Any]:
         task = task_of("a:B")
         config = replace(CONFIG, task=task, rollout=replace(CONFIG.rollout, **changes))
-        controller, _ = make(tmp_path, StubEngine(), config, agents=runner(task, pool), model=SHAPE)
+        controller, _ = make(
+            tmp_path, StubEngine(), config, agents=environment_runner(task, pool), model=SHAPE
+        )
         return await running(controller, work(controller), 60), controller
 
     return asyncio.run(body())
@@ -505,7 +458,7 @@ def run_groups(
 
 def test_no_episode_waits_for_another(tmp_path: Path) -> None:
     """Episodes of group 0 wait until all others were trained; a sibling of them has ended."""
-    pool = Here()
+    pool = LocalEnvironments()
 
     async def work(controller: Any) -> list[int]:
         pool.waits["0.1"] = asyncio.Event()  # in the loop of the agents it is only waited for
@@ -521,7 +474,7 @@ def test_no_episode_waits_for_another(tmp_path: Path) -> None:
 
 def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path: Path) -> None:
     lost = EpisodeFailed(LOST, "has an environment whose worker was ended by SIGKILL")
-    pool = Here(fails={"0.1": lost})
+    pool = LocalEnvironments(fails={"0.1": lost})
 
     async def work(controller: Any) -> list[int]:
         plans = await train(controller, 1)
@@ -532,7 +485,7 @@ def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path:
     assert len([name for name in pool.names if name.startswith("0.")]) == 4
     assert controller.context.step_metrics.score_failures == 0
 
-    class Always(Here):
+    class Always(LocalEnvironments):
         async def open(self, name: str) -> OpenEnvironment:
             raise lost
 
@@ -542,10 +495,10 @@ def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path:
 
 def test_the_end_of_an_episode_reaches_an_environment_that_waits() -> None:
     async def body() -> PlayedEpisode:
-        pool = Here(waits={"7.1": asyncio.Event()})
+        pool = LocalEnvironments(waits={"7.1": asyncio.Event()})
         engine = ScriptedEngine()
         engine.say([SIZE - 1] * 4)
-        episodes = runner(task_of("a:B"), pool)
+        episodes = environment_runner(task_of("a:B"), pool)
         await episodes.start(engine)
         playing = asyncio.ensure_future(episodes.play("7.1", PROMPT))
         while not pool.names or not engine.requests:
@@ -564,7 +517,7 @@ def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
     """Not an error: the controller may start a group just before it stops."""
 
     async def body() -> None:
-        episodes = runner(task_of("a:B"), Here())
+        episodes = environment_runner(task_of("a:B"), LocalEnvironments())
         await episodes.start(ScriptedEngine())
         await episodes.close()
         episodes.end("7.1")

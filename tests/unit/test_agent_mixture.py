@@ -23,18 +23,10 @@ from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.rollout_builder import sampling_params
 from moerl.core.types import EpisodeGroup, Prompt
 from moerl.planning.dry_run import _processes
+from tests.helpers.agent_stubs import SHAPE, HeldOutEnvironments
 from tests.helpers.chat_tokenizer import chat_tokenizer
-from tests.unit.test_agent_run import SHAPE
-from tests.unit.test_controller import (
-    CONFIG,
-    DyingEngine,
-    Prompts,
-    StubEngine,
-    make,
-    running,
-    train,
-)
-from tests.unit.test_evaluation_agents import HeldOut
+from tests.helpers.controllers import CONFIG, Prompts, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 TASKS: list[dict[str, Any]] = [
     {"label": "text", "sampling": {"max_new_tokens": 3}},
@@ -54,7 +46,7 @@ def config_of(**changes: Any) -> Config:
     return replace(CONFIG, tasks=TASKS, rollout=rollout, **changes)
 
 
-def agents_of(config: Config, pools: dict[str, HeldOut]) -> AgentsByTask:
+def agents_of(config: Config, pools: dict[str, HeldOutEnvironments]) -> AgentsByTask:
     tokens, entries = PromptTokens(chat_tokenizer()), by_label(config)
     return AgentsByTask(
         {
@@ -76,8 +68,8 @@ def agents_of(config: Config, pools: dict[str, HeldOut]) -> AgentsByTask:
 
 def trained(
     tmp_path: Path, engine: StubEngine, **changes: Any
-) -> tuple[list[EpisodeGroup], list[dict[str, float]], dict[str, HeldOut]]:
-    pools = {"one": HeldOut(), "two": HeldOut()}
+) -> tuple[list[EpisodeGroup], list[dict[str, float]], dict[str, HeldOutEnvironments]]:
+    pools = {"one": HeldOutEnvironments(), "two": HeldOutEnvironments()}
 
     async def body() -> tuple[list[EpisodeGroup], list[dict[str, float]]]:
         config = config_of(**changes)
@@ -138,7 +130,7 @@ def test_each_task_of_the_mixture_is_evaluated_by_what_plays_it(tmp_path: Path) 
 
 
 def test_an_engine_that_dies_costs_no_group_of_any_task(tmp_path: Path) -> None:
-    groups, rows, _ = trained(tmp_path, DyingEngine())
+    groups, rows, _ = trained(tmp_path, StubEngine(fails_at=6))
     assert [group.group_id for group in groups] == list(range(12))
     assert not sum(row["scorer/failed"] for row in rows)
 

@@ -39,13 +39,13 @@ from moerl.core.types import (
 )
 from moerl.sandbox.isolation import Isolation
 from moerl.scoring.process import WorkerProcess
+from tests.helpers.agent_stubs import PROMPT, python, run_agents
 from tests.helpers.chat_tokenizer import END
+from tests.helpers.journals import JournalWorld
 from tests.helpers.patience import patience
 from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
+from tests.helpers.stub_engine import StubEngine
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model
-from tests.unit.test_agent_run import PROMPT, python, run_agents
-from tests.unit.test_controller import StubEngine
-from tests.unit.test_journal import World
 
 KEY = "s3cr3t-key"
 JUDGE: dict[str, Any] = {"model": "judge", "messages": HELLO, "temperature": 0.25, "seed": 3}
@@ -193,7 +193,7 @@ def test_rows_that_are_not_the_graphs_are_refused(graph: Any) -> None:
 
 
 def test_the_journal_keeps_the_graph(tmp_path: Path) -> None:
-    episode, world = played(), World(tmp_path)
+    episode, world = played(), JournalWorld(tmp_path)
     rows = Episode("7.0", episode.nodes("join"), graph=episode.graph)
     world.journal.began((PolicyVersion(0, 0),), 1, ())
     world.journal.admitted(EpisodeGroup(7, PROMPT, (rows,)))

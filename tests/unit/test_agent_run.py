@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,23 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.agents.agent_loop import EngineFar, PolicySettings
+from moerl.agents.agent_loop import EngineFar
 from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_program
-from moerl.agents.programs.agent_programs import AgentPrograms
-from moerl.agents.prompt_tokens import PromptTokens
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config import resolve
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import ENDED, PlayedEpisode, PlayedTurn, TurnEngine
+from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
 from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.controller import Controller
 from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
 from moerl.controller.shown_turns import shown_turns
 from moerl.controller.turn_rows import SampledTurn
-from moerl.core.errors import ConfigError, RecordError
+from moerl.core.errors import ConfigError
 from moerl.core.types import (
     Episode,
     Finish,
     GenerateRequest,
-    ModelShape,
     PolicyVersion,
     Prompt,
     SamplingParams,
@@ -45,48 +40,24 @@ from moerl.core.types import (
 )
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
-from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
-from tests.helpers.patience import patience
+from tests.helpers.agent_stubs import (
+    AGENT,
+    PROMPT,
+    SHAPE,
+    FakeRunner,
+    is_alive,
+    program_runner,
+    python,
+    run_agents,
+    task_of,
+    until,
+)
+from tests.helpers.chat_tokenizer import END, SIZE
+from tests.helpers.controllers import CONFIG, make, running
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.unit.test_controller import CONFIG, DyingEngine, StubEngine, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
-SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
-PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
-# As a client of OpenAI's interface asks, without the seconds that the import of one takes.  Its
-# prompt may name a fault.
-AGENT = """
-import json, os, sys, time, urllib.request
-task = json.load(sys.stdin)
-assert task == json.loads(os.environ["MOERL_PROMPT"])
-fault, history = task["prompt"], task["messages"]
-if fault == "no_turn":
-    sys.exit()
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-for _ in range(2):
-    body = json.dumps({"model": "m", "messages": history, "logprobs": True}).encode()
-    reply = urllib.request.urlopen(urllib.request.Request(url, body, headers))
-    choice = json.load(reply)["choices"][0]
-    assert len(choice["logprobs"]["content"]) == 4
-    answer = choice["message"]
-    history += [answer, {"role": "user", "content": "again"}]
-if fault == "exit":
-    sys.exit("lost")
-if fault == "timeout":
-    time.sleep(99)
-print("done")
-sibling = task["episode"].split(".")[1]
-print(json.dumps({"reward": sibling if fault == "no_reward" else int(sibling)}))
-"""
-
-
-def task_of(*command: str, **changes: Any) -> TaskConfig:
-    return TaskConfig(agent=AgentConfig(command=list(command), **changes))
-
-
-def python(code: str, **changes: Any) -> TaskConfig:
-    return task_of("python", "-c", code, **changes)
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -129,13 +100,6 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path, how: str, sleep_s: 
 
     assert asyncio.run(body()).why == how
     assert not is_alive(int(file.read_text()))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_the_last_bytes_of_a_long_output_are_kept() -> None:
@@ -233,26 +197,6 @@ def test_a_turn_whose_last_token_was_replaced_is_a_row_of_its_own() -> None:
 
 
 # --- groups --------------------------------------------------------------------------------------
-def runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
-    tokens = PromptTokens(chat_tokenizer())
-    sampling = SamplingParams(4, stop_token_ids=(END,))
-    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens=4000, audit=False)
-    settings = replace(settings, logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
-    return AgentPrograms(task, settings, tmp_path / "agents.log")
-
-
-def run_agents(
-    tmp_path: Path, task: TaskConfig, engine: StubEngine, steps: int = 2, **changes: Any
-) -> tuple[list[Any], list[Any]]:
-    async def body() -> tuple[list[Any], list[Any]]:
-        rollout = replace(CONFIG.rollout, **changes)
-        config = replace(CONFIG, task=task, rollout=rollout, run=replace(CONFIG.run, steps=steps))
-        controller, reports = make(
-            tmp_path, engine, config, agents=runner(tmp_path, task), model=SHAPE
-        )
-        return await running(controller, train(controller, steps), 60), reports
-
-    return asyncio.run(body())
 
 
 def test_a_run_trains_what_an_unchanged_client_asked_for(tmp_path: Path) -> None:
@@ -301,7 +245,7 @@ def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
     async def body() -> list[PlayedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(2 * len(FAULTS))])
-        agents = runner(tmp_path, python(AGENT, wall_s=8.0))
+        agents = program_runner(tmp_path, python(AGENT, wall_s=8.0))
         await agents.start(engine)
         try:
             prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
@@ -322,36 +266,9 @@ def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
-    plans, reports = run_agents(tmp_path, python(AGENT), DyingEngine())
+    plans, reports = run_agents(tmp_path, python(AGENT), StubEngine(fails_at=6))
     assert sorted(g.group_id for p in plans for g in p.groups) == list(range(4))
     assert not sum(report.metrics["scorer/failed"] for report in reports)
-
-
-class FakeRunner:
-    """Episodes that last until they are ended, unless their name is in `fails`."""
-
-    def __init__(self, *fails: str) -> None:
-        self.fails, self.names, self.ends = fails, list[str](), dict[str, asyncio.Event]()
-
-    async def start(self, engine: TurnEngine) -> None:
-        self.engine = engine
-
-    async def play(
-        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
-    ) -> PlayedEpisode:
-        self.names.append(name)
-        self.ends[name] = asyncio.Event()
-        if name not in self.fails:
-            await self.ends[name].wait()
-        failure = "exit" if name in self.fails else ENDED
-        wasted = frozenset({f"blob://n/{name}"})
-        return PlayedEpisode(name, prompt, (), wasted, failure, "ended with exit code 1")
-
-    def end(self, name: str) -> None:
-        self.ends[name].set()
-
-    async def close(self) -> None:
-        pass
 
 
 def faked(tmp_path: Path, agents: FakeRunner, **changes: Any) -> Controller:
@@ -381,12 +298,6 @@ def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_pat
         await controller.stop()
 
     asyncio.run(body())
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patience(10)):
-        while not what():
-            await asyncio.sleep(0.01)
 
 
 def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
@@ -482,27 +393,12 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
     asyncio.run(body())
 
 
-class TellingEngine(StubEngine):
-    """Tells two tokens of requests that stream, and answers when these were heard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard = asyncio.Event()
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        for one in requests:
-            if one.streams:
-                self.mailbox.tell(one.name, np.asarray([3, 3], np.int32))
-                await self.heard.wait()
-        return await super().generate(requests)
-
-
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
     tmp_path: Path, is_pinned: bool
 ) -> None:
     async def body() -> None:
-        engine = TellingEngine()
+        engine = StubEngine(streams=True)
         controller, _ = make(tmp_path, engine)
         controller.context.pool.incarnation = 0
         turns = PooledTurns(controller.context)
@@ -514,7 +410,7 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
         assert not controller.context.pool.members[0].calls._listeners
         await controller.stop()
 
-    async def streamed(far: EngineFar, engine: TellingEngine) -> list[Any]:
+    async def streamed(far: EngineFar, engine: StubEngine) -> list[Any]:
         found: list[Any] = []
         main = threading.main_thread()
 

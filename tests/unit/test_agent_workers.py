@@ -19,9 +19,9 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.core.types import Prompt, Score
+from tests.helpers.agent_stubs import is_alive, program_runner
 from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.unit.test_agent_run import is_alive, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -186,7 +186,7 @@ def test_answers_of_workers_are_scored_or_named(tmp_path: Path) -> None:
     async def body() -> list[PlayedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(4)])
-        agents = runner(tmp_path, task_of(ASKS_FIRST + WORKER))
+        agents = program_runner(tmp_path, task_of(ASKS_FIRST + WORKER))
         await agents.start(engine)
         try:
             prompts = [Prompt(8, (1,), text, None, {}) for text in ("error", "text", "o", "die")]
@@ -226,7 +226,7 @@ def test_the_worker_of_the_examples_plays_at_once_and_stays(tmp_path: Path) -> N
         engine = ScriptedEngine()
         engine.say(*[chat_tokenizer().convert_tokens_to_ids(list("1234")) for _ in range(9)])
         task = TaskConfig(agent=AgentConfig(command=["python", file], workers=1))
-        agents = runner(tmp_path, task)
+        agents = program_runner(tmp_path, task)
         await agents.start(engine)
         try:
             prompts = [Prompt(8, (1,), "4321", answer, {}) for answer in ("1243", "4321", "1234")]

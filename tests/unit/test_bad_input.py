@@ -22,32 +22,8 @@ from moerl.core.errors import BlobError, ProtocolError, RecordError, ScoreError
 from moerl.core.messages import TakePlan
 from moerl.core.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
 from moerl.records import BlobStore
-from tests.unit.test_controller import (
-    CONFIG,
-    Staggered,
-    StubEngine,
-    StubScorer,
-    hello,
-    make,
-    running,
-    train,
-)
-
-
-class Wrong(StubEngine):
-    """Spoils its first replies."""
-
-    def __init__(self, spoil: Callable[[Segment], object], times: int = 2) -> None:
-        super().__init__()
-        self.spoil, self.times = spoil, times
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        replies = await super().generate(requests)
-        if self.times > 0:
-            self.times -= 1
-            spoiled = self.spoil(replies[0])
-            replies = replies[1:] if spoiled is None else [spoiled, *replies[1:]]
-        return replies
+from tests.helpers.controllers import CONFIG, StubScorer, hello, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 
 def trained_once(plans: list) -> bool:
@@ -71,7 +47,7 @@ def test_a_bad_reply_is_refused_and_generated_again(
     tmp_path: Path, spoil: Callable[[Segment], object], reason: str
 ) -> None:
     async def body() -> None:
-        controller, reports = make(tmp_path, Wrong(spoil))
+        controller, reports = make(tmp_path, StubEngine(spoil=spoil))
         plans = await running(controller, train(controller, 4))
         assert trained_once(plans)
         assert reports[-1].metrics[f"refused/{reason}"] == 2
@@ -82,37 +58,34 @@ def test_a_bad_reply_is_refused_and_generated_again(
     asyncio.run(body())
 
 
-class LateWrong(Staggered):
-    """The first reply to a sibling that was carried is refused."""
-
-    wrong = 0
-
-    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
-        if request.num_sampled >= 8 and not self.wrong:  # its group has closed
-            self.wrong += 1
-            return RecordError("nan", "the engine sampled from NaN logits")
-        return super()._reply(request, version)
-
-
 def test_a_bad_reply_to_a_late_sibling_costs_the_late_ones_only(tmp_path: Path) -> None:
     async def body() -> None:
         rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
         rollout = replace(rollout, late_siblings="carry", max_lag=100)
         sampling = replace(CONFIG.sampling, max_new_tokens=4000)
         config = replace(CONFIG, rollout=rollout, sampling=sampling)
-        engine = LateWrong()
+        refused: list[str] = []
+
+        def late_one(request: GenerateRequest) -> RecordError | None:
+            """Refuse the first reply to a sibling that was carried: its group has closed."""
+            if request.num_sampled < 8 or refused:
+                return None
+            refused.append(request.rollout_id)
+            return RecordError("nan", "the engine sampled from NaN logits")
+
+        engine = StubEngine(lengths=(4, 8, 12, 16), refuses=late_one)
         controller, reports = make(tmp_path, engine, config)
         plans = await running(controller, train(controller, 4))
         ids = [group.group_id for plan in plans for group in plan.groups]
         assert len(ids) == len(set(ids)) == 4 * CONFIG.rollout.groups_per_step
-        assert reports[-1].metrics["refused/nan"] == engine.wrong == 1
+        assert reports[-1].metrics["refused/nan"] == len(refused) == 1
 
     asyncio.run(body())
 
 
 def test_replies_that_are_missing_are_a_failed_call(tmp_path: Path) -> None:
     async def body() -> None:
-        engine = Wrong(lambda segment: None, times=1)
+        engine = StubEngine(spoil=lambda segment: None, num_spoiled=1)
         controller, _ = make(tmp_path, engine)
         plans = await running(controller, train(controller, 4))
         assert trained_once(plans)

@@ -14,7 +14,8 @@ from moerl.controller.controller import Controller
 from moerl.core.messages import Plan, StepDone, TakePlan
 from moerl.core.types import PolicyVersion
 from moerl.engine.record_files import FIELD
-from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running
+from tests.helpers.controllers import CONFIG, hello, make, running
+from tests.helpers.stub_engine import StubEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = CONFIG.rollout.groups_per_step * CONFIG.rollout.group_size

@@ -3,261 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from moerl.config import resolve
-from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
-from moerl.controller.context import Services
-from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
-from moerl.controller.journal.journal import Journal
-from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import (
     ConfigError,
     EngineError,
     ProtocolError,
-    RecordError,
     ScoreError,
     TrainerError,
 )
-from moerl.core.ids import Ranges, ranges
 from moerl.core.messages import (
-    CommitUpdate,
-    EngineStatus,
-    EngineVersion,
     Failed,
-    Hello,
-    Message,
     Ok,
-    Plan,
-    Refresh,
-    SessionMessage,
-    StepDone,
     Stop,
     TakePlan,
-    UpdateDone,
 )
 from moerl.core.types import (
     Episode,
-    Finish,
-    GenerateRequest,
-    ModelShape,
     PolicyVersion,
     Prompt,
     Score,
-    Segment,
 )
-from moerl.records import BlobStore
-from tests.helpers.stub_mailbox import StubMailbox
-
-CONFIG = Config(
-    run=RunConfig(steps=4),
-    rollout=RolloutConfig(
-        groups_per_step=2, group_size=2, max_lag=2, buffer_depth=2, groups_per_request=2
-    ),
-    sampling=SamplingConfig(max_new_tokens=4),
+from tests.helpers.controllers import (
+    CONFIG,
+    EqualFor,
+    StubScorer,
+    commit,
+    hello,
+    make,
+    running,
+    train,
+    with_rollout,
 )
-
-
-class StubEngine(StubMailbox):
-    """Samples four tokens; an update interrupts a call after two of them."""
-
-    def __init__(self, refuse: Sequence[int] = ()) -> None:
-        self.version, self.tokens = PolicyVersion(0, 0), 0
-        self.interrupted, self.open = asyncio.Event(), asyncio.Event()
-        self.open.set()
-        self.refuse = list(refuse)  # group ids whose next reply is a refusal
-        self.requests: list[GenerateRequest] = []
-        self.cut = self.calls = 0  # replies that an update interrupted, calls
-        self.dead = self.dies_in_update = False
-        self.waits_for_updates = False  # then later calls end when an update cuts them, only
-        self.kept: Sequence[str] | None = None  # by a new controller
-        self.finishes = True  # else every reply is empty and to be asked for again
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        await self.open.wait()
-        if self.dead:
-            raise EngineError("engine 0 is not usable: it was killed")
-        version = self.version
-        self.requests += requests
-        self.calls += 1
-        waits = self.waits_for_updates and self.calls > 3  # three fill the buffer
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if waits else 0.01):
-                await self.interrupted.wait()
-        return [self._reply(request, version) for request in requests]
-
-    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
-        group = int(request.rollout_id.split(".")[0].removeprefix("eval-"))
-        if group in self.refuse:
-            self.refuse.remove(group)
-            return RecordError("routing_rows", "too few")
-        left = request.sampling.max_new_tokens
-        count = min(2, left) if self.interrupted.is_set() else left
-        if not self.finishes:
-            count = 0
-        self.tokens += count
-        self.cut += count < left
-        return Segment(
-            request.rollout_id,
-            np.full(count, 3, np.int32),
-            np.full(count, -0.1, np.float32),
-            version,
-            Finish.LENGTH if count == left else Finish.ABORT,
-            None, None, None, 0, 0, 0.0, 0.0,
-        )  # fmt: skip
-
-    async def session(self, message: SessionMessage) -> Message:
-        if not isinstance(message, CommitUpdate):
-            return EngineVersion(self.version, "")
-        await self._update(message.version)
-        return UpdateDone(pause_s=0.001, aborted=1)
-
-    async def _update(self, version: PolicyVersion) -> None:
-        self.open.clear()
-        self.interrupted.set()
-        await asyncio.sleep(0.005)
-        if self.dies_in_update and self.cut:
-            self.dead = True
-            self.open.set()
-            raise EngineError("engine 0 is not usable: it was killed")
-        self.version = version
-        self.interrupted.clear()
-        self.open.set()
-
-    async def forget(self, kept: Sequence[str] | None, life: int) -> None:
-        self.kept = kept
-
-    async def interrupt(self) -> None:
-        self.interrupted.set()
-        await asyncio.sleep(0.005)
-        self.interrupted.clear()
-
-    async def status(self) -> EngineStatus:
-        return EngineStatus(0, self.version, 1, 0, self.tokens, 0.1)
-
-
-class DyingEngine(StubEngine):
-    """Its sixth call dies with it; the calls after that one are answered."""
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        if self.calls == 5:
-            self.calls += 1
-            raise EngineError("engine 0 is not usable: it was killed")
-        return await super().generate(requests)
-
-
-class StubScorer:
-    def __init__(self, error: ScoreError | None = None) -> None:
-        self.error = error
-
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
-        if self.error:
-            raise self.error
-        return [Score(float(i)) for i, _ in enumerate(episodes)]
-
-    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        raise AssertionError("nothing is asked of an environment")
-
-
-class Prompts:
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(index, (1, 2), f"p{index}", None, {})
-
-
-def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
-    reports: list[StepReport] = []
-    blobs = kwargs.get("blobs") or BlobStore(tmp_path / "blobs", "n")
-    moe_layers = kwargs.get("moe_layers", 0)
-    engines = dict(enumerate([engine, *kwargs.get("more_engines", ())]))
-    services = Services(
-        model=kwargs.get("model")
-        or ModelShape(10, moe_layers, tuple(range(moe_layers)), 4, top_k=2 * moe_layers),
-        engines=engines,
-        sizes=dict.fromkeys(engines, 1),
-        scorer=kwargs.get("scorer", StubScorer()),
-        prompts=kwargs.get("prompts", Prompts()),
-        held_out=kwargs.get("held_out"),
-        decode=lambda ids: " ".join(map(str, ids)),
-        encode=lambda text: [int(word) for word in text.split()],
-        blobs=blobs,
-        journal=Journal(tmp_path / "journal", blobs, kwargs.get("segments")),
-        records=kwargs.get("records"),
-        saved_steps=kwargs.get("saved_steps", lambda: 0),
-        on_step=reports.append,
-        on_rewind=kwargs.get("on_rewind", lambda step: None),
-        agents=kwargs.get("agents"),
-    )
-    controller = Controller(
-        replace(config, engine=EngineConfig(count=len(engines))),
-        services,
-        trainer_alive=kwargs.get("trainer_alive", False),
-    )
-    controller.engines_started()
-    return controller, reports
-
-
-async def train(
-    controller: Controller,
-    steps: int,
-    consumed: tuple[int, ...] = (),
-    start: PolicyVersion = PolicyVersion(0, 0),
-) -> list:
-    """A trainer that publishes after every step, and before the first if it was restarted."""
-    assert await controller.handle(hello(start, ranges(consumed))) == Ok()
-    if start != PolicyVersion(0, 0):
-        await publish(controller, start)
-    plans = []
-    for step in range(start.step, steps):
-        ask = TakePlan(step, 60.0, start.incarnation)
-        while (reply := await controller.handle(ask)) == Refresh():
-            await publish(controller, PolicyVersion(start.incarnation, step))
-        assert isinstance(reply, Plan), reply
-        plans.append(reply.plan)
-        await asyncio.sleep(0.005)  # the step
-        version = PolicyVersion(start.incarnation, step + 1)
-        await controller.handle(StepDone(step, version, {"loss/pg": 0.0}, ""))
-        await publish(controller, version)
-    return plans
-
-
-def hello(version: PolicyVersion, consumed: Ranges = ()) -> Hello:
-    """Of a trainer of one rank; its checkpoint knows of the first trainer only."""
-    return Hello(1, 1, version, consumed, tuple(sorted({PolicyVersion(0, 0), version})))
-
-
-def commit(version: PolicyVersion, engine: int = 0) -> CommitUpdate:
-    """The step of a publish session that changes what an engine serves."""
-    return CommitUpdate(engine, version, 60.0)
-
-
-async def publish(controller: Controller, version: PolicyVersion) -> None:
-    with contextlib.suppress(EngineError):  # a dead engine gets a later version
-        await controller.handle(commit(version))
-
-
-async def running(controller: Controller, work, timeout_s: float = 20):
-    """Run `work` beside the controller; the controller's own failure wins."""
-    tasks = asyncio.create_task(controller.run())
-    try:
-        job = asyncio.create_task(work)
-        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
-        if tasks.done():
-            job.cancel()
-            return await tasks
-        return await job
-    finally:
-        await controller.stop()
-        with contextlib.suppress(BaseException):
-            await tasks
+from tests.helpers.stub_engine import StubEngine, always
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -354,11 +137,6 @@ def test_a_bad_reward_names_the_setting(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def with_rollout(**changes: object) -> Config:
-    """CONFIG, resolved, with other rollout settings."""
-    return resolve(replace(CONFIG, rollout=replace(CONFIG.rollout, **changes)))
-
-
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_fixed_lag_is_exact(tmp_path: Path, lag: int) -> None:
     """Every token of step s is of version s - lag (of version 0 before), in prompt order."""
@@ -404,19 +182,6 @@ def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
             await running(controller, work())
 
     asyncio.run(body())
-
-
-class EqualFor(StubScorer):
-    """All rewards of a group are equal for the prompts that `equal` names."""
-
-    def __init__(self, equal: Callable[[int], bool]) -> None:
-        super().__init__()
-        self.equal = equal
-
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
-        return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
 
 
 def test_groups_of_equal_rewards_are_replaced(tmp_path: Path) -> None:
@@ -694,14 +459,8 @@ def test_records_are_kept_when_asked(tmp_path: Path) -> None:
 def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> None:
     """The first engine to look does not take all, however many groups a call may have."""
 
-    class Slow(StubEngine):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
-            self.requests += requests
-            await asyncio.sleep(3600)
-            return []
-
     async def scenario() -> None:
-        engines = [Slow(), Slow(), Slow()]
+        engines = [StubEngine(hangs=always) for _ in range(3)]
         rollout = replace(CONFIG.rollout, groups_per_request=at_once, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
@@ -733,22 +492,8 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
 def test_engines_share_the_groups_of_one_that_failed(tmp_path: Path) -> None:
     """The first engine to look does not take all of them."""
 
-    class Waits(StubEngine):
-        fails = asyncio.Event()
-
-        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
-            self.requests += requests
-            await self.fails.wait()
-            raise EngineError("it failed")
-
-    class Slow(StubEngine):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> list:
-            self.requests += requests
-            await asyncio.sleep(3600)
-            return []
-
     async def scenario() -> None:
-        engines = [Waits(), Slow(), Slow()]
+        engines = [StubEngine(hangs=always) for _ in range(3)]
         rollout = replace(CONFIG.rollout, groups_per_request=8, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
@@ -756,33 +501,13 @@ def test_engines_share_the_groups_of_one_that_failed(tmp_path: Path) -> None:
         tasks = asyncio.create_task(controller.run())
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 4, 4]  # 6 groups of 2
-        engines[0].fails.set()
+        engines[0].kill()
         await asyncio.sleep(0.3)
         assert [len(engine.requests) for engine in engines] == [4, 6, 6]
         await controller.stop()
         await tasks
 
     asyncio.run(scenario())
-
-
-class Unequal(StubEngine):
-    """Sibling 0 needs four tokens, sibling 1 eight, others never end."""
-
-    ending = 2
-
-    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment | RecordError:
-        reply = super()._reply(request, version)
-        sibling = int(request.rollout_id.split(".")[1])
-        assert isinstance(reply, Segment)
-        done = request.num_sampled + len(reply.output_ids) >= 4 * (sibling + 1)
-        ends = done and sibling < self.ending and reply.finish == Finish.LENGTH
-        return replace(reply, finish=Finish.STOP) if ends else reply
-
-
-class Staggered(Unequal):
-    """Sibling i needs 4 (i + 1) tokens."""
-
-    ending = 4
 
 
 def test_late_siblings_are_trained_once_in_a_later_step(tmp_path: Path) -> None:
@@ -794,7 +519,7 @@ def test_late_siblings_are_trained_once_in_a_later_step(tmp_path: Path) -> None:
         sampling = replace(CONFIG.sampling, max_new_tokens=4000)
         run = replace(CONFIG.run, steps=8)
         config = replace(CONFIG, run=run, rollout=rollout, sampling=sampling)
-        controller, reports = make(tmp_path, Staggered(), config)
+        controller, reports = make(tmp_path, StubEngine(lengths=(4, 8, 12, 16)), config)
         plans = await running(controller, train(controller, 8))
         seen = {g.group_id: (plan.step, g) for plan in plans for g in plan.groups}
         late = {group_id: g for group_id, (_, g) in seen.items() if group_id < 0}
@@ -823,7 +548,7 @@ def test_a_group_closes_when_enough_siblings_are_done(tmp_path: Path) -> None:
         rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
         sampling = replace(CONFIG.sampling, max_new_tokens=4000)
         config = replace(CONFIG, rollout=rollout, sampling=sampling)
-        controller, reports = make(tmp_path, Unequal(), config)
+        controller, reports = make(tmp_path, StubEngine(lengths=(4, 8)), config)
         plans = await running(controller, train(controller, 3))
         for plan in plans:
             for group in plan.groups:

@@ -14,26 +14,16 @@ from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import EngineError, JournalError, ProtocolError
 from moerl.core.messages import (
-    AskEngine,
     CommitUpdate,
-    EngineVersion,
     Ok,
     Plan,
     StepDone,
     TakePlan,
-    UpdateDone,
-    UpdateVerified,
     VerifyUpdate,
 )
 from moerl.core.types import PolicyVersion
-from tests.unit.test_controller import StubEngine, hello, make, publish, running, train
-
-
-def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):
-    """A controller after one that was killed: nothing was closed, nobody was told."""
-    for task in list(dead.context.tasks._tasks):
-        task.cancel()
-    return make(tmp_path, engine, **kwargs)
+from tests.helpers.controllers import hello, make, publish, running, successor, train
+from tests.helpers.stub_engine import StubEngine
 
 
 async def at_step(controller: Controller, step: int) -> list[int]:
@@ -192,30 +182,15 @@ def test_trained_groups_wait_for_the_checkpoint_that_holds_them(
     asyncio.run(body())
 
 
-class SessionEngine(StubEngine):
-    """Keeps a publish session in its host, as a real engine does, beyond any controller."""
-
-    verified: PolicyVersion | None = None
-
-    async def session(self, message):
-        match message:
-            case AskEngine():
-                return EngineVersion(self.version, "")
-            case VerifyUpdate():
-                self.verified = message.version
-                return UpdateVerified(((),), "d")
-            case CommitUpdate() if self.verified == message.version:
-                self.version, self.verified = message.version, None
-                return UpdateDone(0.0, 0)
-        raise EngineError("nothing was verified")
-
-
 @pytest.mark.parametrize("died", ["before the commit", "after it"])
 def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> None:
-    """It goes on, or is refused and done again; what the engine serves is never guessed."""
+    """It goes on, or is refused and done again; what the engine serves is never guessed.
+
+    The engine keeps a session beyond any controller, as a real one does in its host.
+    """
 
     async def body() -> None:
-        engine, target = SessionEngine(), PolicyVersion(0, 1)
+        engine, target = StubEngine(needs_verify=True), PolicyVersion(0, 1)
         verify = VerifyUpdate(0, target, (), 1.0)
         commit = CommitUpdate(0, target, 1.0)
         first, _ = make(tmp_path, engine)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from moerl.config.schema import EngineConfig
 from moerl.core.errors import ConfigError, EngineError, LayoutError
 from moerl.core.rpc import Keys
 from moerl.engine import weight_layout
@@ -22,13 +21,13 @@ from moerl.engine.host.sglang_server import EngineServer
 from moerl.engine.plugin import loaded_weights
 from moerl.engine.plugin.loaded_weights import check_modules
 from moerl.engine.weight_layout import LiveWeightLayout, check_model, engine_layout
+from tests.helpers.scripted_host import QWEN, new_server
 
 # /server_info of a plain server of SGLang 0.5.23, on one CPU rank; what no layout asks is left out.
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data" / "sglang_server_info.json").read_text()
 )
 PLAIN = RECORDED | {"tp_size": 2, "dtype": "bfloat16"}
-QWEN = {"model_type": "qwen3_moe", "dtype": "bfloat16"}
 
 
 def identity(
@@ -158,18 +157,6 @@ def test_models_that_would_be_served_with_unfilled_weights() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{field} = .* unfilled"):
             check_model(QWEN | {field: value})
-
-
-def new_server(folder: Path, config: dict[str, Any] = QWEN) -> EngineServer:
-    (folder / "config.json").write_text(json.dumps(config))
-    return EngineServer(
-        EngineConfig(platform="cpu"),
-        folder,
-        routing=False,
-        version="0.0",
-        token="t",
-        log=folder / "log",
-    )
 
 
 class Answers:

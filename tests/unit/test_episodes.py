@@ -30,7 +30,8 @@ from moerl.core.types import (
 )
 from moerl.data.environments import check_digits, make_environment
 from moerl.records.header_check import check as check_record
-from tests.unit.test_controller import CONFIG, StubEngine, StubScorer, make, running, train
+from tests.helpers.controllers import CONFIG, StubScorer, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PROMPT = Prompt(7, (1, 2), "p", "34", {})

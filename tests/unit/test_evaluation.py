@@ -16,7 +16,8 @@ from moerl.controller.evaluation import interval_95, sampling_of
 from moerl.core.errors import ConfigError
 from moerl.core.messages import Stop, TakePlan
 from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
-from tests.unit.test_controller import CONFIG, Prompts, StubEngine, StubScorer, make, running, train
+from tests.helpers.controllers import CONFIG, Prompts, StubScorer, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 EVERY_TWO = EvaluationConfig(every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0)
 
@@ -74,15 +75,8 @@ def test_the_last_weights_are_evaluated_whatever_their_number(tmp_path: Path) ->
 def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path: Path) -> None:
     """The engine never answers it: after hold_s the update goes on, and no figure is made up."""
 
-    class Silent(StubEngine):
-        async def generate(self, requests: Any) -> Any:
-            if requests[0].rollout_id.startswith("eval"):
-                await self.interrupted.wait()
-                return [self._reply(request, self.version) for request in requests]
-            return await super().generate(requests)
-
     async def scenario(hold_s: float) -> tuple[list, float]:
-        engine = Silent()
+        engine = StubEngine(holds=lambda first: first.rollout_id.startswith("eval"))
         controller, reports = with_evaluation(
             tmp_path / str(hold_s), engine, replace(EVERY_TWO, every=100, hold_s=hold_s)
         )
@@ -103,12 +97,6 @@ def test_an_evaluation_that_hangs_is_given_up(
     """The next one takes place."""
     monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
 
-    class Silent(StubEngine):
-        async def generate(self, requests: Any) -> Any:
-            if who == "engine" and requests[0].rollout_id.startswith("eval-0.0"):
-                await asyncio.Event().wait()
-            return await super().generate(requests)
-
     class SilentScorer(StubScorer):
         async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
             if who == "scorer" and episodes[0].episode_id.startswith("eval-0.0"):
@@ -119,7 +107,9 @@ def test_an_evaluation_that_hangs_is_given_up(
         evaluation = replace(EVERY_TWO, hold_s=0.1)
         task = replace(CONFIG.task, score_timeout_s=0.05)
         config = replace(CONFIG, evaluation=evaluation, task=task)
-        scorer, engines = SilentScorer(), Silent()
+        hangs = "eval-0.0" if who == "engine" else "none"
+        engines = StubEngine(hangs=lambda first: first.rollout_id.startswith(hangs))
+        scorer = SilentScorer()
         held_out = {"held_out": Prompts(), "scorer": scorer}
         controller, reports = make(tmp_path, engines, config, **held_out)
 

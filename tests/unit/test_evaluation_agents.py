@@ -3,81 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moerl.agents.environments.environment_episodes import EpisodeFailed
-from moerl.agents.environments.episode_environment import EpisodeEnd, Observation, PolicyAnswer
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.controller.pooled_turns import EnginePin
-from moerl.core.errors import EngineError
-from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Score
+from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
+from tests.helpers.agent_stubs import (
+    SHAPE,
+    HeldOutEnvironments,
+    environment_runner,
+    program_runner,
+)
 from tests.helpers.chat_tokenizer import END, SIZE
+from tests.helpers.controllers import CONFIG, Prompts, StubScorer, make, running, train
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.unit.test_agent_environments import Here, _Here
-from tests.unit.test_agent_environments import runner as environments
-from tests.unit.test_agent_run import SHAPE
-from tests.unit.test_agent_run import runner as programs
-from tests.unit.test_controller import CONFIG, Prompts, StubEngine, StubScorer, make, running, train
+from tests.helpers.stub_engine import StubEngine
 
 EVERY_TWO = EvaluationConfig(
     every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0, temperature=0.6
 )
-BROKEN = EpisodeFailed("environment", "has an environment that raised")
 GREEDY = SamplingParams(3, top_k=1, stop_token_ids=(END,))
-
-
-@dataclass
-class HeldOut(Here):
-    """Episodes of evaluations and of training; a reward is the number of the sibling."""
-
-    breaks: tuple[str, ...] = ()  # beginnings of episodes that fail
-    held: asyncio.Event | None = None  # episodes of evaluations wait for it behind a turn
-    reached: list[str] = field(default_factory=list)
-
-    async def open(self, name: str) -> Any:
-        self.names.append(name)
-        return _HeldOut(name, self)
-
-
-@dataclass
-class _HeldOut(_Here):
-    pool: HeldOut
-
-    async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
-        self.count += 1
-        self.pool.reached.append(self.name)
-        if self.name.startswith("eval") and self.pool.held is not None:
-            while not self.pool.held.is_set():  # it belongs to another loop
-                await asyncio.sleep(0.01)
-        if self.name.startswith(self.pool.breaks or ("-",)):
-            raise BROKEN
-        if self.count < self.pool.steps:
-            return Observation([{"role": "user", "content": "again"}])
-        sibling = self.name.split(".")[2 if self.name.startswith("eval") else 1]
-        return EpisodeEnd(float(sibling.removesuffix("-again")))
-
-
-class Dies(StubEngine):
-    """It fails the first turns of the first evaluation."""
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> Any:
-        if requests[0].rollout_id.startswith("eval-0.0"):
-            raise EngineError("engine 0 is not usable: it was killed")
-        return await super().generate(requests)
 
 
 def evaluated(
     tmp_path: Path,
-    pool: HeldOut,
+    pool: HeldOutEnvironments,
     engine: StubEngine,
     evaluation: EvaluationConfig = EVERY_TWO,
     work: Callable[[Any], Any] = lambda controller: train(controller, 4),
@@ -92,7 +51,7 @@ def evaluated(
             tmp_path,
             engine,
             config,
-            agents=environments(task, pool),
+            agents=environment_runner(task, pool),
             model=SHAPE,
             held_out=Prompts(),
         )
@@ -107,7 +66,7 @@ def evaluations(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def test_held_out_prompts_are_played_at_one_version_and_not_trained(tmp_path: Path) -> None:
-    pool, engine = HeldOut(), StubEngine()
+    pool, engine = HeldOutEnvironments(), StubEngine()
     rows, plans = evaluated(tmp_path, pool, engine)
     found = evaluations(rows)
     assert [row["eval/step"] for row in found] == [0.0, 2.0]
@@ -130,10 +89,10 @@ def test_held_out_prompts_are_played_at_one_version_and_not_trained(tmp_path: Pa
 
 def test_a_failed_episode_is_played_once_more_and_then_has_no_reward(tmp_path: Path) -> None:
     """Of one prompt both fail twice, of another one once; the mean is over those that ended."""
-    pool = HeldOut(breaks=("eval-0.0-1.0", "eval-0.0-1.1", "eval-0.0-2.0"))
+    pool = HeldOutEnvironments(breaks=("eval-0.0-1.0", "eval-0.0-1.1", "eval-0.0-2.0"))
     pool.breaks += ("eval-0.2-0.0",)
 
-    class Once(HeldOut):
+    class Once(HeldOutEnvironments):
         async def open(self, name: str) -> Any:
             if name == "eval-0.2-0.0-again":
                 self.breaks = ()
@@ -151,7 +110,7 @@ def test_a_failed_episode_is_played_once_more_and_then_has_no_reward(tmp_path: P
 
 
 def test_where_every_episode_fails_there_is_no_figure_and_the_run_goes_on(tmp_path: Path) -> None:
-    rows, plans = evaluated(tmp_path, HeldOut(breaks=("eval-0.0",)), StubEngine())
+    rows, plans = evaluated(tmp_path, HeldOutEnvironments(breaks=("eval-0.0",)), StubEngine())
     assert [row["eval/step"] for row in evaluations(rows)] == [2.0]
     assert sum(row.get("eval/given_up", 0) for row in rows) == 1
     assert len(plans) == 4
@@ -162,7 +121,7 @@ def test_an_update_behind_hold_s_cancels_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: bool
 ) -> None:
     """Control: without the check, later turns of the same episodes are of newer weights."""
-    pool, engine = HeldOut(), StubEngine()
+    pool, engine = HeldOutEnvironments(), StubEngine()
     if not checks:
         monkeypatch.setattr(EnginePin, "check", lambda *_: None)
 
@@ -185,15 +144,17 @@ def test_an_update_behind_hold_s_cancels_it(
 
 
 def test_an_engine_that_dies_costs_the_evaluation_only(tmp_path: Path) -> None:
-    pool = HeldOut()
-    rows, plans = evaluated(tmp_path, pool, Dies())
+    pool = HeldOutEnvironments()
+    rows, plans = evaluated(
+        tmp_path, pool, StubEngine(fails=lambda first: first.rollout_id.startswith("eval-0.0"))
+    )
     assert [row["eval/step"] for row in evaluations(rows)] == [2.0]
     assert sum(row.get("eval/given_up", 0) for row in rows) == 1
     assert len(plans) == 4
 
 
 def test_an_evaluation_that_hangs_is_cancelled_behind_twice_hold_s(tmp_path: Path) -> None:
-    pool = HeldOut()
+    pool = HeldOutEnvironments()
 
     async def work(controller: Any) -> list[Any]:
         pool.held = asyncio.Event()
@@ -220,7 +181,7 @@ def test_task_reward_scores_held_out_episodes(tmp_path: Path) -> None:
     async def body() -> list[dict[str, float]]:
         task = TaskConfig(agent=AgentConfig(environment="a:B", reward="task"))
         config = replace(CONFIG, task=task, evaluation=EVERY_TWO)
-        agents = environments(task, HeldOut(breaks=("eval-0.0-1.0",)))
+        agents = environment_runner(task, HeldOutEnvironments(breaks=("eval-0.0-1.0",)))
         controller, reports = make(
             tmp_path, StubEngine(), config, agents=agents, model=SHAPE, held_out=Prompts(),
             scorer=ByName(),
@@ -256,7 +217,7 @@ def test_a_worker_plays_both_kinds_each_with_its_own_sampling(tmp_path: Path) ->
 
     async def body() -> list[PlayedEpisode]:
         agent = AgentConfig(command=["python", "-c", WORKER], workers=1, wall_s=60.0)
-        agents = programs(tmp_path, TaskConfig(agent=agent))
+        agents = program_runner(tmp_path, TaskConfig(agent=agent))
         await agents.start(engine)
         try:
             good, dies = (Prompt(7, (1,), text, None, {}) for text in ("p", "die"))

@@ -39,8 +39,8 @@ from moerl.core.json_files import read_model_config
 from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import model_spec
 from moerl.records.blob_store import BlobStore
+from tests.helpers.doc_commands import wrong_command
 from tests.helpers.patience import patience
-from tests.unit.test_docs import wrong_command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.architecture_page import PACKAGES, PAGE, names, rows
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -298,6 +299,70 @@ def test_checker_reports_a_bad_import(tmp_path: Path, file: str, text: str, expe
     write_tree(tmp_path, GOOD | {file: text})
     (problem,) = violations(tmp_path)
     assert expected in problem
+
+
+# --- the page and the tests -----------------------------------------------------------------------
+def edges(page: str) -> dict[str, set[str]]:
+    return {names(row[0])[0]: set(names(row[1])) for row in rows(page, PACKAGES)}
+
+
+def test_the_table_of_imports_is_the_enforced_one() -> None:
+    page = PAGE.read_text()
+    assert edges(page) == ALLOWED
+    lowest = page.split(f"## {PACKAGES}\n")[1].partition("Besides")[0]
+    assert names(lowest) == [*BASE]
+
+
+def test_another_table_of_imports_is_noticed() -> None:
+    """Negative control."""
+    page = PAGE.read_text()
+    assert (
+        edges(page.replace("| `data` | `records`, `layout` |", "| `data` | `records` |")) != ALLOWED
+    )
+    assert edges(re.sub(r"(?m)^\| `observe` \|.*\n", "", page)) != ALLOWED
+
+
+# Absolute, relative, and by name alone from the same folder.
+TESTS = re.compile(r"(?:(?:tests)?\.(?:\w*\.)*)?test_\w+")
+
+
+def imported_tests(file: Path) -> list[str]:
+    """Imports of test modules, each as `file:line name`."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        found += [f"{file.name}:{node.lineno} {name}" for name in names if TESTS.match(name)]
+    return found
+
+
+def test_tests_import_no_tests() -> None:
+    """What several of them share is in tests/helpers."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 300
+    assert [name for file in files for name in imported_tests(file)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tests.unit.test_a import StubEngine",
+        "from tests.unit import test_a",
+        "import tests.unit.test_a as a",
+        "from .test_a import StubEngine",
+        "from test_a import StubEngine",
+        "def late():\n    from tests.e2e.test_a import check",
+    ],
+)
+def test_an_imported_test_is_found(tmp_path: Path, line: str) -> None:
+    """Negative control."""
+    file = tmp_path / "test_b.py"
+    file.write_text(f"import tests.helpers.a\n{line}\n")
+    assert len(imported_tests(file)) == 1
 
 
 # --- what importing really loads ------------------------------------------------------------------

@@ -13,86 +13,27 @@ import numpy as np
 import pytest
 
 from moerl.controller.journal.journal import Journal
-from moerl.controller.journal.recovered_state import RecoveredState, SharedState
+from moerl.controller.journal.recovered_state import SharedState
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import JournalError
 from moerl.core.ids import ranges
 from moerl.core.types import (
-    Episode,
     EpisodeGroup,
-    Finish,
     PolicyVersion,
-    Prompt,
-    Rollout,
-    RoutingBlob,
-    SamplingParams,
     Score,
-    Turn,
-    VersionSpan,
 )
-from moerl.records import BlobStore
 from moerl.records.blob_copies import copied_blobs_of
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-
-START = PolicyVersion(0, 0)
-
-
-def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion = START) -> EpisodeGroup:
-    """One episode of two prompt and two sampled tokens, its routes sealed."""
-    (ref,) = blobs.seal(f"{group_id}.0-s0", [np.full((2, 3, 2), group_id % 256, np.uint8)])
-    rollout = Rollout(
-        rollout_id=f"{group_id}.0",
-        token_ids=np.array([1, 2, 3, 4], np.int32),
-        loss_mask=np.array([False, False, True, True]),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        versions=(VersionSpan(0, version),),
-        routing=(RoutingBlob(ref, 0, 3, version, (0, 1), 8),),
-        sampling_mask=(),
-        finish=Finish.LENGTH,
-        sampling=SamplingParams(2),
-        engine=0,
-    )
-    prompt = Prompt(group_id, (1, 2), "p", {"a": 1}, {})
-    episode = Episode(f"{group_id}.0", (Turn(rollout),), Score(float(group_id), errors=2.0))
-    return EpisodeGroup(group_id, prompt, (episode,))
-
-
-class World:
-    """A journal that is killed and opened again; `close` would write its log back."""
-
-    def __init__(self, folder: Path, *, shared: bool = False) -> None:
-        self.folder = folder
-        self.blobs = BlobStore(folder / "blobs", "n")
-        self.segments = SharedGroups(folder / "run") if shared else None
-        self.open()
-
-    def open(self) -> RecoveredState:
-        self.journal = Journal(self.folder / "journal", self.blobs, self.segments)
-        self.past = self.journal.load()
-        return self.past
-
-    def admit(self, *group_ids: int) -> None:
-        for group_id in group_ids:
-            group = group_of(group_id, self.blobs)
-            self.journal.share(group)
-            self.journal.admitted(group)
-
-    @property
-    def database(self) -> Path:
-        return self.folder / "journal" / "journal.sqlite"
-
-    def close(self) -> None:
-        """Everything into the database file, so that it can be damaged there."""
-        self.journal.close()
+from tests.helpers.journals import START, JournalWorld, group_of
 
 
 def ids(groups: list[EpisodeGroup]) -> list[int]:
     return sorted(group.group_id for group in groups)
 
 
-def some_history(world: World) -> None:
+def some_history(world: JournalWorld) -> None:
     """Steps 0 and 1 trained, 2 planned; 6 is ready, 7 given up."""
     world.journal.began((START,), 2, ())
     world.admit(0, 1, 2, 3, 4, 5, 6)
@@ -104,7 +45,7 @@ def some_history(world: World) -> None:
 
 
 def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     past = world.open()
     assert past.is_whole
@@ -129,7 +70,7 @@ def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_new_trainer_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     world.journal.began((START, PolicyVersion(1, 0)), 2, ())
     past = world.open()
@@ -139,7 +80,7 @@ def test_a_new_trainer_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Pat
 
 
 def test_a_checkpoint_prunes(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     assert world.journal.saved(2) == [0], "the others are of no use for a restart any more"
     assert world.journal.saved(2) == []
@@ -149,7 +90,7 @@ def test_a_checkpoint_prunes(tmp_path: Path) -> None:
 
 
 def test_disk_use_is_bounded(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     world.journal.began((START,), 1, ())
     sizes = []
     for step in range(400):
@@ -166,7 +107,7 @@ def test_disk_use_is_bounded(tmp_path: Path) -> None:
 
 def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """Every second group is given up, and no checkpoint is ever saved."""
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     world.journal.began((START,), 1, ())
     for step in range(100):
         world.admit(2 * step)
@@ -187,7 +128,7 @@ def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
 
 
 def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     world.journal.left([6])
     assert world.open().ready == []
@@ -196,11 +137,11 @@ def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0.0, 0.2, 0.5, 0.9, 0.999])
 def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
     """The write-ahead log loses its end: what was committed before is all there."""
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     world.journal.began((START,), 1, ())
     world.admit(*range(20))
     log = world.database.with_name(world.database.name + "-wal")
-    copy = World(tmp_path / "copy")
+    copy = JournalWorld(tmp_path / "copy")
     copy.close()
     copy.database.write_bytes(world.database.read_bytes())
     copy.database.with_name(log.name).write_bytes(
@@ -221,7 +162,7 @@ def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
     "how", ["truncated", "flipped", "header", "facts", "ids", "not a database"]
 )
 def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     world.admit(*range(8, 40))
     world.close()
@@ -264,7 +205,7 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
 
 
 def test_a_missing_blob_costs_its_group(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     world.blobs.delete("blob://n/6.0-s0")
     past = world.open()
@@ -277,9 +218,9 @@ def test_a_missing_blob_costs_its_group(tmp_path: Path) -> None:
 
 
 def test_shared_survives_the_node(tmp_path: Path) -> None:
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     some_history(world)
-    other = World(tmp_path / "other")
+    other = JournalWorld(tmp_path / "other")
     other.segments = world.segments
     other.journal.close()
     other.database.unlink()
@@ -328,7 +269,7 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
 
 
 def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     assert world.segments is not None
     some_history(world)
     assert world.segments.held() == {0, 4, 5, 6}, "1, 2 and 3 are of no use for a restart"
@@ -353,7 +294,7 @@ def test_shipped_files_are_deleted_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that was generated again meanwhile is not."""
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     files = world.folder / "run"
     some_history(world)
     deleted: list[str] = []
@@ -376,7 +317,7 @@ def test_shipped_files_are_deleted_beside_the_loop(
 
 
 def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     assert world.segments is not None
     group = group_of(0, world.blobs)
     world.journal.share(group)
@@ -388,7 +329,7 @@ def test_a_group_that_cannot_be_shipped_leaves_nothing(tmp_path: Path) -> None:
 
 def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
     """Their journal is lost, too."""
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     assert world.segments is not None
     some_history(world)
     for settings, adopted in (("", [0, 4, 5, 6]), ("b", [])):
@@ -403,7 +344,7 @@ def test_shipped_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["header", "blob"])
 def test_a_flipped_byte_of_a_segment_is_found(tmp_path: Path, how: str) -> None:
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     some_history(world)
     path = tmp_path / "run" / "6.group"
     parts, data = copied_blobs_of(path), bytearray(path.read_bytes())
@@ -419,7 +360,7 @@ def test_a_flipped_byte_of_a_segment_is_found(tmp_path: Path, how: str) -> None:
 
 
 def test_a_damaged_segment_is_left_out(tmp_path: Path) -> None:
-    world = World(tmp_path, shared=True)
+    world = JournalWorld(tmp_path, shared=True)
     some_history(world)
     path = tmp_path / "run" / "6.group"
     path.write_bytes(path.read_bytes()[:-1])
@@ -431,7 +372,7 @@ def test_a_damaged_segment_is_left_out(tmp_path: Path) -> None:
 
 
 def test_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     world.close()
     for settings, adopted in (("b", [6]), ("b", [6]), ("c", [])):
@@ -446,7 +387,7 @@ def test_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_and_changes_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     assert world.journal._db is not None
     (pages,) = world.journal._db.execute("pragma page_count").fetchone()
@@ -472,7 +413,7 @@ def test_ids_that_left_are_written_with_the_next_row(
 ) -> None:
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=FullDisk))
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     again = group_of(10, world.blobs)
     world.journal.admitted(again)
@@ -503,7 +444,7 @@ def test_a_full_disk_at_the_opening_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Setting the journal aside would lose its groups."""
-    world = World(tmp_path)
+    world = JournalWorld(tmp_path)
     some_history(world)
     connect = sqlite3.connect
 
@@ -522,7 +463,7 @@ def test_a_full_disk_at_the_opening_is_no_damage(
 def test_names_do_not_repeat_after_damage_when_the_clock_steps_back(tmp_path: Path) -> None:
     lives = set()
     for _ in range(3):
-        world = World(tmp_path)
+        world = JournalWorld(tmp_path)
         world.close()
         world.database.write_bytes(b"no database")
         lives.add(world.open().controller_state.lives)

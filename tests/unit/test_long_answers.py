@@ -18,8 +18,9 @@ from moerl.controller.controller import Controller
 from moerl.core.errors import EngineError, ProtocolError
 from moerl.core.messages import Answers, Message, Ok, Plan, SessionMessage, StepDone, TakePlan
 from moerl.core.types import Finish, GenerateRequest, PolicyVersion, Segment
+from tests.helpers.controllers import hello, make, publish
 from tests.helpers.fake_clock import run_with_fake_clock
-from tests.unit.test_controller import StubEngine, hello, make, publish
+from tests.helpers.stub_engine import StubEngine
 
 LENGTH = 1800  # tokens and seconds of an answer
 ROOM = 4  # answers that the engine decodes side by side; the others wait for room

@@ -23,13 +23,12 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.rollout_builder import group_uris
 from moerl.core.messages import Plan, TakeRecords
-from moerl.core.types import EpisodeGroup, GenerateRequest, PolicyVersion, RoutingBlob, Segment
+from moerl.core.types import EpisodeGroup
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
+from tests.helpers.controllers import CONFIG, PublishingTrainer, make, running, with_ref_models
 from tests.helpers.patience import patience
-from tests.unit.test_controller import CONFIG, StubEngine, make, running
-from tests.unit.test_membership import Trainer
-from tests.unit.test_ref_models import with_ref_models
+from tests.helpers.stub_engine import SealingEngine
 
 LOST_S = 0.3
 # Updates go to the engine that will be lost only, so the groups after them start there: nothing may
@@ -46,52 +45,44 @@ time.sleep(600)
 """
 
 
-class Sealing(StubEngine):
-    """Seals its routing rows in a store of its own, which a process of its own serves."""
+class RecordNode:
+    """An engine with a store of its own, which a process of its own serves."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
         command = [sys.executable, "-c", NODE, str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.node = self.process.stdout.readline().strip()
-        self.folder, self.store = folder, ClusterBlobs(folder, self.node, "t")
+        self.name = self.process.stdout.readline().strip()
+        self.folder, self.store = folder, ClusterBlobs(folder, self.name, "t")
+        self.engine = SealingEngine(self.store)
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Segment:
-        segment = super()._reply(request, version)
-        begin, end = request.rows_from, len(request.token_ids) + len(segment.output_ids) - 1
-        rows = np.zeros((1, end - begin, 2), np.uint8)
-        rows[..., 1] = 1
-        (ref,) = self.store.seal(f"{request.rollout_id}-{len(self.requests)}-{begin}", [rows])
-        return replace(segment, routing=RoutingBlob(ref, begin, end, segment.version, (0,), 4))
-
 
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[tuple[Sealing, Sealing]]:
+def nodes(tmp_path: Path) -> Iterator[tuple[RecordNode, RecordNode]]:
     """The records of engine 0, which are lost, and of engine 1."""
-    made = Sealing(tmp_path / "0"), Sealing(tmp_path / "1")
+    made = RecordNode(tmp_path / "0"), RecordNode(tmp_path / "1")
     yield made
-    for store in made:
-        store.end()
+    for node in made:
+        node.end()
 
 
 @pytest.mark.parametrize("how", ["node", "store"])
 def test_the_run_goes_on_without_them(
-    how: str, tmp_path: Path, stores: tuple[Sealing, Sealing]
+    how: str, tmp_path: Path, nodes: tuple[RecordNode, RecordNode]
 ) -> None:
     """The node ends, or comes back with an empty store; the other engine finishes the run."""
-    lost, kept = stores
+    lost, kept = nodes
 
     async def body() -> None:
         config = replace(CONFIG, sync=SyncConfig(timeout_s=LOST_S))
         reader = ClusterBlobs(tmp_path / "none", "", "t")
-        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
-        controller, reports = make(tmp_path, lost, config, **more)
-        trainer = Trainer(controller, LOST_ONLY)
+        more = {"more_engines": (kept.engine,), "blobs": reader, "moe_layers": 1}
+        controller, reports = make(tmp_path, lost.engine, config, **more)
+        trainer = PublishingTrainer(controller, LOST_ONLY)
 
         async def work() -> None:
             await trainer.hello()
@@ -117,25 +108,27 @@ def test_the_run_goes_on_without_them(
         dropped = sum(report.metrics["async/dropped_lost_groups"] for report in reports)
         assert dropped >= 1
         named = {uri for group in trainer.groups[2:] for uri in group_uris(group)}
-        assert not any(lost.node in uri for uri in named), "a plan names records that are lost"
+        assert not any(lost.name in uri for uri in named), "a plan names records that are lost"
 
     asyncio.run(body())
 
 
 @pytest.mark.parametrize("how", ["node", "store"])
 def test_shared_records_outlive_their_node(
-    how: str, tmp_path: Path, stores: tuple[Sealing, Sealing]
+    how: str, tmp_path: Path, nodes: tuple[RecordNode, RecordNode]
 ) -> None:
     """The same loss with durability `shared`: no group is generated again, all can be read."""
-    lost, kept = stores
+    lost, kept = nodes
     folder = tmp_path / "segments"
 
     async def body() -> None:
         config = replace(CONFIG, sync=SyncConfig(timeout_s=600.0))  # nobody waits that long
         reader = ClusterBlobs(tmp_path / "none", "", "t", copies=folder)
-        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
-        controller, reports = make(tmp_path, lost, config, segments=SharedGroups(folder), **more)
-        trainer = Trainer(controller, LOST_ONLY)
+        more = {"more_engines": (kept.engine,), "blobs": reader, "moe_layers": 1}
+        controller, reports = make(
+            tmp_path, lost.engine, config, segments=SharedGroups(folder), **more
+        )
+        trainer = PublishingTrainer(controller, LOST_ONLY)
         rank = ClusterBlobs(tmp_path / "rank", "", "t", copies=folder)
 
         async def work() -> None:
@@ -170,16 +163,16 @@ def test_shared_records_outlive_their_node(
 
 
 def test_reference_ranks_are_not_given_what_is_lost(
-    tmp_path: Path, stores: tuple[Sealing, Sealing]
+    tmp_path: Path, nodes: tuple[RecordNode, RecordNode]
 ) -> None:
-    lost, kept = stores
+    lost, kept = nodes
 
     async def body() -> None:
         config = replace(with_ref_models(tmp_path), sync=SyncConfig(timeout_s=LOST_S))
         reader = ClusterBlobs(tmp_path / "none", "", "t")
-        more = {"more_engines": (kept,), "blobs": reader, "moe_layers": 1}
-        controller, _ = make(tmp_path, lost, config, **more)
-        trainer = Trainer(controller, (0, 1))
+        more = {"more_engines": (kept.engine,), "blobs": reader, "moe_layers": 1}
+        controller, _ = make(tmp_path, lost.engine, config, **more)
+        trainer = PublishingTrainer(controller, (0, 1))
 
         async def work() -> None:
             await trainer.hello()
@@ -191,7 +184,7 @@ def test_reference_ranks_are_not_given_what_is_lost(
             assert isinstance(reply, Plan)
             named = {uri for group in reply.plan.groups for uri in group_uris(group)}
             assert named
-            assert not any(lost.node in uri for uri in named)
+            assert not any(lost.name in uri for uri in named)
             assert not at(controller, lost), f"{doomed} are generated again"
 
         await running(controller, work())
@@ -199,17 +192,17 @@ def test_reference_ranks_are_not_given_what_is_lost(
     asyncio.run(body())
 
 
-def at(controller: Controller, engine: Sealing) -> set[int]:
-    """Groups in the line with records in the store of an engine."""
-    return set(ready_at(controller, engine))
+def at(controller: Controller, node: RecordNode) -> set[int]:
+    """Groups in the line with records in the store of a node."""
+    return set(ready_at(controller, node))
 
 
-def ready_at(controller: Controller, engine: Sealing) -> dict[int, EpisodeGroup]:
-    node = f"blob://{engine.node}/"
+def ready_at(controller: Controller, node: RecordNode) -> dict[int, EpisodeGroup]:
+    prefix = f"blob://{node.name}/"
     return {
         group.group_id: group
         for group in controller.context.buffer.ready()
-        if any(uri.startswith(node) for uri in group_uris(group))
+        if any(uri.startswith(prefix) for uri in group_uris(group))
     }
 
 

@@ -7,59 +7,27 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moerl.config.schema import RunConfig
-from moerl.controller.controller import Controller
-from moerl.core.errors import ConfigError, EngineError, MoerlError, RecordError
-from moerl.core.messages import Ok, Plan, Refresh, SetEngines, StepDone, SyncTarget, TakePlan
-from moerl.core.types import GenerateRequest, PolicyVersion, Segment
+from moerl.core.errors import ConfigError, EngineError, MoerlError
+from moerl.core.messages import Ok, SetEngines, SyncTarget
+from moerl.core.types import PolicyVersion
 from moerl.launch.nodes.control_api import ControlApi, request
 from moerl.launch.supervision.engine_supervisor import check_removal
 from moerl.runtime.run_dir import RunDir
-from tests.unit.test_controller import CONFIG, StubEngine, commit, hello, make, running
-
-
-class Trainer:
-    """Publishes to the engines that it was told of, after every step."""
-
-    def __init__(self, controller: Controller, engines: tuple[int, ...] = (0,)) -> None:
-        self._controller, self.engines = controller, engines
-        self.version = PolicyVersion(0, 0)
-        self.told: list[tuple[int, ...]] = []
-        self.groups: list = []
-
-    async def hello(self) -> None:
-        assert await self._controller.handle(hello(self.version)) == Ok()
-
-    async def publish(self) -> None:
-        for engine in reversed(self.engines):  # whoever is first has room to start more
-            await self._controller.handle(commit(self.version, engine))
-
-    async def step(self) -> None:
-        step = self.version.step
-        while not isinstance(reply := await self._controller.handle(TakePlan(step, 60.0, 0)), Plan):
-            if isinstance(reply, SetEngines):
-                self.engines = tuple(one.engine for one in reply.engines)
-                self.told.append(self.engines)
-            else:
-                assert reply == Refresh()
-            await self.publish()
-        self.groups += reply.plan.groups
-        self.version = PolicyVersion(0, step + 1)
-        await self._controller.handle(StepDone(step, self.version, {}, ""))
-        await self.publish()
+from tests.helpers.controllers import CONFIG, PublishingTrainer, commit, hello, make, running
+from tests.helpers.stub_engine import StubEngine, always
 
 
 def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -> None:
     async def body() -> None:
         first, second = StubEngine(), StubEngine()
         controller, _ = make(tmp_path, first, replace(CONFIG, run=RunConfig(steps=12)))
-        trainer = Trainer(controller)
+        trainer = PublishingTrainer(controller)
 
         async def work() -> None:
             await trainer.hello()
@@ -84,22 +52,13 @@ def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -
     asyncio.run(body())
 
 
-class Held(StubEngine):
-    """Answers only when it is interrupted."""
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        await self.interrupted.wait()
-        self.requests += requests
-        return [self._reply(request, self.version) for request in requests]
-
-
 def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) -> None:
     """Its partial rollouts are finished by the other one; no token is sampled twice."""
 
     async def body() -> None:
-        first, second = Held(), StubEngine()
+        first, second = StubEngine(holds=always), StubEngine()
         controller, _ = make(tmp_path, first, more_engines=(second,))
-        trainer = Trainer(controller, (0, 1))
+        trainer = PublishingTrainer(controller, (0, 1))
 
         async def work() -> None:
             await trainer.hello()
@@ -141,7 +100,7 @@ def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
         rollout = replace(CONFIG.rollout, in_flight_mode="drain", slice_tokens=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, first, config, more_engines=(second,))
-        trainer = Trainer(controller, (0, 1))
+        trainer = PublishingTrainer(controller, (0, 1))
 
         async def work() -> None:
             await trainer.hello()

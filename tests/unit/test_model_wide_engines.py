@@ -28,7 +28,7 @@ from moerl.planning.dry_run import process_table
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.patience import patience
-from tests.unit.test_engine_host import SHAPE, V0, ScriptedClient, ScriptedServer
+from tests.helpers.scripted_host import SHAPE, V0, ScriptedClient, ScriptedServer
 
 WIDE = ("engine.count=3", "engine.tp=8", "engine.nodes=2", "cluster.nodes.engine.count=4")
 

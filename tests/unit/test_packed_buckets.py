@@ -75,7 +75,7 @@ class Link:
     def close(self) -> None: ...
 
 
-class Engine:
+class StagingReceiver:
     """Its staging, and the sender to it."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Engine:
             self.sender.drop()
 
 
-def send_all(engines: Sequence[Engine]) -> list[threading.Thread]:
+def send_all(engines: Sequence[StagingReceiver]) -> list[threading.Thread]:
     threads = [threading.Thread(target=engine.send, daemon=True) for engine in engines]
     for thread in threads:
         thread.start()
@@ -124,7 +124,7 @@ def packer() -> Iterator[BucketPacker]:
 @pytest.mark.parametrize("num", [1, 3])
 def test_engines_in_step_share_each_pack(packer: BucketPacker, num: int) -> None:
     barrier = threading.Barrier(num, timeout=LATE_S)
-    engines = [Engine(packer, barrier.wait) for _ in range(num)]
+    engines = [StagingReceiver(packer, barrier.wait) for _ in range(num)]
     for version in (V1, V2):
         packer.snapshot.store(weights(version), version)
         before = packer.num_packed
@@ -144,7 +144,7 @@ def test_an_engine_that_stops_delays_no_other_and_packs_for_itself(packer: Bucke
             reached.set()
             assert continues.wait(LATE_S)
 
-    slow, fast = Engine(packer, stop), Engine(packer)
+    slow, fast = StagingReceiver(packer, stop), StagingReceiver(packer)
     (stopped,) = send_all([slow])
     assert reached.wait(LATE_S)
     join(send_all([fast]))
@@ -170,7 +170,7 @@ def test_an_engine_that_fails_fails_alone(packer: BucketPacker) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             barrier.wait()
 
-    failing, well = Engine(packer, fail), Engine(packer, go)
+    failing, well = StagingReceiver(packer, fail), StagingReceiver(packer, go)
     join(send_all([failing, well]))
     assert failing.error is not None
     assert well.error is None
@@ -190,7 +190,7 @@ def test_engines_of_the_same_machine_share_digests(
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(packed_buckets, "digest", digest)
-    engines = [Engine(packer, mapped=True) for _ in range(3)]
+    engines = [StagingReceiver(packer, mapped=True) for _ in range(3)]
     for engine in engines:
         engine.send()
         assert torch.equal(engine.staging, whole(V1))
@@ -202,7 +202,7 @@ def test_engines_of_the_same_machine_share_digests(
 def test_a_digest_of_damaged_memory_is_replaced_when_the_bucket_is_sent_again(
     packer: BucketPacker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = Engine(packer, mapped=True), Engine(packer, mapped=True)
+    first, second = StagingReceiver(packer, mapped=True), StagingReceiver(packer, mapped=True)
     real = packed_buckets.digest
 
     def damaged(*args: object) -> Digest:

@@ -13,9 +13,9 @@ from moerl.controller.rollout_builder import group_uris
 from moerl.core.messages import Failed, Ok, Plan, SamePlan, StepDone, TakePlan
 from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.records import BlobStore
+from tests.helpers.controllers import CONFIG, hello, make, publish, running
 from tests.helpers.patience import patience
-from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running
-from tests.unit.test_hung_hosts import Sealing
+from tests.helpers.stub_engine import SealingEngine, StubEngine
 
 START = PolicyVersion(0, 0)
 
@@ -140,7 +140,7 @@ def test_a_damaged_record_undoes_the_plan_ahead(tmp_path: Path, in_training: boo
 
     async def body() -> None:
         store = BlobStore(tmp_path / "blobs", "n")
-        controller, _ = make(tmp_path, Sealing(store), blobs=store, moe_layers=1)
+        controller, _ = make(tmp_path, SealingEngine(store), blobs=store, moe_layers=1)
 
         async def work() -> None:
             assert await controller.handle(hello(START)) == Ok()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import pytest
 
 from moerl.config.schema import RolloutConfig
 from moerl.controller.engine_pool import CHUNK, PrefixIndex
-from moerl.core.errors import RecordError
 from moerl.core.messages import Ok
-from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, Segment
+from moerl.core.types import PolicyVersion, Prompt
+from tests.helpers.controllers import CONFIG, hello, make, running, train
 from tests.helpers.patience import patience
-from tests.unit.test_controller import CONFIG, StubEngine, hello, make, running, train
+from tests.helpers.stub_engine import StubEngine, always
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 LONG = tuple(range(3 * CHUNK + 7))
@@ -48,15 +47,6 @@ class Repeating:
         return Prompt(index, (3 + index % 2,) * 200, f"p{index}", None, {})
 
 
-class Hanging(StubEngine):
-    """Answers nothing."""
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
-        self.requests += requests
-        await asyncio.sleep(3600)
-        return []
-
-
 def kinds(engine: StubEngine) -> list[int]:
     """Which of the two prompts each group had, in order."""
     firsts = {r.rollout_id.split(".")[0]: int(r.token_ids[0]) - 3 for r in engine.requests}
@@ -82,7 +72,7 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
 def test_prompts_that_come_again_go_where_they_are_known(tmp_path: Path, slack: int) -> None:
     rollout = replace(CONFIG.rollout, groups_per_step=4, groups_per_request=1, buffer_depth=1)
     rollout = replace(rollout, prefix_slack=slack)
-    engines: list[StubEngine] = [Hanging(), Hanging()]
+    engines = [StubEngine(hangs=always), StubEngine(hangs=always)]
     asyncio.run(start_all(tmp_path, engines, rollout))
     found = [kinds(engine) for engine in engines]
     assert sorted(kind for each in found for kind in each) == [0] * 4 + [1] * 4, "each once"

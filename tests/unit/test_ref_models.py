@@ -16,12 +16,11 @@ import torch
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.config.schema import AlgorithmConfig, Config, ModelConfig, RefModelsConfig
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.core.errors import ConfigError, ProtocolError, RecordError
 from moerl.core.messages import Ok, Plan, Scored, StepDone, Stop, TakePlan, TakeRecords
-from moerl.core.types import BatchPlan, PolicyVersion, RefScores, Rollout
+from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.data.batching import plan_batch
 from moerl.data.packing import by_microbatch, by_row, version_lag
 from moerl.data.ref_scores import basis_of, received, record_digest
@@ -31,8 +30,18 @@ from moerl.launch.model_folders import check_ref_models
 from moerl.layout import model_spec
 from moerl.planning.dry_run import describe, process_table
 from moerl.records.blob_store import BlobStore
+from tests.helpers.controllers import (
+    _numbers,
+    hello,
+    make,
+    publish,
+    running,
+    scores_of,
+    train,
+    with_ref_models,
+)
 from tests.helpers.random_rollouts import group, make_rollout
-from tests.unit.test_controller import CONFIG, StubEngine, hello, make, publish, running, train
+from tests.helpers.stub_engine import StubEngine
 
 OWN = (
     "deepseek-v32",
@@ -41,40 +50,6 @@ OWN = (
 
 
 # --- the controller ------------------------------------------------------------------------------
-def with_ref_models(tmp_path: Path) -> Config:
-    model = tmp_path / "model"
-    model.mkdir()
-    shape = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
-    shape |= {"num_experts_per_tok": 2, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": 10, "moe_intermediate_size": 8}
-    shape |= {"intermediate_size": 8, "max_position_embeddings": 64}
-    (model / "config.json").write_text(json.dumps(shape))
-    return replace(
-        CONFIG,
-        model=ModelConfig(path=str(model)),
-        algorithm=AlgorithmConfig(kl="k3", kl_coef=0.1),
-        ref_models=RefModelsConfig(placement="separate"),
-    )
-
-
-def scores_of(plan: BatchPlan, config: Config) -> Scored:
-    """As a reference ranks answers: each number says which rollout it belongs to."""
-    basis = basis_of(config)
-    return Scored(
-        tuple(
-            RefScores(
-                rollout.rollout_id,
-                record_digest(rollout, basis),
-                {"reference": _numbers(rollout)},
-            )
-            for rollout in plan.rollouts()
-        )
-    )
-
-
-def _numbers(rollout: Rollout) -> np.ndarray:
-    group, sibling = rollout.rollout_id.split(".")[:2]
-    return np.full(rollout.num_sampled, -int(group) - 0.1 * int(sibling), np.float32)
 
 
 def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:

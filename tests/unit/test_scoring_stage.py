@@ -11,8 +11,9 @@ import pytest
 from moerl.controller.scoring_stage import place_steps
 from moerl.core.types import Episode, Prompt, Score
 from moerl.records.blob_store import BlobStore
+from tests.helpers.controllers import StubScorer, make, running, train, with_rollout
 from tests.helpers.random_rollouts import group, make_rollout
-from tests.unit.test_controller import StubEngine, StubScorer, make, running, train, with_rollout
+from tests.helpers.stub_engine import StubEngine
 
 WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no text
 

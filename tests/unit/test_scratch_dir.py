@@ -20,7 +20,7 @@ from moerl.core.errors import EngineError
 from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
 from moerl.engine.host.sglang_server import EngineServer
 from tests.helpers.patience import patience
-from tests.unit.test_engine_layout import new_server
+from tests.helpers.scripted_host import new_server
 
 HOST = """
 import sys, tempfile, time

@@ -44,7 +44,7 @@ V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PADDED = "w13: the plan fills 49152 of 65536 elements"
 
 
-class Engines:
+class RefusingClient:
     """Refuse every session, and remember who was asked."""
 
     def __init__(self, cause: str = "it does not answer", *, well: bool = False) -> None:
@@ -83,7 +83,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def publisher_of(
-    engines: Engines,
+    engines: RefusingClient,
     tmp_path: Path,
     ended: Callable[[BaseException], None] = lambda error: None,
     *,
@@ -135,7 +135,7 @@ class Threads:
 
 
 def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
-    engines, threads = Engines(), Threads()
+    engines, threads = RefusingClient(), Threads()
     publisher = publisher_of(engines, tmp_path)
     assert threads.names("session") == ["session-0", "session-1"]
     publisher.set_engines([SyncTarget(1, 1), SyncTarget(7, 2)])
@@ -155,7 +155,7 @@ def test_ways_follow_the_engines(alone: None, tmp_path: Path) -> None:
 def test_engines_that_refuse_the_plan_end_the_run_before_the_first_step(
     alone: None, tmp_path: Path
 ) -> None:
-    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    engines, ends = RefusingClient(PADDED, well=True), list[BaseException]()
     publisher = publisher_of(engines, tmp_path, ends.append)
     publisher.rehearse(V0)
     assert engines.of(V0) == {0, 1}
@@ -166,7 +166,7 @@ def test_engines_that_refuse_the_plan_end_the_run_before_the_first_step(
 
 
 def test_a_rehearsal_that_enough_engines_pass_sends_nothing(alone: None, tmp_path: Path) -> None:
-    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    engines, ends = RefusingClient(PADDED, well=True), list[BaseException]()
     engines.refuses = {1}
     publisher = publisher_of(engines, tmp_path, ends.append)
     publisher.rehearse(V0)
@@ -177,7 +177,7 @@ def test_a_rehearsal_that_enough_engines_pass_sends_nothing(alone: None, tmp_pat
 
 
 def test_engines_that_do_not_answer_are_left_to_the_supervisor(alone: None, tmp_path: Path) -> None:
-    engines, ends = Engines("engine 0 is being started again"), list[BaseException]()
+    engines, ends = RefusingClient("engine 0 is being started again"), list[BaseException]()
     publisher = publisher_of(engines, tmp_path, ends.append)
     publisher.rehearse(V0)
     assert engines.of(V0) == {0, 1}
@@ -189,7 +189,7 @@ def test_a_first_publish_that_no_engine_takes_ends_the_run_at_once(
     alone: None, tmp_path: Path
 ) -> None:
     """Without another publish: at the largest lag no batch comes, so there is none."""
-    engines, ends = Engines(), list[BaseException]()
+    engines, ends = RefusingClient(), list[BaseException]()
     publisher = publisher_of(engines, tmp_path, ends.append)
     publisher.publish(V1)
     until(lambda: bool(ends))
@@ -200,7 +200,7 @@ def test_a_first_publish_that_no_engine_takes_ends_the_run_at_once(
 def test_engines_that_come_to_refuse_end_the_run_after_some_attempts(
     alone: None, tmp_path: Path
 ) -> None:
-    engines, ends = Engines(PADDED, well=True), list[BaseException]()
+    engines, ends = RefusingClient(PADDED, well=True), list[BaseException]()
     publisher = publisher_of(engines, tmp_path, ends.append, max_restarts=1)
     publisher._has_reached, publisher._short = True, 0  # as after a publish that was taken
     publisher.publish(V1)

@@ -31,8 +31,9 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed, socket_path
+from tests.helpers.controllers import make
 from tests.helpers.patience import patience
-from tests.unit.test_controller import StubEngine, make
+from tests.helpers.stub_engine import StubEngine
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 KEYS = Keys.make()
@@ -213,18 +214,9 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
 
 
 def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> None:
-    class Engine(StubEngine):
-        cause = "a rank did not answer"
-
-        async def session(self, message: Message) -> Message:
-            if isinstance(message, AskEngine):
-                return EngineVersion(V0, self.cause)
-            if self.cause:
-                raise EngineError(self.cause)
-            return UpdateDone(0.0, 0)
-
     async def work() -> None:
-        engine = Engine()
+        engine = StubEngine()
+        engine.suspended = "a rank did not answer"
         controller, _ = make(tmp_path, engine)
         controller.context.pool.incarnation = 0
         assert controller.context.pool.serves(0)
@@ -232,7 +224,7 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
             await controller.handle(AbortUpdate(0, V1, "x", 1.0))
         assert not controller.context.pool.serves(0)
         assert controller.context.step_metrics.engines_suspended == 1
-        engine.cause = ""
+        engine.suspended = ""
         await controller.handle(COMMIT)
         assert controller.context.pool.serves(0)
         assert controller.context.pool.members[0].version == V1

@@ -173,14 +173,14 @@ def both_ends(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-class StubEngine:
+class StubTransferEngine:
     """The Transfer Engine's calls, over memory of this process."""
 
     started: tuple[str, str, str, str] = ("", "", "", "")
     answer = 0
 
     def initialize(self, address: str, metadata: str, protocol: str, devices: str) -> int:
-        StubEngine.started = (address, metadata, protocol, devices)
+        StubTransferEngine.started = (address, metadata, protocol, devices)
         return self.answer
 
     def get_rpc_port(self) -> int:
@@ -204,16 +204,16 @@ class StubEngine:
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubEngine]:
-    monkeypatch.setattr(mooncake, "_library", lambda: StubEngine)
-    monkeypatch.setattr(StubEngine, "answer", 0)
+def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubTransferEngine]:
+    monkeypatch.setattr(mooncake, "_library", lambda: StubTransferEngine)
+    monkeypatch.setattr(StubTransferEngine, "answer", 0)
     mooncake._shared.cache_clear()
-    return StubEngine
+    return StubTransferEngine
 
 
 @pytest.mark.parametrize(("protocol", "cards"), [("rdma", "mlx5_0,mlx5_1"), ("tcp", "")])
 def test_mooncake_takes_protocol_and_cards_from_the_environment(
-    stub: type[StubEngine],
+    stub: type[StubTransferEngine],
     protocol: str,
     cards: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +238,7 @@ def test_mooncake_takes_protocol_and_cards_from_the_environment(
 
 
 def test_a_card_that_cannot_be_used_is_named(
-    stub: type[StubEngine], monkeypatch: pytest.MonkeyPatch
+    stub: type[StubTransferEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stub, "answer", -1)
     monkeypatch.setenv(PROTOCOL, "rdma")

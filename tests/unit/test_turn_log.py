@@ -47,12 +47,11 @@ from moerl.core.types import (
 )
 from moerl.records import BlobStore
 from moerl.records.header_check import check as check_record
+from tests.helpers.agent_stubs import AGENT, FakeRunner, program_runner, until
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from tests.helpers.controllers import CONFIG, hello, make, running, successor, train
 from tests.helpers.patience import patience
-from tests.helpers.sealing_engine import SealingEngine
-from tests.unit.test_agent_run import AGENT, FakeRunner, runner, until
-from tests.unit.test_controller import CONFIG, hello, make, running, train
-from tests.unit.test_controller_restart import successor
+from tests.helpers.stub_engine import WordEngine
 
 V0 = PolicyVersion(0, 0)
 SAMPLING = SamplingParams(4, temperature=0.9, top_p=0.5)
@@ -66,7 +65,7 @@ def store(tmp_path: Path) -> BlobStore:
 class Life:
     """One controller's turns; its episodes have the names that it would give them."""
 
-    def __init__(self, controller: Controller, engine: SealingEngine) -> None:
+    def __init__(self, controller: Controller, engine: WordEngine) -> None:
         self.controller, self.engine = controller, engine
         self.turns = PooledTurns(controller.context)
         self.log = controller.context.services.journal.turns
@@ -94,7 +93,7 @@ def request_of(name: str, prompt: list[int], **changes: Any) -> GenerateRequest:
 
 
 @asynccontextmanager
-async def life(folder: Path, engine: SealingEngine, **changes: Any) -> AsyncIterator[Life]:
+async def life(folder: Path, engine: WordEngine, **changes: Any) -> AsyncIterator[Life]:
     """A controller that is killed at the end: what it has open is not closed."""
     controller, _ = make(folder, engine, blobs=engine.store, **changes)
     controller.context.pool.incarnation = 0
@@ -132,7 +131,7 @@ def run(work: Any) -> Any:
 def test_finished_turns_are_given_out_and_the_open_one_is_sampled_again(
     tmp_path: Path, store: BlobStore
 ) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -166,7 +165,7 @@ def test_finished_turns_are_given_out_and_the_open_one_is_sampled_again(
 
 def test_without_the_log_turns_are_sampled_again(tmp_path: Path, store: BlobStore) -> None:
     """Control of the test above."""
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -185,7 +184,7 @@ def test_without_the_log_turns_are_sampled_again(tmp_path: Path, store: BlobStor
 def test_equal_requests_get_their_replies_in_order_each_once(
     tmp_path: Path, store: BlobStore
 ) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -214,7 +213,7 @@ def test_equal_requests_get_their_replies_in_order_each_once(
     ],
 )
 def test_another_request_is_sampled(tmp_path: Path, store: BlobStore, other: Any) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -228,7 +227,7 @@ def test_another_request_is_sampled(tmp_path: Path, store: BlobStore, other: Any
 
 
 def test_a_turn_that_an_update_cut_continues_where_it_was(tmp_path: Path, store: BlobStore) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -250,7 +249,7 @@ def test_a_turn_that_an_update_cut_continues_where_it_was(tmp_path: Path, store:
 # --- what is not given out ------------------------------------------------------------------------
 def test_a_turn_behind_one_that_was_sampled_again_is_too(tmp_path: Path, store: BlobStore) -> None:
     """The tokens are the same, so only the rows of its context tell that it continues another."""
-    engine = SealingEngine(store, greedy=True)
+    engine = WordEngine(store, greedy=True)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -285,7 +284,7 @@ def flip(store: BlobStore, uri: str) -> None:
 def test_a_lost_or_damaged_record_costs_its_turn(
     tmp_path: Path, store: BlobStore, damage: Callable[[BlobStore, str], None]
 ) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -305,7 +304,7 @@ def test_a_lost_or_damaged_record_costs_its_turn(
 
 def test_tokens_of_a_discarded_branch_are_sampled_again(tmp_path: Path, store: BlobStore) -> None:
     """The trainer restarts from step 1 as incarnation 1, without step 2 of incarnation 0."""
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -324,7 +323,7 @@ def test_tokens_of_a_discarded_branch_are_sampled_again(tmp_path: Path, store: B
 
 
 def test_a_turn_whose_client_left_is_not_kept(tmp_path: Path, store: BlobStore) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -343,7 +342,7 @@ def test_a_turn_whose_client_left_is_not_kept(tmp_path: Path, store: BlobStore) 
 
 
 def test_held_out_turns_are_not_kept(tmp_path: Path, store: BlobStore) -> None:
-    engine = SealingEngine(store)
+    engine = WordEngine(store)
 
     async def body() -> None:
         async with life(tmp_path, engine) as one:
@@ -558,7 +557,7 @@ def test_an_episode_played_again_has_every_finished_turn(
 
     async def body(folder: Path) -> None:
         store = BlobStore(folder / "blobs", "n")
-        dying = SealingEngine(store)
+        dying = WordEngine(store)
         dying.hangs_at, dying.cuts = replies, cuts
         async with life(folder, dying) as one:
             playing = asyncio.create_task(Program(one, seed).play(6))
@@ -566,7 +565,7 @@ def test_an_episode_played_again_has_every_finished_turn(
             playing.cancel()
         logged = rows(folder)
         assert logged == min(replies, len(dying.requests))
-        engine = SealingEngine(store, first_call=1000)
+        engine = WordEngine(store, first_call=1000)
         async with life(folder, engine, trainer_alive=True) as two:
             program = Program(two, seed, other_from)
             await program.play(6)
@@ -586,7 +585,7 @@ def test_an_episode_played_again_has_every_finished_turn(
         run(body(Path(folder)))
 
 
-def hangs_after(engine: SealingEngine, folder: Path, replies: int) -> bool:
+def hangs_after(engine: WordEngine, folder: Path, replies: int) -> bool:
     return not engine.open.is_set() and rows(folder) == replies
 
 
@@ -628,7 +627,7 @@ TASK = TaskConfig(agent=AgentConfig(command=["python", "-c", AGENT]))
     ("agents", "num_turns", "replies"),
     [
         *((lambda _: ThreeTurns(), 3, replies) for replies in (1, 5, 9, 13)),
-        (lambda folder: runner(folder, TASK), 2, 3),  # programs behind the gateway
+        (lambda folder: program_runner(folder, TASK), 2, 3),  # programs behind the gateway
     ],
 )
 def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
@@ -638,13 +637,13 @@ def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
 
     async def body() -> None:
         config = replace(CONFIG, task=TASK)
-        dying, dead = SealingEngine(store), agents(tmp_path)
+        dying, dead = WordEngine(store), agents(tmp_path)
         dying.hangs_at, size = replies, 2 * num_turns
         first, _ = make(tmp_path, dying, config, blobs=store, agents=dead, model=SHAPE)
         tasks = asyncio.create_task(first.run())
         assert await first.handle(hello(V0)) == Ok()
         await until(lambda: not dying.open.is_set() and rows(tmp_path) % size == replies % size)
-        logged, engine = rows(tmp_path), SealingEngine(store, first_call=1000)
+        logged, engine = rows(tmp_path), WordEngine(store, first_call=1000)
         second, reports = successor(
             tmp_path, engine, first, config=config, blobs=store, agents=agents(tmp_path),
             model=SHAPE, trainer_alive=True,
