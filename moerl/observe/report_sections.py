@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moerl.observe.charts import COLORS, Chart, Heatmap
 from moerl.observe.metrics import Row
 
-LEARNING, ROUTERS = "Learning", "Routers"  # sections with charts of a run besides
+_LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
 
 
@@ -16,13 +16,13 @@ _AGREEMENT = "probe/live_agree_frac/layer_"
 class Section:
     title: str
     text: str
-    charts: tuple[Chart, ...]
+    charts: tuple[Chart | Heatmap, ...]
 
 
 # fmt: off
 SECTIONS = (
     Section(
-        LEARNING,
+        _LEARNING,
         "Raw reward of the rollouts that each step trained on: thin line per step, thick line a "
         "moving mean. Held-out prompts are never trained on; one version answers all of them. A "
         "group is the answers to one prompt: equal rewards in a group carry no signal.",
@@ -59,7 +59,7 @@ SECTIONS = (
         ),
     ),
     Section(
-        ROUTERS,
+        _ROUTERS,
         "How evenly the tokens of a step use the experts, as recorded: entropy of their shares in "
         "each layer, 1 when all get as many; the busiest expert over the mean, 1 when even; "
         "experts without a token. The shades below show each layer: the share of pairs in which "
@@ -110,22 +110,23 @@ SECTIONS = (
                    "checkpoint/pause_s": "checkpoint pause"}, scale="zero"),
         ),
     ),
-)
-AGENTS = Section(  # of a run with an agent program or a stateful environment
-    "Agents",
-    "All episodes that ended since the step before, trained or not. A request that continues no "
-    "earlier turn, or one that was continued before, begins a branch: a row of its own.",
-    (
-        Chart("Time of episodes", "seconds, summed",
-              {"agent/engine_s": "with the engines", "agent/program_s": "waiting for the program"},
-              scale="zero"),
-        Chart("Turns by their request", "turns",
-              {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
-               "agent/origin/repeated": "repeated", "agent/origin/rewritten": "rewritten",
-               "agent/origin/tools_changed": "other tools",
-               "agent/origin/new": "another conversation"}, scale="zero"),
-        Chart("Tokens saved by rows of several turns", "share",
-              {"sample/shared_frac": "of a row per turn"}, scale="share"),
+    Section(  # of a run with an agent program or a stateful environment
+        _AGENTS,
+        "All episodes that ended since the step before, trained or not. A request that continues "
+        "no earlier turn, or one that was continued before, begins a branch: a row of its own.",
+        (
+            Chart("Time of episodes", "seconds, summed",
+                  {"agent/engine_s": "with the engines",
+                   "agent/program_s": "waiting for the program"},
+                  scale="zero"),
+            Chart("Turns by their request", "turns",
+                  {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
+                   "agent/origin/repeated": "repeated", "agent/origin/rewritten": "rewritten",
+                   "agent/origin/tools_changed": "other tools",
+                   "agent/origin/new": "another conversation"}, scale="zero"),
+            Chart("Tokens saved by rows of several turns", "share",
+                  {"sample/shared_frac": "of a row per turn"}, scale="share"),
+        ),
     ),
 )
 _TASK_CHARTS = (  # title, unit, metric
@@ -134,6 +135,21 @@ _TASK_CHARTS = (  # title, unit, metric
     ("Response length by task", "tokens", "sample/length_mean"),
 )
 # fmt: on
+
+
+def sections(
+    rows: Sequence[Row], loads: Sequence[Row], labels: Sequence[str], *, has_agent: bool
+) -> list[Section]:
+    """The sections of one run, with the charts of its tasks and the heatmaps of its routers.
+
+    loads: the lines of `RunDir.expert_load`.  labels: of the tasks of a mixture.
+    """
+    more = {_LEARNING: task_charts(labels), _ROUTERS: router_heatmaps(rows, loads)}
+    return [
+        replace(part, charts=(*part.charts, *more.get(part.title, ())))
+        for part in SECTIONS
+        if has_agent or part.title != _AGENTS
+    ]
 
 
 def task_charts(labels: Sequence[str]) -> list[Chart]:
@@ -150,29 +166,26 @@ def router_heatmaps(rows: Sequence[Row], loads: Sequence[Row]) -> list[Heatmap]:
 
     loads: the lines of `RunDir.expert_load`.
     """
-    return [*_agreement(rows), *_load(loads)]
+    found = [_agreement(rows), _load(loads[-1]) if loads else None]
+    return [heatmap for heatmap in found if heatmap]
 
 
-def _agreement(rows: Sequence[Row]) -> list[Heatmap]:
+def _agreement(rows: Sequence[Row]) -> Heatmap | None:
     probed = [row for row in rows if any(name.startswith(_AGREEMENT) for name in row)]
     names = {name for row in probed for name in row if name.startswith(_AGREEMENT)}
     layers = sorted(int(name.removeprefix(_AGREEMENT)) for name in names)
     if not layers:
-        return []
+        return None
     values = [[row.get(f"{_AGREEMENT}{layer}", 0.0) for row in probed] for layer in layers]
     low = min(map(min, values))
     title = f"Live router and record agree, by layer: from {low:.3f} (light) to 1 (dark)"
     steps = [row["step"] for row in probed]
-    return [Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)]
+    return Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)
 
 
-def _load(loads: Sequence[Row]) -> list[Heatmap]:
-    if not loads:
-        return []
-    newest = loads[-1]
+def _load(newest: Row) -> Heatmap:
     counts: list[list[int]] = newest["counts"]
-    even = [max(sum(row) / len(row), 1e-9) for row in counts]
-    values = [[n / mean for n in row] for row, mean in zip(counts, even, strict=True)]
+    values = [[n / max(sum(row) / len(row), 1e-9) for n in row] for row in counts]
     title = f"Load of each expert in step {newest['step'] + 1}: from 0 (light) to twice the mean"
     experts = range(len(counts[0]))
-    return [Heatmap(title, "expert", "layer", experts, newest["layers"], values, 0.0, 2.0)]
+    return Heatmap(title, "expert", "layer", experts, newest["layers"], values, 0.0, 2.0)
