@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from moerl.observe.overlap import Interval
 
 COLORS = ("#3f83e8", "#dd7320", "#259f6c", "#9c66d6", "#b58a22", "#d65088")  # series, in order
-_LEVEL, _GRID = "#848c98", "#848c9845"
+_LEVEL, _GRID = "#848c98", "#848c9838"
 MAX_POINTS = 400  # per line; longer runs are averaged in blocks
 MAX_CELLS = 64  # of one row of a heatmap
 CHART_INCHES = (5.2, 2.5)

@@ -40,11 +40,10 @@ from moerl.observe.page import (
     PageSection,
     StatCard,
     Table,
-    figure,
     visible,
     write_html,
 )
-from moerl.observe.report_sections import sections
+from moerl.observe.report_sections import chart_sections
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import read_spans
 
@@ -61,6 +60,7 @@ _PART = "publish "
 _WORKERS = ("engine", "trainer", "ref_models")  # processes whose kinds of work get colours first
 _Work = dict[tuple[str, str], list[Interval]]  # (process or track, kind of work) -> when
 _SAMPLE_COLUMNS = (
+    Column("Task"),  # of a mixture
     Column("Step", "number"),
     Column("Reward", "badge"),
     Column("Group mean", "number"),
@@ -99,10 +99,7 @@ def write_report(
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
-            *(
-                PageSection(part.title, part.text, figures=[figure(c, rows) for c in part.charts])
-                for part in sections(rows, loads, labels, has_agent=has_agent)
-            ),
+            *chart_sections(rows, loads, labels, has_agent=has_agent),
             _timeline(spans),
             *episode_section(samples),
             _samples(samples, by_task=bool(labels)),
@@ -297,33 +294,24 @@ def _bars(spans: Sequence[Span], window: Interval) -> tuple[_Work, int]:
     """
     found: _Work = defaultdict(list)
     for span in spans:
-        inside = span["start_s"] < window[1] and span["end_s"] > window[0]
-        if inside and not str(span["name"]).startswith(_PART):
+        touches = span["start_s"] < window[1] and span["end_s"] > window[0]
+        if touches and not str(span["name"]).startswith(_PART):
             key = (str(span["process"]), str(span["name"]))
             found[key].append((span["start_s"], span["end_s"]))
     processes = sorted({process for process, _ in found})
     processes.sort(key=lambda process: not process.startswith(_WORKERS))
-    main = _main_kinds(found)
+    main, outside = _main_kinds(found), {STEP, *_THREADS}
     bars: _Work = defaultdict(list)
     for (process, kind), parts in sorted(found.items()):
         if process not in processes[:MAX_PROCESSES]:
             continue
         if kind == STEP:
-            parts = subtract(parts, _phases(found, process))
+            inside = [name for name in found if name[0] == process and name[1] not in outside]
+            parts = subtract(parts, [part for name in inside for part in found[name]])
         track = f"{process} {_THREADS[kind]}" if kind in _THREADS else process
         shifted = [(a - window[0], b - window[0]) for a, b in intersect(parts, [window])]
         bars[track, kind if kind in main else "other"] += shifted
     return bars, len(processes[MAX_PROCESSES:])
-
-
-def _phases(found: _Work, process: str) -> list[Interval]:
-    """Spans of the process inside its steps."""
-    return [
-        part
-        for (owner, kind), parts in found.items()
-        if owner == process and kind != STEP and kind not in _THREADS
-        for part in parts
-    ]
 
 
 def _main_kinds(found: _Work) -> set[str]:
@@ -345,36 +333,26 @@ def _samples(samples: Sequence[Any], *, by_task: bool) -> PageSection:
         return PageSection("Sample rollouts", figures=[Figure("No text kept", None, note, True)])
     rewards = [reward for sample in kept if (reward := reward_of(sample)) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    task = [Column("Task")] if by_task else []
+    first = 0 if by_task else 1
     return PageSection(
         "Sample rollouts",
         "Reward and text as they were scored, and the mean reward of the rollout's group. Lag is "
         "the number of weight updates between the weights that generated the text and the weights "
         "that trained on it. Version names the weights that generated it: restarts of the "
         "trainer, a dot, batches trained.",
-        Table(
-            [*task, *_SAMPLE_COLUMNS],
-            [_sample(sample, low, high, by_task=by_task) for sample in kept],
-        ),
+        Table(_SAMPLE_COLUMNS[first:], [_sample(each, low, high)[first:] for each in kept]),
     )
 
 
-def _sample(
-    sample: Mapping[str, Any], low: float, high: float, *, by_task: bool
-) -> list[str | tuple[str, float]]:
+def _sample(sample: Mapping[str, Any], low: float, high: float) -> list[str | tuple[str, float]]:
     """One row of the table; the badge's share is the reward between the lowest and the highest."""
     reward = reward_of(sample)
     share = (reward - low) / (high - low) if reward is not None and high > low else 0.0
-    return [
-        *([str(sample.get("task", "-"))] if by_task else []),
-        str(sample.get("step", "-")),
-        (_number(reward, ".3f"), round(share, 3)),
-        _number(sample.get("group_mean"), ".3f"),
-        str(sample.get("lag", "-")),
-        str(sample.get("version", "-")),
-        visible(str(sample.get("prompt", ""))),
-        visible(_response(sample)),
-    ]
+    task, step, lag, version = (str(sample.get(k, "-")) for k in ("task", "step", "lag", "version"))
+    badge = (_number(reward, ".3f"), round(share, 3))
+    mean = _number(sample.get("group_mean"), ".3f")
+    texts = (visible(text) for text in (str(sample.get("prompt", "")), _response(sample)))
+    return [task, step, badge, mean, lag, version, *texts]
 
 
 def _response(sample: Mapping[str, Any]) -> str:
