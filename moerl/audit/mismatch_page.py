@@ -13,8 +13,8 @@ from moerl.audit.attribution import CAUSES, VARIANTS
 from moerl.observe.charts import Chart, draw_bars
 from moerl.observe.page import Column, Figure, Page, PageSection, Table, figure, write_html
 
-MEASURES = {"k3": "k3, nats", "abs_dlogp_mean": "mean |d|, nats"}
 QUANTILES = ("5 %", "50 %", "95 %")  # of the margin of the k-th expert
+_SHARES = {"k3": "k3", "abs_dlogp_mean": "mean |d|"}  # bars: where each of them comes from
 _METRICS = (  # title, name, format
     ("k3", "k3", ".2e"),
     ("mean |d|", "abs_dlogp_mean", ".2e"),
@@ -38,31 +38,30 @@ _WORST = (
     "live router differs from the record at this token or before it."
 )
 _BARS = "Bars add up to the gap without replay; a negative one: this replay widens it."
+_BY_VARIANT = {name: name for name in VARIANTS}
+_STEP = "A seam, a cut prompt or a shifted row shows as a step."
 # fmt: off
-_AGREEMENT = Chart(
-    "Live router against the record, by layer", "share of tokens",
-    {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
-    scale="below_one", x="layer", x_label="layer", marks=True,
-    text="A difference changes what later layers and tokens read; on equal inputs only the first "
-    "of a chain counts.",
-)
-_MARGIN = Chart(
-    "Margin of the k-th expert, by layer", "router score", {name: name for name in QUANTILES},
-    scale="log", x="layer", x_label="layer", marks=True,
-    text="Quantiles of score k less score k + 1: near ties are where routes flip.",
-)
-_POSITION = tuple(
-    Chart(
-        f"{title} along the response", "nats", {name + suffix: name for name in VARIANTS},
-        scale="log", x_label="position in the response", marks=True,
-        text="A seam, a cut prompt or a shifted row shows as a step.",
-    )
-    for title, suffix in (("Mean |d|", ""), ("Largest |d|", "_max"))
-)
-_LAG = Chart(
-    "Mean |d| by age of the weights", "nats", {name: name for name in VARIANTS},
-    scale="log", x="lag", x_label="versions", marks=True,
-    text="Version lag against the newest weights in the records.",
+_CHARTS = (  # (rows of the findings, chart)
+    ("layers", Chart(
+        "Live router against the record, by layer", "share of tokens",
+        {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
+        scale="below_one", x="layer", x_label="layer", marks=True,
+        text="A difference changes what later layers and tokens read; on equal inputs only the "
+        "first of a chain counts.")),
+    ("layers", Chart(
+        "Margin of the k-th expert, by layer", "router score", {name: name for name in QUANTILES},
+        scale="log", x="layer", x_label="layer", marks=True,
+        text="Quantiles of score k less score k + 1: near ties are where routes flip.")),
+    ("position", Chart(
+        "Mean |d| along the response", "nats", _BY_VARIANT,
+        scale="log", x_label="position in the response", marks=True, text=_STEP)),
+    ("position", Chart(
+        "Largest |d| along the response", "nats", {name + "_max": name for name in VARIANTS},
+        scale="log", x_label="position in the response", marks=True, text=_STEP)),
+    ("lag", Chart(
+        "Mean |d| by age of the weights", "nats", _BY_VARIANT,
+        scale="log", x="lag", x_label="versions", marks=True,
+        text="Version lag against the newest weights in the records.")),
 )
 # fmt: on
 
@@ -103,26 +102,21 @@ def _variants(results: Mapping[str, Mapping[str, float]]) -> Table:
 
 def _figures(where: Mapping[str, Any]) -> list[Figure]:
     layers = [row | dict(zip(QUANTILES, row["margin"], strict=True)) for row in where["layers"]]
-    return [
-        *(_shares(measure, where["attribution"][measure]) for measure in MEASURES),
-        figure(_AGREEMENT, layers),
-        figure(_MARGIN, layers),
-        *(figure(chart, where["position"]) for chart in _POSITION),
-        _by_lag(where["lag"]),
-    ]
+    rows = {**where, "layers": layers}
+    bars = [_shares(label, where["attribution"][name]) for name, label in _SHARES.items()]
+    return bars + [_figure(kind, chart, rows[kind]) for kind, chart in _CHARTS]
 
 
-def _shares(measure: str, shares: Mapping[str, float]) -> Figure:
+def _shares(label: str, shares: Mapping[str, float]) -> Figure:
     """Each cause's share of one measure as a bar."""
-    unit = MEASURES[measure]
-    svg = draw_bars(measure, unit, {name: shares[name] for name in (*CAUSES, "interaction")})
-    return Figure(f"Where {unit.split(',')[0]} comes from", svg, _BARS)
+    causes = {name: shares[name] for name in (*CAUSES, "interaction")}
+    return Figure(f"Where {label} comes from", draw_bars(label, f"{label}, nats", causes), _BARS)
 
 
-def _by_lag(rows: list[dict[str, Any]]) -> Figure:
-    if len(rows) == 1:
-        return Figure(_LAG.title, None, f"Not drawn: all tokens have lag {rows[0]['lag']}.")
-    return figure(_LAG, rows)
+def _figure(kind: str, chart: Chart, rows: list[dict[str, Any]]) -> Figure:
+    if kind == "lag" and len(rows) == 1:
+        return Figure(chart.title, None, f"Not drawn: all tokens have lag {rows[0]['lag']}.")
+    return figure(chart, rows)
 
 
 def _worst(tokens: list[dict[str, Any]]) -> Table:

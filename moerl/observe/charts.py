@@ -1,43 +1,61 @@
-"""Charts of a page as inline SVG in the page's light or dark colours.
+"""Charts of a page as inline SVG: lines over the rows of a table, bars, a heatmap, a timeline.
 
-matplotlib draws with placeholder colours, and each placeholder is replaced by a CSS variable of the
-page.  Text stays text: searchable and small.  pyplot is not used: it is global state and picks a
-window backend where one is installed.  It has no JavaScript, so it opens without a network.
+The colours stand out on a light and on a dark page; the page's style sheet colours the text. Text
+stays text: searchable and small.  pyplot is not used: it is global state and picks a window backend
+where one is installed.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from moerl.observe.overlap import Interval
 
-INK, GRID = "#0a0001", "#0a0002"
-COLORS = ("#0a0011", "#0a0012", "#0a0013", "#0a0014", "#0a0015", "#0a0016")  # series, in order
-_CSS = {INK: "var(--ink)", GRID: "var(--grid)"} | {
-    color: f"var(--c{index})" for index, color in enumerate(COLORS, start=1)
-}
+COLORS = ("#3f83e8", "#dd7320", "#259f6c", "#9c66d6", "#b58a22", "#d65088")  # series, in order
+_LEVEL, _GRID = "#848c98", "#848c9838"
 MAX_POINTS = 400  # per line; longer runs are averaged in blocks
 MAX_CELLS = 64  # of one row of a heatmap
 CHART_INCHES = (5.2, 2.5)
 TIMELINE_INCHES = (10.4, 0.9)  # height without tracks
-_SPARSE = 0.5  # share of rows with a value; below it each value is marked
 LEGEND_CHARACTERS = 13  # per inch, in the legend's font
-
+_SPARSE = 0.5  # share of rows with a value; below it each value is marked
+_STYLE: dict[Any, Any] = {  # matplotlib types the keys as one long list of literals
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.parse_math": False,  # names come from trace files, and $ is not mathematics there
+    "axes.formatter.useoffset": False,  # "+1" above the axis would lie under the legend
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "xtick.bottom": False,  # labels without tick marks
+    "ytick.left": False,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.borderaxespad": 0.1,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1.4,
+}
 
 Scale = Literal["auto", "zero", "share", "below_one", "log"]  # of the vertical axis, see _scale
+_Line = tuple[str, str, np.ndarray]  # column, colour, points of (x, value, half width of the band)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +82,6 @@ class Chart:
     text: str = ""  # below the chart
 
 
-def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The chart as SVG; None without a value to draw (log scale: no positive value)."""
-    with _figure(CHART_INCHES) as (figure, axes):
-        drawn = [
-            name
-            for name, color in zip(chart.lines, COLORS, strict=False)
-            if _draw_line(axes, chart, name, color, rows)
-        ]
-        if not drawn:
-            return None
-        if chart.level is not None:
-            axes.axhline(chart.level, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6)
-        _scale(axes, chart.scale)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel(chart.x_label)
-        axes.set_ylabel(chart.unit)
-        if len(drawn) > 1 or drawn[0] in chart.bands:
-            _legend(axes)
-        return _svg(figure, chart.title)
-
-
-def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str | None:
-    """One bar per name as SVG; negative values go below the axis; None without a bar."""
-    if not bars:
-        return None
-    with _figure(CHART_INCHES) as (figure, axes):
-        colors = [COLORS[index % len(COLORS)] for index in range(len(bars))]
-        axes.bar(list(bars), list(bars.values()), color=colors, width=0.6)
-        axes.axhline(0.0, color=INK, linewidth=0.8)
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
-        axes.set_ylabel(y_label)
-        axes.grid(False, axis="x")
-        return _svg(figure, title)
-
-
 @dataclass(frozen=True, slots=True)
 class Heatmap:
     """Cells in shades of one colour: `values[y][x]`, the darkest at `top` and above."""
@@ -113,35 +96,52 @@ class Heatmap:
     top: float
 
 
-def draw_heatmap(chart: Heatmap) -> str | None:
-    """The cells as SVG, wide rows averaged in blocks; None without a cell.
+def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The chart as SVG; None without a value to draw (log scale: no positive value)."""
+    lines = [
+        (name, color, np.array(points, float))
+        for name, color in zip(chart.lines, COLORS, strict=False)
+        if (points := _points(chart, name, rows))
+    ]
+    if not lines:
+        return None
+    return _svg(chart.title, CHART_INCHES, partial(_draw_lines, chart, lines, len(rows)))
 
-    Vector cells: the page loads no images, not even its own.
-    """
+
+def draw_bars(title: str, y_label: str, bars: Mapping[str, float]) -> str:
+    """One bar per name as SVG; negative values go below the axis."""
+
+    def draw(axes: Axes) -> None:
+        axes.bar(list(bars), list(bars.values()), color=COLORS, width=0.6)
+        axes.axhline(0.0, color=_LEVEL, linewidth=0.8)
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.set_ylabel(y_label)
+        axes.grid(False, axis="x")
+
+    return _svg(title, CHART_INCHES, draw)
+
+
+def draw_heatmap(chart: Heatmap) -> str | None:
+    """The cells as SVG paths, wide rows averaged in blocks; None without a cell."""
     if not chart.values or not chart.x:
         return None
     cells = np.array([_blocks(np.array(row, float), np.mean, MAX_CELLS) for row in chart.values])
-    shades = np.clip((cells - chart.bottom) / (chart.top - chart.bottom or 1.0), 0.0, 1.0)
-    width, height = TIMELINE_INCHES[0], 1.2 + 0.16 * min(len(cells), 24)
-    with _figure((width, height)) as (figure, axes):
-        for at, row in enumerate(shades):
-            for place, shade in enumerate(row):
-                box = (place - 0.5, at - 0.5)
-                axes.add_patch(Rectangle(box, 1, 1, color=COLORS[0], alpha=shade, linewidth=0))
-        axes.set_xlim(-0.5, len(shades[0]) - 0.5)
-        axes.set_ylim(len(shades) - 0.5, -0.5)
-        _number(axes.set_xticks, chart.x, len(shades[0]))
-        _number(axes.set_yticks, chart.y, len(shades))
-        axes.set_xlabel(chart.x_label)
-        axes.set_ylabel(chart.y_label)
+    colors = LinearSegmentedColormap.from_list("", [COLORS[0] + "00", COLORS[0]])
+
+    def draw(axes: Axes) -> None:
+        axes.pcolormesh(cells, cmap=colors, vmin=chart.bottom, vmax=chart.top)
+        axes.invert_yaxis()
+        for ticks, numbers, length in zip(
+            (axes.set_yticks, axes.set_xticks), (chart.y, chart.x), cells.shape, strict=True
+        ):
+            # At most ten labels; a cell may stand for several numbers.
+            places = sorted({round(at) for at in np.linspace(0, length - 1, min(length, 10))})
+            labels = [str(numbers[place * len(numbers) // length]) for place in places]
+            ticks([place + 0.5 for place in places], labels)
+        axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
         axes.grid(False)
-        return _svg(figure, chart.title)
 
-
-def _number(ticks: Callable[..., object], numbers: Sequence[int], cells: int) -> None:
-    """Label at most ten cells; a cell may stand for several numbers."""
-    places = sorted({round(at) for at in np.linspace(0, cells - 1, min(cells, 10))})
-    ticks(places, [str(numbers[place * len(numbers) // cells]) for place in places])
+    return _svg(chart.title, (TIMELINE_INCHES[0], 1.2 + 0.16 * min(len(cells), 24)), draw)
 
 
 def draw_timeline(
@@ -156,8 +156,8 @@ def draw_timeline(
         return None
     kinds = sorted({kind for _, kind in bars})
     colors = {kind: COLORS[index % len(COLORS)] for index, kind in enumerate(kinds)}
-    width, base = TIMELINE_INCHES
-    with _figure((width, base + 0.42 * len(tracks))) as (figure, axes):
+
+    def draw(axes: Axes) -> None:
         for (track, kind), intervals in bars.items():
             spans = [(start, end - start) for start, end in intervals]
             height = (tracks.index(track) - 0.36, 0.72)
@@ -165,41 +165,46 @@ def draw_timeline(
         for kind, color in colors.items():
             axes.barh(0, 0, color=color, label=kind)
         axes.set_yticks(range(len(tracks)), tracks)
-        axes.set_ylim(len(tracks) - 0.4, -0.6)
-        axes.set_xlim(0.0, window_s)
+        axes.set(ylim=(len(tracks) - 0.4, -0.6), xlim=(0.0, window_s))
         axes.set_xlabel("seconds from the start of this window")
         axes.grid(False, axis="y")
         _legend(axes)
-        return _svg(figure, "timeline")
+
+    width, base = TIMELINE_INCHES
+    return _svg("timeline", (width, base + 0.42 * len(tracks)), draw)
 
 
-def _draw_line(
-    axes: Axes, chart: Chart, name: str, color: str, rows: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Draw one line; False without a value."""
-    log, band = chart.scale == "log", chart.bands.get(name, "")
-    points = [
-        (row[chart.x], row[name], row.get(band, 0.0))
+def _points(
+    chart: Chart, name: str, rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[float, float, float]]:
+    return [
+        (row[chart.x], row[name], row.get(chart.bands.get(name, ""), 0.0))
         for row in rows
-        if name in row and (not log or row[name] > 0)
+        if name in row and (chart.scale != "log" or row[name] > 0)
     ]
-    if not points:
-        return False
-    pick = np.max if name.endswith("_max") else np.mean
-    x, values, bands = (_blocks(column, pick) for column in np.array(points, float).T)
-    shown = values
-    if chart.smooth and len(values) >= 20:
-        axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
-        shown = _moving_mean(values, max(3, len(values) // 20))
-    if band and any(band in row for row in rows):
-        half = bands * chart.band_scale
-        # on decades as far below as above: value - deviation may be 0 or less
-        low = shown**2 / (shown + half) if log else shown - half
-        axes.fill_between(x, low, shown + half, color=color, alpha=0.16, linewidth=0)
-    marks = chart.marks or len(points) < _SPARSE * len(rows) or len(x) == 1
-    marker, label = "o" if marks else "", chart.lines[name]
-    axes.plot(x, shown, color=color, linewidth=1.7, label=label, marker=marker, ms=4)
-    return True
+
+
+def _draw_lines(chart: Chart, lines: Sequence[_Line], num_rows: int, axes: Axes) -> None:
+    for name, color, points in lines:
+        pick = np.max if name.endswith("_max") else np.mean
+        x, values, half = (_blocks(column, pick) for column in points.T)
+        if chart.smooth and len(values) >= 20:
+            axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
+            values = _moving_mean(values, max(3, len(values) // 20))
+        if half.any():
+            half = half * chart.band_scale
+            # on decades as far below as above: value - deviation may be 0 or less
+            low = values**2 / (values + half) if chart.scale == "log" else values - half
+            axes.fill_between(x, low, values + half, color=color, alpha=0.16, linewidth=0)
+        marks = chart.marks or len(points) < _SPARSE * num_rows or len(x) == 1
+        axes.plot(x, values, "o-" if marks else "-", color=color, label=chart.lines[name])
+    if chart.level is not None:
+        axes.axhline(chart.level, color=_LEVEL, linewidth=0.8, linestyle=(0, (2, 2)))
+    _scale(axes, chart.scale)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set(xlabel=chart.x_label, ylabel=chart.unit)
+    if len(lines) > 1 or lines[0][0] in chart.bands:
+        _legend(axes)
 
 
 def _scale(axes: Axes, scale: Scale) -> None:
@@ -211,17 +216,13 @@ def _scale(axes: Axes, scale: Scale) -> None:
     elif scale == "below_one":
         axes.set_ylim(top=1.0 + 0.03 * (1.0 - axes.get_ylim()[0]))
     elif scale == "log":
-        _log_axis(axes)
-
-
-def _log_axis(axes: Axes) -> None:
-    """Ticks at powers of ten, or at 1-2-5 where fewer than two powers are in view."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    steps = (1.0,) if high / low > 100.0 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        # ticks at powers of ten, or at 1-2-5 where fewer than two powers are in view
+        steps = (1.0,) if high / low > 100.0 else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tick(value: float, position: int | None = None) -> str:
@@ -240,76 +241,32 @@ def _blocks(
 
 def _moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     """Centred mean over `width` values, over fewer at both ends."""
-    window = np.ones(width)
-    counts = np.convolve(np.ones(len(values)), window, mode="same")
-    return np.convolve(values, window, mode="same") / counts
+    sums, counts = (np.convolve(v, np.ones(width), "same") for v in (values, np.ones(len(values))))
+    return sums / counts
 
 
-def _track_order(track: str) -> tuple[int, list[tuple[int, str]]]:
+def _track_order(track: str) -> tuple[bool, bool, bool, str]:
     """Sort key: engines, trainers, reference models, then others; engine2 before engine10."""
-    first = ("engine", "trainer", "ref_models")
-    group = next((i for i, head in enumerate(first) if track.startswith(head)), len(first))
-    parts = re.findall(r"\d+|\D+", track)
-    return group, [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    engine, trainer, ref_models = map(track.startswith, ("engine", "trainer", "ref_models"))
+    padded = re.sub(r"\d+", lambda digits: digits[0].zfill(9), track)
+    return not engine, not trainer, not ref_models, padded
 
 
 def _legend(axes: Axes) -> None:
     """Put the legend above the axes, in as many columns as the longest label allows."""
     widest = max(len(label) for label in axes.get_legend_handles_labels()[1])
     inches = float(axes.figure.get_figwidth())  # type: ignore[union-attr]
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=max(1, int(inches * LEGEND_CHARACTERS / (widest + 5))),  # 5: handle and gap
-        frameon=False,
-        borderaxespad=0.1,
-        handlelength=1.2,
-        columnspacing=1.4,
-        fontsize=8.5,
-    )
+    columns = max(1, int(inches * LEGEND_CHARACTERS / (widest + 5)))  # 5: handle and gap
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns)
 
 
-@contextmanager
-def _figure(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
-    style: Any = {  # matplotlib types the keys as one long list of literals
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 9.0,
-        "axes.formatter.useoffset": False,  # "+1" above the axis would lie under the legend
-        "text.parse_math": False,  # names come from trace files, and $ is not mathematics there
-        "text.color": INK,
-        "axes.edgecolor": GRID,
-        "axes.labelcolor": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "xtick.major.size": 0.0,
-        "ytick.major.size": 0.0,
-        "xtick.minor.size": 0.0,
-        "ytick.minor.size": 0.0,
-    }
-    with matplotlib.rc_context(style):
+def _svg(title: str, inches: tuple[float, float], draw: Callable[[Axes], None]) -> str:
+    """The SVG element of a drawing; the title keeps the ids of clip paths of two charts apart."""
+    out = io.StringIO()
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
         figure = Figure(figsize=inches, layout="constrained")
-        FigureCanvasSVG(figure)
-        yield figure, figure.add_subplot()
-
-
-def _svg(figure: Figure, title: str) -> str:
-    """SVG element without a fixed size, in the colours of the page."""
-    buffer = io.StringIO()
-    # The salt keeps the ids of clip paths of two charts apart.
-    with matplotlib.rc_context({"svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for color, variable in _CSS.items():
-        svg = svg.replace(color, variable)
-    return re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
+        draw(figure.add_subplot())
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=no_metadata)
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :]

@@ -45,8 +45,6 @@ class _Turn(msgspec.Struct):
 
 
 class _GraphTurn(msgspec.Struct):
-    """As `moerl.controller.shown_turns` writes it."""
-
     name: str = "-"
     parent: str = ""
     role: str = "-"
@@ -63,31 +61,37 @@ class _GraphTurn(msgspec.Struct):
         return "; ".join(filter(None, [f"{self.name} {self.role}", parent, of, tokens, why]))
 
 
+def spread(items: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` of the items, evenly spread from the first to the last."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def reward_of(sample: Mapping[str, Any]) -> float | None:
+    """The reward of a sample; None where it is not a number."""
+    reward = sample.get("reward")
+    return float(reward) if isinstance(reward, int | float) else None
+
+
 def episode_section(samples: Sequence[Any]) -> list[PageSection]:
     """A section with sampled episodes of several turns; [] without any."""
-    found = [(sample, turns) for sample in samples if (turns := _turns(sample))]
-    if not any(len(turns) > 1 or len(_graph(sample)) > 1 for sample, turns in found):
+    read = [
+        (sample, _read(sample, "turns", _Turn), _read(sample, "graph", _GraphTurn))
+        for sample in samples
+    ]
+    found = [each for each in read if each[1]]
+    if not any(len(turns) > 1 or len(graph) > 1 for _, turns, graph in found):
         return []
-    if len(found) > MAX_EPISODES:
-        last = len(found) - 1
-        found = [found[round(i * last / (MAX_EPISODES - 1))] for i in range(MAX_EPISODES)]
     return [
         PageSection(
             "Episodes",
             "Sampled tokens have a coloured edge, one colour for each version of the weights, and "
             "are trained. All other text is context and is not trained. Each token is shown once: "
             "a row that continues another begins where the two differ.",
-            transcripts=[_transcript(sample, turns) for sample, turns in found],
+            transcripts=[_transcript(*each) for each in spread(found, MAX_EPISODES)],
         )
     ]
-
-
-def _turns(sample: Any) -> list[_Turn]:
-    return _read(sample, "turns", _Turn)
-
-
-def _graph(sample: Any) -> list[_GraphTurn]:
-    return _read(sample, "graph", _GraphTurn)
 
 
 def _read(sample: Any, field: str, kind: type[T]) -> list[T]:
@@ -98,22 +102,25 @@ def _read(sample: Any, field: str, kind: type[T]) -> list[T]:
         return []
 
 
-def _transcript(sample: Mapping[str, Any], turns: Sequence[_Turn]) -> Transcript:
-    versions = list(dict.fromkeys(piece.version for turn in turns for piece in turn.pieces))
-    sampled = sum(piece.tokens for turn in turns for piece in turn.pieces)
+def _transcript(
+    sample: Mapping[str, Any], turns: Sequence[_Turn], graph: Sequence[_GraphTurn]
+) -> Transcript:
+    pieces = [piece for turn in turns for piece in turn.pieces]
+    versions = list(dict.fromkeys(piece.version for piece in pieces))
     context = sum(turn.context_tokens for turn in turns)
     rows = len({turn.row for turn in turns})
-    reward = sample.get("reward")
-    shown = f"{reward:.3f}" if isinstance(reward, int | float) else "-"
+    reward = reward_of(sample)
+    shown = "-" if reward is None else f"{reward:.3f}"
     title = f"step {sample.get('step', '-')}, episode {sample.get('episode', '-')}: reward {shown}"
     note = (
-        f"{len(turns)} turns in {rows} {'row' if rows == 1 else 'rows'}; {sampled} tokens trained, "
-        f"{context} of context; lag {sample.get('lag', '-')}"
+        f"{len(turns)} turns in {rows} {'row' if rows == 1 else 'rows'}; "
+        f"{sum(piece.tokens for piece in pieces)} tokens trained, {context} of context; "
+        f"lag {sample.get('lag', '-')}"
     )
-    passages = [part for number in range(len(turns)) for part in _passages(turns, number, versions)]
-    graph = "\n".join(turn.line() for turn in _graph(sample))
-    if graph:
-        passages.insert(0, Passage("all turns that were asked for", visible(graph)))
+    asked = "\n".join(turn.line() for turn in graph)
+    passages = [Passage("all turns that were asked for", visible(asked))] if asked else []
+    for number in range(len(turns)):
+        passages += _passages(turns, number, versions)
     return Transcript(visible(title), visible(note), passages)
 
 
@@ -122,24 +129,18 @@ def _passages(turns: Sequence[_Turn], number: int, versions: Sequence[str]) -> I
     begins = number == 0 or turns[number - 1].row != turn.row
     head = f"context, {turn.context_tokens} tokens, not trained"
     if begins and turn.row:
-        head = f"{_row_begins(turn)}; {head}"
+        shared = "begins"
+        if turn.continues is not None:
+            shared = f"has the first {turn.shared_tokens} tokens of row {turn.continues + 1}"
+        head = f"row {turn.row + 1} {shared}; {head}"
     if turn.context or begins:
         yield Passage(visible(head), visible(turn.context))
-    why = _REASONS.get(turn.origin, "")
     for place, piece in enumerate(turn.pieces):
-        label = f"turn {number + 1}, version {piece.version}, {piece.tokens} tokens, trained"
         notes = [
-            "after an update of the weights" if place else why,
+            f"turn {number + 1}, version {piece.version}, {piece.tokens} tokens, trained",
+            "after an update of the weights" if place else _REASONS.get(turn.origin, ""),
             "on the KV cache of older weights" if piece.kept_kv else "",
             f"ended: {turn.finish}" if piece is turn.pieces[-1] else "",
         ]
-        label = "; ".join([label, *filter(None, notes)])
         colour = versions.index(piece.version) % len(COLORS) + 1
-        yield Passage(visible(label), visible(piece.text), colour)
-
-
-def _row_begins(turn: _Turn) -> str:
-    if turn.continues is None:
-        return f"row {turn.row + 1} begins"
-    shared = f"has the first {turn.shared_tokens} tokens of row {turn.continues + 1}"
-    return f"row {turn.row + 1} {shared}"
+        yield Passage(visible("; ".join(filter(None, notes))), visible(piece.text), colour)

@@ -1,8 +1,8 @@
 """The page of a report: one self-contained HTML file with stat cards, charts and tables.
 
 The page has no script and loads nothing, so it opens without a network.  Text is escaped; only the
-SVG of `Figure` is inserted as markup, and only `moerl.observe.charts` draws it.  Colours are CSS
-variables with a light and a dark set.
+SVG of `Figure` is inserted as markup, and only `moerl.observe.charts` draws it.  The page is light
+or dark as the browser asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jinja2 import Environment
 
 from moerl.core.atomic import atomic_write
-from moerl.observe.charts import Chart, draw_chart
+from moerl.observe.charts import COLORS, Chart, Heatmap, draw_chart, draw_heatmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,46 +110,33 @@ def visible(text: str) -> str:
 def write_html(path: Path, page: Page) -> Path:
     """Write the page as one HTML file and return its path."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    html = environment.from_string(_SKELETON).render(page=page)
+    html = environment.from_string(_SKELETON).render(page=page, colors=COLORS)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = html.encode("utf-8", "replace")  # model output may hold lone surrogates
     atomic_write(path, data, mode=0o600)  # prompts and answers
     return path
 
 
-def figure(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> Figure:
+def figure(chart: Chart | Heatmap, rows: Sequence[Mapping[str, Any]] = ()) -> Figure:
     """The chart over these rows, or a note that they have no value for it."""
-    svg = draw_chart(chart, rows)
-    names = ", ".join(chart.lines)
+    if isinstance(chart, Heatmap):
+        return Figure(chart.title, draw_heatmap(chart), wide=True)
+    svg, names = draw_chart(chart, rows), ", ".join(chart.lines)
     text = chart.text if svg else f"Not drawn: there is no value of {names} to draw."
     return Figure(chart.title, svg, text)
 
 
 _SKELETON = """\
-{% macro table(table) %}
-<div class="card table"><div class="scroll"><table>
-<thead><tr>
-{% for column in table.columns %}
-<th{% if column.kind in ("number", "badge") %} class="number"{% endif %}>{{ column.title }}</th>
-{% endfor %}
-</tr></thead><tbody>
-{% for row in table.rows %}
-<tr>
-{% for cell in row %}
-{% set column = table.columns[loop.index0] %}
+{% macro cell(column, value) %}
 {% if column.kind == "badge" %}
 <td class="number" data-label="{{ column.title }}">
-<span class="badge" style="--share: {{ cell[1] }}">{{ cell[0] }}</span></td>
+<span class="badge" style="--share: {{ value[1] }}">{{ value[0] }}</span></td>
 {% elif column.kind == "long" %}
-<td class="text-cell" data-label="{{ column.title }}"><div class="text">{{ cell }}</div></td>
+<td class="text-cell" data-label="{{ column.title }}"><div class="text">{{ value }}</div></td>
 {% else %}
 <td{% if column.kind == "number" %} class="number"{% endif %} data-label="{{ column.title }}">
-{{ cell }}</td>
+{{ value }}</td>
 {% endif %}
-{% endfor %}
-</tr>
-{% endfor %}
-</tbody></table></div></div>
 {% endmacro %}
 <!doctype html>
 <html lang="en">
@@ -159,84 +146,70 @@ _SKELETON = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{{ page.name }} - {{ page.kind }}</title>
 <style>
-:root {
-  color-scheme: light dark;
+:root { color-scheme: light dark;
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  --page: #f6f7f9; --card: #ffffff; --line: #e1e4e9; --ink: #454c57; --strong: #14171c;
-  --grid: #e4e7ec; --good: #1a7f4b; --bad: #c0362c;
-  --c1: #2463c9; --c2: #d9660a; --c3: #16895a; --c4: #8b4fc4; --c5: #b3841a; --c6: #c43d78;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #0f1216; --card: #171b21; --line: #2a3039; --ink: #a9b2bf; --strong: #f0f3f7;
-    --grid: #2a3039; --good: #4cc38a; --bad: #ff7b6e;
-    --c1: #6ea8ff; --c2: #ff9d4d; --c3: #4cc38a; --c4: #c59bf5; --c5: #e3bd5b; --c6: #f285b0;
-  }
+  --mono: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  --page: light-dark(#f6f7f9, #0f1216); --card: light-dark(#ffffff, #171b21);
+  --line: light-dark(#e1e4e9, #2a3039); --ink: light-dark(#454c57, #a9b2bf);
+  --strong: light-dark(#14171c, #f0f3f7); --good: light-dark(#1a7f4b, #4cc38a);
+  --bad: light-dark(#c0362c, #ff7b6e);
+{% for color in colors %}
+  --c{{ loop.index }}: {{ color }};
+{% endfor %}
 }
 * { box-sizing: border-box; }
 body, figure { margin: 0; }
 body { background: var(--page); color: var(--ink); font: 15px/1.5 var(--font); }
 main { max-width: 1120px; margin: 0 auto; padding: 28px 16px 56px; }
-h1 { margin: 0; font-size: 26px; line-height: 1.25; color: var(--strong);
-  overflow-wrap: anywhere; }
-h2 { margin: 36px 0 4px; font-size: 18px; color: var(--strong); }
-h3 { margin: 0 0 6px; font-size: 14px; font-weight: 600; color: var(--strong); }
+h1, h2, h3, th, summary, .value, .sampled .text, td .text, .badge { color: var(--strong); }
+h1 { margin: 0; font-size: 26px; line-height: 1.25; overflow-wrap: anywhere; }
+h2 { margin: 36px 0 4px; font-size: 18px; }
+h3 { margin: 0 0 6px; font-size: 14px; }
+h3, th, summary { font-weight: 600; }
 p { margin: 4px 0 12px; max-width: 76ch; }
 .eyebrow { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
-.state { display: inline-block; margin: 8px 0 0; padding: 2px 10px; border-radius: 99px;
+.label, .note, footer, td::before { font-size: 12.5px; }
+.state { display: inline-block; margin-top: 8px; padding: 2px 10px; border-radius: 99px;
   border: 1px solid currentColor; font-size: 13px; font-weight: 600; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-.cards, .charts { display: grid; gap: 12px; }
-.cards { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)); margin-top: 20px; }
+.good { color: var(--good); } .bad, .bad .value { color: var(--bad); }
+.cards, .charts { display: grid; gap: 12px; margin-top: 12px; }
+.cards { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)); }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
 .charts .wide { grid-column: 1 / -1; }
-.table + .charts { margin-top: 12px; }
-.stat, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.stat { padding: 12px 14px; }
+.stat, .card { padding: 14px; min-width: 0; background: var(--card); break-inside: avoid;
+  border: 1px solid var(--line); border-radius: 10px; }
 .stat.wide { grid-column: span 2; }
-.stat .label { font-size: 12.5px; }
-.stat .value { font-size: 23px; line-height: 1.3; font-weight: 650; color: var(--strong);
-  font-variant-numeric: tabular-nums; }
-.stat.bad .value { color: var(--bad); }
-.stat .note { font-size: 12.5px; }
-.card { padding: 14px; min-width: 0; }
-.card svg { display: block; width: 100%; height: auto; }
+.value { font-size: 23px; line-height: 1.3; font-weight: 650; }
+.value, .number { font-variant-numeric: tabular-nums; }
 .card p { margin: 6px 0 0; font-size: 13px; }
-.missing { display: flex; flex-direction: column; justify-content: center; border-style: dashed; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--ink) !important; font-family: var(--font) !important; }
+.missing { align-content: center; border-style: dashed; }
 .scroll { overflow-x: auto; }
 .scroll svg { min-width: 720px; }
 table { width: 100%; min-width: 640px; border-collapse: collapse; font-size: 13.5px; }
-th { text-align: left; font-weight: 600; color: var(--strong); }
-th, td { padding: 7px 14px 7px 0; vertical-align: top; border-bottom: 1px solid var(--line); }
-tr:last-child td { border-bottom: 0; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text-cell { min-width: 8em; }
+th, td { padding: 7px 14px 7px 0; text-align: left; vertical-align: top; }
+tbody tr { border-top: 1px solid var(--line); }
+td.number, th.number { text-align: right; white-space: nowrap; }
+.text-cell { min-width: 8em; }
 .transcript { margin-top: 12px; }
-.passage { margin-top: 10px; padding-left: 10px; border-left: 4px solid var(--line); }
-.passage.sampled { border-left-color: var(--edge); }
-.passage .label { font-size: 12px; }
-.passage .text { max-height: 24em; color: var(--ink); }
-.passage.sampled .text { color: var(--strong); }
-td .text { max-height: 9.5em; color: var(--strong); }
-.text { overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.badge { display: inline-block; min-width: 3.6em; padding: 0 7px; border-radius: 6px;
-  text-align: center; color: var(--strong);
+.passage { margin-top: 10px; padding-left: 10px; border-left: 4px solid var(--edge, var(--line)); }
+.text { max-height: 24em; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+td .text { max-height: 9.5em; }
+.text, pre { font: var(--mono); }
+.badge { display: inline-block; min-width: 3.6em; border-radius: 6px; text-align: center;
   background: color-mix(in srgb, var(--c3) calc(var(--share) * 55%), var(--page)); }
 @media (max-width: 640px) {
   table { min-width: 0; } thead { display: none; }
-  tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 10px 0;
-    border-bottom: 1px solid var(--line); }
-  tr:last-child { border-bottom: 0; }
-  td, tr:last-child td { padding: 0; border: 0; }
-  td::before { content: attr(data-label) " "; font-size: 12px; }
-  td.text-cell { flex-basis: 100%; min-width: 0; }
+  tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding: 10px 0; }
+  td { padding: 0; }
+  td::before { content: attr(data-label) " "; }
+  .text-cell { flex-basis: 100%; }
 }
-details summary { cursor: pointer; font-weight: 600; color: var(--strong); }
-pre { margin: 10px 0 0; overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo,
-  Consolas, monospace; }
-footer { margin-top: 36px; font-size: 12.5px; }
-@media print { body { background: #fff; } .stat, .card { break-inside: avoid; } }
+summary { cursor: pointer; }
+pre { margin: 10px 0 0; overflow-x: auto; }
+footer { margin-top: 36px; }
+@media print { :root { color-scheme: light; } }
 </style>
 </head>
 <body>
@@ -257,7 +230,7 @@ footer { margin-top: 36px; font-size: 12.5px; }
   <div class="stat{{ ' wide' if card.wide }}{{ ' bad' if card.bad }}">
     <div class="label">{{ card.label }}</div>
     <div class="value">{{ card.value }}</div>
-    {% if card.note %}<div class="note">{{ card.note }}</div>{% endif %}
+    <div class="note">{{ card.note }}</div>
   </div>
 {% endfor %}
 </section>
@@ -265,7 +238,23 @@ footer { margin-top: 36px; font-size: 12.5px; }
 {% for section in page.sections %}
 <h2>{{ section.title }}</h2>
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
-{% if section.table %}{{ table(section.table) }}{% endif %}
+{% if section.table %}
+<div class="card scroll"><table>
+<thead><tr>
+{% for column in section.table.columns %}
+<th{% if column.kind in ("number", "badge") %} class="number"{% endif %}>{{ column.title }}</th>
+{% endfor %}
+</tr></thead>
+<tbody>
+{% for row in section.table.rows %}
+<tr>
+{% for value in row %}
+{{ cell(section.table.columns[loop.index0], value) }}
+{%- endfor %}
+</tr>
+{% endfor %}
+</tbody></table></div>
+{% endif %}
 {% for episode in section.transcripts %}
 <div class="card transcript"><details{{ ' open' if loop.first }}>
 <summary>{{ episode.title }}</summary><p>{{ episode.note }}</p>
@@ -280,17 +269,14 @@ footer { margin-top: 36px; font-size: 12.5px; }
 {% if section.figures %}
 <div class="charts">
 {% for figure in section.figures %}
-  {% if figure.svg %}
-  <figure class="card{{ ' wide' if figure.wide }}" role="img" aria-label="{{ figure.title }}">
+  <figure class="card{{ ' wide' if figure.wide }}{{ ' missing' if not figure.svg }}"
+{%- if figure.svg %} role="img" aria-label="{{ figure.title }}"{% endif %}>
     <h3>{{ figure.title }}</h3>
+    {% if figure.svg %}
     <div{% if figure.wide %} class="scroll"{% endif %}>{{ figure.svg | safe }}</div>
+    {% endif %}
     {% if figure.text %}<p>{{ figure.text }}</p>{% endif %}
   </figure>
-  {% else %}
-  <div class="card missing{{ ' wide' if figure.wide }}">
-    <h3>{{ figure.title }}</h3><p>{{ figure.text }}</p>
-  </div>
-  {% endif %}
 {% endfor %}
 </div>
 {% endif %}

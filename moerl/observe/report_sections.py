@@ -3,121 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from moerl.observe.charts import COLORS, Chart, Heatmap
 from moerl.observe.metrics import Row
+from moerl.observe.page import PageSection, figure
 
-LEARNING, ROUTERS = "Learning", "Routers"  # sections with charts of a run besides
+_LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    text: str
-    charts: tuple[Chart, ...]
-
-
 # fmt: off
-SECTIONS = (
-    Section(
-        LEARNING,
+_SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
+    _LEARNING: (
         "Raw reward of the rollouts that each step trained on: thin line per step, thick line a "
         "moving mean. Held-out prompts are never trained on; one version answers all of them. A "
-        "group is the answers to one prompt: equal rewards in a group carry no signal.",
-        (
-            Chart("Reward", "reward", {"reward/mean": "mean \u00b1 standard deviation"},
-                  bands={"reward/mean": "reward/std"}, smooth=True),
-            Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
-                  bands={"eval/reward_mean": "eval/reward_se"}),
-            Chart("Response length", "tokens", {"sample/length_mean": "mean"}, scale="zero"),
-            Chart("Groups without signal, answers cut off", "share",
-                  {"reward/zero_var_frac": "all rewards equal",
-                   "sample/truncated_frac": "hit the length limit"}, scale="share"),
-            Chart("Gradient norm", "L2, before clipping", {"loss/grad_norm": "norm"}),
-        ),
-    ),
-    Section(
-        "Mismatch between trainer and engine",
+        "group is the answers to one prompt: equal rewards in a group carry no signal.", [
+        Chart("Reward", "reward", {"reward/mean": "mean \u00b1 standard deviation"},
+              bands={"reward/mean": "reward/std"}, smooth=True),
+        Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
+              bands={"eval/reward_mean": "eval/reward_se"}),
+        Chart("Response length", "tokens", {"sample/length_mean": "mean"}, scale="zero"),
+        Chart("Groups without signal, answers cut off", "share",
+              {"reward/zero_var_frac": "all rewards equal",
+               "sample/truncated_frac": "hit the length limit"}, scale="share"),
+        Chart("Gradient norm", "L2, before clipping", {"loss/grad_norm": "norm"}),
+    ]),
+    "Mismatch between trainer and engine": (
         "Trainer log-probability against the one that the engine recorded when it sampled the "
         "token, over all tokens of the step, including those of older weights. At lag 0 with both "
         "replays only rounding remains, except in rollouts that an update interrupted. k3 "
         "estimates the KL divergence. The ratio is trainer over engine probability; its mean is 1 "
-        "when the records are complete.",
-        (
-            Chart("k3 divergence", "nats", {"mismatch/k3": "k3"}, scale="log"),
-            Chart("Absolute log-probability difference", "nats",
-                  {"mismatch/abs_dlogp_max": "max", "mismatch/abs_dlogp_mean": "mean"},
-                  scale="log"),
-            Chart("Mean importance ratio", "ratio",
-                  {"mismatch/ratio_mean": "mean \u00b1 4 standard errors"},
-                  bands={"mismatch/ratio_mean": "mismatch/ratio_se"}, band_scale=4.0, level=1.0),
-            Chart("Replay coverage", "share of tokens",
-                  {"routing/replay_cover_frac": "routing", "keep/cover_frac": "sampling mask"},
-                  scale="share"),
-        ),
-    ),
-    Section(
-        ROUTERS,
+        "when the records are complete.", [
+        Chart("k3 divergence", "nats", {"mismatch/k3": "k3"}, scale="log"),
+        Chart("Absolute log-probability difference", "nats",
+              {"mismatch/abs_dlogp_max": "max", "mismatch/abs_dlogp_mean": "mean"},
+              scale="log"),
+        Chart("Mean importance ratio", "ratio",
+              {"mismatch/ratio_mean": "mean \u00b1 4 standard errors"},
+              bands={"mismatch/ratio_mean": "mismatch/ratio_se"}, band_scale=4.0, level=1.0),
+        Chart("Replay coverage", "share of tokens",
+              {"routing/replay_cover_frac": "routing", "keep/cover_frac": "sampling mask"},
+              scale="share"),
+    ]),
+    _ROUTERS: (
         "How evenly the tokens of a step use the experts, as recorded: entropy of their shares in "
         "each layer, 1 when all get as many; the busiest expert over the mean, 1 when even; "
         "experts without a token. The shades below show each layer: the share of pairs in which "
         "the trainer's own router picks the recorded experts, by step (probed steps), and the "
-        "load of each expert in the last of them.",
-        (
-            Chart("Entropy of the load", "share of log(experts)",
-                  {"routing/load_entropy_frac_mean": "mean of the layers",
-                   "routing/load_entropy_frac_min": "least even layer"}, scale="share"),
-            Chart("Busiest expert", "times the mean load",
-                  {"routing/load_max_over_mean": "in the worst layer"}, scale="zero"),
-            Chart("Experts without a token", "experts", {"routing/dead_experts": "all layers"},
-                  scale="zero"),
-            Chart("Live router and record agree", "share of pairs",
-                  {"probe/live_agree_frac": "all layers"}, scale="share"),
-        ),
-    ),
-    Section(
-        "Asynchrony",
+        "load of each expert in the last of them.", [
+        Chart("Entropy of the load", "share of log(experts)",
+              {"routing/load_entropy_frac_mean": "mean of the layers",
+               "routing/load_entropy_frac_min": "least even layer"}, scale="share"),
+        Chart("Busiest expert", "times the mean load",
+              {"routing/load_max_over_mean": "in the worst layer"}, scale="zero"),
+        Chart("Experts without a token", "experts", {"routing/dead_experts": "all layers"},
+              scale="zero"),
+        Chart("Live router and record agree", "share of pairs",
+              {"probe/live_agree_frac": "all layers"}, scale="share"),
+    ]),
+    "Asynchrony": (
         "Engines generate while the trainer works. The lag of a token is the number of versions "
         "between the weights that sampled it and the weights that train on it. A weight update "
-        "aborts running requests; they are sent again, with their tokens so far prefilled.",
-        (
-            Chart("Version lag", "versions", {"async/lag_max": "max", "async/lag_mean": "mean"},
-                  scale="zero"),
-            Chart("Throughput", "tokens/s",
-                  {"perf/rollout_tokens_per_s": "engine, generated",
-                   "perf/train_tokens_per_s": "trainer"}, scale="zero"),
-            Chart("Idle", "share of time",
-                  {"async/engine_idle_frac": "engine",
-                   "async/trainer_wait_frac": "trainer, waiting for a batch"}, scale="share"),
-            Chart("Tokens by lag", "share of tokens",
-                  {"async/lag_frac/lag_0": "0", "async/lag_frac/lag_1": "1",
-                   "async/lag_frac/lag_2_3": "2-3", "async/lag_frac/lag_4_7": "4-7",
-                   "async/lag_frac/lag_8": "8+"}, scale="share"),
-            Chart("Buffer depth", "groups", {"async/buffer_depth": "groups"}, scale="zero"),
-            Chart("Buffer age", "seconds",
-                  {"async/buffer_age_max_s": "oldest group taken",
-                   "async/buffer_age_mean_s": "mean"}, scale="zero"),
-            Chart("Requests aborted and resumed", "requests", {"async/interrupts": "requests"},
-                  scale="zero"),
-            Chart("Prefilled again after an update", "tokens",
-                  {"async/recomputed_tokens": "tokens"}, scale="zero"),
-            Chart("Rollouts of several versions", "share of rollouts",
-                  {"async/partial_frac": "share"}, scale="share"),
-            Chart("Weight update and checkpoint", "seconds",
-                  {"async/sync_transfer_s": "transfer", "async/sync_pause_s": "engine pause",
-                   "checkpoint/pause_s": "checkpoint pause"}, scale="zero"),
-        ),
-    ),
-)
-AGENTS = Section(  # of a run with an agent program or a stateful environment
-    "Agents",
-    "All episodes that ended since the step before, trained or not. A request that continues no "
-    "earlier turn, or one that was continued before, begins a branch: a row of its own.",
-    (
+        "aborts running requests; they are sent again, with their tokens so far prefilled.", [
+        Chart("Version lag", "versions", {"async/lag_max": "max", "async/lag_mean": "mean"},
+              scale="zero"),
+        Chart("Throughput", "tokens/s",
+              {"perf/rollout_tokens_per_s": "engine, generated",
+               "perf/train_tokens_per_s": "trainer"}, scale="zero"),
+        Chart("Idle", "share of time",
+              {"async/engine_idle_frac": "engine",
+               "async/trainer_wait_frac": "trainer, waiting for a batch"}, scale="share"),
+        Chart("Tokens by lag", "share of tokens",
+              {"async/lag_frac/lag_0": "0", "async/lag_frac/lag_1": "1",
+               "async/lag_frac/lag_2_3": "2-3", "async/lag_frac/lag_4_7": "4-7",
+               "async/lag_frac/lag_8": "8+"}, scale="share"),
+        Chart("Buffer depth", "groups", {"async/buffer_depth": "groups"}, scale="zero"),
+        Chart("Buffer age", "seconds",
+              {"async/buffer_age_max_s": "oldest group taken",
+               "async/buffer_age_mean_s": "mean"}, scale="zero"),
+        Chart("Requests aborted and resumed", "requests", {"async/interrupts": "requests"},
+              scale="zero"),
+        Chart("Prefilled again after an update", "tokens",
+              {"async/recomputed_tokens": "tokens"}, scale="zero"),
+        Chart("Rollouts of several versions", "share of rollouts",
+              {"async/partial_frac": "share"}, scale="share"),
+        Chart("Weight update and checkpoint", "seconds",
+              {"async/sync_transfer_s": "transfer", "async/sync_pause_s": "engine pause",
+               "checkpoint/pause_s": "checkpoint pause"}, scale="zero"),
+    ]),
+    _AGENTS: (  # of a run with an agent program or a stateful environment
+        "All episodes that ended since the step before, trained or not. A request that continues "
+        "no earlier turn, or one that was continued before, begins a branch: a row of its own.", [
         Chart("Time of episodes", "seconds, summed",
-              {"agent/engine_s": "with the engines", "agent/program_s": "waiting for the program"},
+              {"agent/engine_s": "with the engines",
+               "agent/program_s": "waiting for the program"},
               scale="zero"),
         Chart("Turns by their request", "turns",
               {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
@@ -126,14 +105,32 @@ AGENTS = Section(  # of a run with an agent program or a stateful environment
                "agent/origin/new": "another conversation"}, scale="zero"),
         Chart("Tokens saved by rows of several turns", "share",
               {"sample/shared_frac": "of a row per turn"}, scale="share"),
-    ),
-)
+    ]),
+}
 _TASK_CHARTS = (  # title, unit, metric
     ("Reward by task", "reward", "reward/mean"),
     ("Held-out prompts by task", "reward", "eval/reward_mean"),
     ("Response length by task", "tokens", "sample/length_mean"),
 )
 # fmt: on
+
+
+def chart_sections(
+    rows: Sequence[Row], loads: Sequence[Row], labels: Sequence[str], *, has_agent: bool
+) -> list[PageSection]:
+    """The charts of one run, with those of its tasks and the heatmaps of its routers.
+
+    loads: the lines of `RunDir.expert_load`.  labels: of the tasks of a mixture.
+    """
+    more: dict[str, Sequence[Chart | Heatmap]] = {
+        _LEARNING: task_charts(labels),
+        _ROUTERS: router_heatmaps(rows, loads),
+    }
+    return [
+        PageSection(title, text, figures=[figure(c, rows) for c in (*charts, *more.get(title, ()))])
+        for title, (text, charts) in _SECTIONS.items()
+        if has_agent or title != _AGENTS
+    ]
 
 
 def task_charts(labels: Sequence[str]) -> list[Chart]:
@@ -150,29 +147,26 @@ def router_heatmaps(rows: Sequence[Row], loads: Sequence[Row]) -> list[Heatmap]:
 
     loads: the lines of `RunDir.expert_load`.
     """
-    return [*_agreement(rows), *_load(loads)]
+    found = [_agreement(rows), _load(loads[-1]) if loads else None]
+    return [heatmap for heatmap in found if heatmap]
 
 
-def _agreement(rows: Sequence[Row]) -> list[Heatmap]:
+def _agreement(rows: Sequence[Row]) -> Heatmap | None:
     probed = [row for row in rows if any(name.startswith(_AGREEMENT) for name in row)]
     names = {name for row in probed for name in row if name.startswith(_AGREEMENT)}
     layers = sorted(int(name.removeprefix(_AGREEMENT)) for name in names)
     if not layers:
-        return []
+        return None
     values = [[row.get(f"{_AGREEMENT}{layer}", 0.0) for row in probed] for layer in layers]
     low = min(map(min, values))
     title = f"Live router and record agree, by layer: from {low:.3f} (light) to 1 (dark)"
     steps = [row["step"] for row in probed]
-    return [Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)]
+    return Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)
 
 
-def _load(loads: Sequence[Row]) -> list[Heatmap]:
-    if not loads:
-        return []
-    newest = loads[-1]
+def _load(newest: Row) -> Heatmap:
     counts: list[list[int]] = newest["counts"]
-    even = [max(sum(row) / len(row), 1e-9) for row in counts]
-    values = [[n / mean for n in row] for row, mean in zip(counts, even, strict=True)]
+    values = [[n / max(sum(row) / len(row), 1e-9) for n in row] for row in counts]
     title = f"Load of each expert in step {newest['step'] + 1}: from 0 (light) to twice the mean"
     experts = range(len(counts[0]))
-    return [Heatmap(title, "expert", "layer", experts, newest["layers"], values, 0.0, 2.0)]
+    return Heatmap(title, "expert", "layer", experts, newest["layers"], values, 0.0, 2.0)
