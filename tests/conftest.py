@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.helpers import left_processes
 from tests.helpers.patience import patience
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",  # its threads warn after every fork
     OMP_NUM_THREADS="1",  # several ranks and an engine share two cores
 )
+
+
+@pytest.fixture(autouse=True)
+def _processes_before() -> None:
+    left_processes.remember()
 
 
 SHARED = ("short_run", "engine_world")  # fixtures of a session that several files use

@@ -318,11 +318,6 @@ def test_evaluations_rank_the_weights_that_they_saw(run: RunDir) -> None:
     assert run.best_checkpoint() == (4, run.checkpoint(4)), "the last one is ranked at the end"
 
 
-def test_what_earlier_checkpoints_say_of_consumed_groups_is_read() -> None:
-    assert checkpoint._ranges_of((0, 1, 5)) == checkpoint._ranges_of([[0, 2], [5, 6]])
-    assert checkpoint._ranges_of(()) == ()
-
-
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

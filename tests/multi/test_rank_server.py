@@ -34,6 +34,7 @@ import os
 import torch.distributed as dist
 from moerl.config.schema import ParallelConfig
 from moerl.trainer.model import parallel, platform
+from tests.helpers.patience import patience
 from tests.helpers.rank_server import meet_apart
 
 me = int(os.environ["LOCAL_RANK"])

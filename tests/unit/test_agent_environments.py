@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 from aiohttp import web
 
@@ -42,6 +41,7 @@ from moerl.core.types import ModelShape, Prompt, SamplingParams, Score
 from tests.helpers.agent_stubs import LocalEnvironment, LocalEnvironments, environment_runner
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.controllers import CONFIG, make, running, train
+from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine
 
@@ -66,7 +66,7 @@ def with_pool(task: TaskConfig, work: Callable[[EnvironmentPool], Awaitable[T]])
             await pool.close()
 
     found = asyncio.run(body())
-    assert not psutil.Process().children(recursive=True), "workers end with the pool"
+    assert not left_children(), "workers end with the pool"
     return found
 
 
@@ -169,7 +169,7 @@ def test_an_environment_that_is_not_there_ends_the_run_at_its_start() -> None:
 
     with pytest.raises(ConfigError, match=r"task\.agent\.environment.*no_such"):
         with_pool(task_of("tests.helpers.episode_environments:no_such"), work)
-    assert not psutil.Process().children(recursive=True)
+    assert not left_children()
 
 
 # --- tools ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_call_that_the_policy_samples_is_executed_and_answered() -> None:
     assert "shell" in tokens.decode(first.sampled.prompt_ids.tolist()), "tools are in the prompt"
     assert "<|im_start|>tool\n42\n<|im_end|>" in tokens.decode(second.sampled.prompt_ids.tolist())
     assert second.continues == 0
-    assert not psutil.Process().children(recursive=True)
+    assert not left_children()
 
 
 # --- HTTP ----------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
 def test_settings_that_an_environment_cannot_have_are_one_sentence() -> None:
     for overrides, sentence in (
         (["task.agent.environment=sandbox"], "use sandbox_tools, http or package.module:Class"),
-        (["task.agent.environment=no.such:Class"], "there is no module no.such"),
+        (["task.agent.environment=no.such:Class"], "have no module no.such"),
         (["task.agent.environment=sandbox_tools"], "name at least one"),
         (["task.agent.environment=sandbox_tools", "task.agent.tools=[shell]"], "use task"),
         (["task.agent.environment=http"], "http needs a url"),

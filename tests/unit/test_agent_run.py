@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from moerl.agents.agent_loop import EngineFar
@@ -54,6 +53,7 @@ from tests.helpers.agent_stubs import (
 )
 from tests.helpers.chat_tokenizer import END, SIZE
 from tests.helpers.controllers import CONFIG, make, running
+from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine
 
@@ -218,7 +218,7 @@ def test_a_run_trains_what_an_unchanged_client_asked_for(tmp_path: Path) -> None
     assert "done" in (tmp_path / "agents.log").read_text()
     said = [sample["turns"] for report in reports for sample in report.samples]
     assert [[turn["answer"] for turn in turns] for turns in said] == [["3 3 3 3"] * 2] * 2
-    assert not psutil.Process().children(recursive=True)
+    assert not left_children()
 
 
 AGENT_TOTALS = (
@@ -470,8 +470,12 @@ def _commands(page: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line)[2:])[0] != "RECIPE"]
 
 
-def test_the_command_for_a_released_model_passes_the_checks() -> None:
+def test_the_command_for_a_released_model_passes_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control has the settings that its recipe needs and an agent cannot have."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "12=", "answer": "12"}\n')
     (words,) = [words for words in _commands("agents.md") if words[0].startswith("qwen3")]
     check(resolve(load_config(words[0], words[1:])), starts=False)
     kept = [word for word in words[1:] if not word.startswith("task.chat_template")]

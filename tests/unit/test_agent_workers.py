@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 
 from moerl.agents.programs.agent_process import ProgramEnd
@@ -21,6 +20,7 @@ from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.core.types import Prompt, Score
 from tests.helpers.agent_stubs import is_alive, program_runner
 from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
+from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def with_workers(
             await workers.close()
 
     found = asyncio.run(run())
-    assert not psutil.Process().children(recursive=True), "everything has ended"
+    assert not left_children(), "everything has ended"
     return found
 
 
@@ -241,7 +241,7 @@ def test_the_worker_of_the_examples_plays_at_once_and_stays(tmp_path: Path) -> N
     assert [len(episode.turns) for episode in played] == [3, 3, 1]
     assert fails.failure == "error"
     assert "TypeError" in fails.detail
-    assert not psutil.Process().children(recursive=True)
+    assert not left_children()
 
 
 def test_workers_are_settings_of_a_program() -> None:
