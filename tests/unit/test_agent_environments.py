@@ -530,7 +530,7 @@ def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
 def test_settings_that_an_environment_cannot_have_are_one_sentence() -> None:
     for overrides, sentence in (
         (["task.agent.environment=sandbox"], "use sandbox_tools, http or package.module:Class"),
-        (["task.agent.environment=no.such:Class"], "there is no module no.such"),
+        (["task.agent.environment=no.such:Class"], "have no module no.such"),
         (["task.agent.environment=sandbox_tools"], "name at least one"),
         (["task.agent.environment=sandbox_tools", "task.agent.tools=[shell]"], "use task"),
         (["task.agent.environment=http"], "http needs a url"),

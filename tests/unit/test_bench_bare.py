@@ -72,7 +72,7 @@ def test_a_bare_server_has_the_hooks_of_a_plain_cpu_only() -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), str(ROOT)])}
 
     def found(begin: str) -> str:
-        program = [sys.executable, "-c", f"{begin}; from moerl.engine import hooks; {shown}"]
+        program = [sys.executable, "-c", f"{begin}; from moerl.engine.plugin import hooks; {shown}"]
         return subprocess.run(program, env=env, text=True, capture_output=True, check=True).stdout
 
     assert found("import bare_server").strip() == "{'without CUDA'}"

@@ -139,7 +139,7 @@ def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def nothing() -> None: ...
 
-    monkeypatch.setattr(controller_module, "look_after_memory", nothing)
+    monkeypatch.setattr(controller_module, "trim_memory_loop", nothing)
 
 
 async def train_patiently(controller: Controller, steps: int) -> list:
