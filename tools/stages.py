@@ -70,7 +70,7 @@ class Stage:
 
 # What every stage depends on.
 _SHARED = (
-    "tests/conftest.py tests/*/conftest.py tests/helpers tests/data tests/double"
+    "tests/conftest.py tests/*/conftest.py tests/helpers tests/data tests/double tests/cpu_sglang"
     " pyproject.toml requirements patches csrc tools"
 )
 

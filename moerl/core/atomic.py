@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_JOINED_BYTES = 1 << 20  # parts of a smaller file are joined and written at once
 
 
 def atomic_write(path: Path, data: bytes | str, *, sync: bool = False, mode: int = 0o666) -> None:
@@ -45,6 +47,32 @@ def atomic_file(path: Path, *, sync: bool = False, mode: int = 0o666) -> Iterato
         raise
     if sync:
         flush(path.parent)
+
+
+def atomic_parts(path: str, parts: Sequence[bytes | memoryview], *, mode: int) -> None:
+    """A file from its parts (bytes), in as few system calls as possible; not flushed.
+
+    An engine's host writes hundreds of such files per second.  Raises OSError; `path` is unchanged
+    then.
+    """
+    folder, _, name = path.rpartition("/")
+    fresh = f"{folder}/.{name}.{secrets.token_hex(4)}"
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            if sum(map(len, parts)) <= _JOINED_BYTES:
+                parts = [b"".join(parts)]
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[os.write(handle, left) :]
+        finally:
+            os.close(handle)
+        os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(fresh)
+        raise
 
 
 def flush(path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from moerl.core.atomic import atomic_file, atomic_write
+from moerl.core.atomic import atomic_parts, atomic_write
 from moerl.core.errors import BlobError
 from moerl.core.types import Array, BlobRef
 from moerl.runtime.private_dir import private_dir
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
 _ALIGN = 64  # so that a mapped array is aligned for any dtype
 _DIGEST_BYTES = 8
-_DTYPES = ("uint8", "uint16", "int32", "int64", "float32")
+_DTYPES = {np.dtype(name): name for name in ("uint8", "uint16", "int32", "int64", "float32")}
 
 Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
 
@@ -72,28 +72,30 @@ class BlobStore:
             raise BlobError(f"blob name {name!r} is not a plain file name")
         if target.exists():
             raise BlobError(f"blob {name} is sealed already")
-        refs, offset = [], 0
+        refs: list[BlobRef] = []
+        parts: list[bytes | memoryview] = []
+        end = 0  # of the parts so far
+        for array in arrays:
+            data = np.ascontiguousarray(array)
+            if data.dtype not in _DTYPES:
+                known = ", ".join(_DTYPES.values())
+                raise BlobError(f"blob {name}: dtype {data.dtype} is not one of {known}")
+            table = b"".join(_chunk_digests(_bytes_of(data)))
+            # an empty array needs no alignment, and must not lie beyond the file's end
+            gap = -end % _ALIGN if data.nbytes else 0
+            parts += [bytes(gap), _bytes_of(data), table]
+            refs.append(
+                BlobRef(
+                    uri=f"blob://{self.node}/{name}",
+                    offset=end + gap,
+                    dtype=_DTYPES[data.dtype],
+                    shape=tuple(data.shape),
+                    digest=xxhash.xxh3_64_hexdigest(table),
+                )
+            )
+            end += gap + data.nbytes + len(table)
         try:
-            with atomic_file(target, mode=0o600) as file:
-                for array in arrays:
-                    data = np.ascontiguousarray(array)
-                    if data.dtype.name not in _DTYPES:
-                        raise BlobError(f"blob {name}: dtype {data.dtype} is not one of {_DTYPES}")
-                    table = b"".join(_chunk_digests(_bytes_of(data)))
-                    # an empty array needs no alignment, and must not lie beyond the file's end
-                    offset = file.seek(offset if data.nbytes else file.tell())
-                    file.write(data.data)
-                    file.write(table)
-                    refs.append(
-                        BlobRef(
-                            uri=f"blob://{self.node}/{name}",
-                            offset=offset,
-                            dtype=data.dtype.name,
-                            shape=tuple(data.shape),
-                            digest=xxhash.xxh3_64_hexdigest(table),
-                        )
-                    )
-                    offset = -(-file.tell() // _ALIGN) * _ALIGN
+            atomic_parts(str(target), parts, mode=0o600)
         except OSError as error:
             raise BlobError(f"blob {name} could not be written to {self.root}: {error}") from error
         return tuple(refs)

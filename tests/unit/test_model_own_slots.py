@@ -20,6 +20,7 @@ def published(
     whole: bool = True,
     records: bool = True,
     theirs: torch.Tensor = THEIRS,
+    most_tokens: int = 64,
 ) -> bool:
     """Whether a request of 6 tokens, the first 2 found in the cache, goes into the cache."""
     rows = torch.arange(20)[:, None, None].repeat(1, 2, 1)
@@ -35,6 +36,8 @@ def published(
         return_routed_experts=records,
         return_indexer_topk=False,
         skip_radix_cache_insert=False,
+        origin_input_ids=[7] * 9,
+        sampling_params=SimpleNamespace(max_new_tokens=most_tokens - 9),
         extend_end=6,
         full_untruncated_fill_ids=[7] * (6 if whole else 9),
         kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=2),
@@ -58,3 +61,8 @@ def test_a_chunk_in_the_middle_cannot_be_compared(monkeypatch: pytest.MonkeyPatc
     alone = torch.tensor([0, 1])
     assert published(monkeypatch, same_rows=False, whole=False, theirs=alone), "no other request"
     assert published(monkeypatch, same_rows=False, whole=False, theirs=OWN[:4]), "its own slots"
+
+
+def test_a_request_of_a_few_tokens_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(monkeypatch, same_rows=True, most_tokens=33)
+    assert not published(monkeypatch, same_rows=True, most_tokens=32)

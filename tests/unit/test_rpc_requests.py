@@ -201,7 +201,7 @@ def test_an_answer_that_cannot_be_encoded_is_a_refusal(endpoint: str) -> None:
     with (
         serving(KEYS, handle, endpoint),
         client(endpoint) as asking,
-        pytest.raises(TrainerError, match="EngineHolds could not be encoded"),
+        pytest.raises(TrainerError, match="EngineVersion could not be encoded"),
     ):
         asking.request(AskEngine(0))
 

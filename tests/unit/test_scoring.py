@@ -98,7 +98,7 @@ def test_rewards_of_turns() -> None:
         ("raise", "raised _Unpicklable: broken reward"),
         ("sys_exit", "raised SystemExit: 3"),
         ("not a number", "raised ValueError"),
-        ("hang", "took longer than task.score_timeout_s = 1.0"),
+        ("hang", "took longer than task.score_timeout_s = "),
         ("crash", "exit code 7"),
     ],
 )

@@ -8,6 +8,9 @@ are not known yet, the request stays out of the prefix cache, which SGLang allow
 keeps its slots, its keys and its record.  A prefix found in the cache is another matter: the
 request really used its slots, and so its rows.
 
+A request of a few tokens stays out of the prefix cache in any case: computing its prefix again
+takes less time than the look-up, the comparison and the insertion.
+
 Rejected: refusing such records (siblings of one prompt meet often), no prefix cache at all.
 """
 
@@ -19,12 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SHORT = 32  # most tokens, prompt and answer, of a request that is not worth a place in the cache
+
 
 def publish(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
     """AROUND checkpoint_kv_cache: a running request publishes its prefix so far."""
     if req.return_routed_experts or req.return_indexer_topk:
-        req.skip_radix_cache_insert |= not _may_share(req, tree_cache)
+        req.skip_radix_cache_insert |= _is_short(req) or not _may_share(req, tree_cache)
     original(req, tree_cache)
+
+
+def _is_short(req: Any) -> bool:
+    most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+    return bool(most <= _SHORT)
 
 
 def _may_share(req: Any, tree_cache: Any) -> bool:
