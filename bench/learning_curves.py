@@ -265,7 +265,7 @@ def write_page(out: Path, found: Mapping[Series, list[list[Row]]]) -> Path:
         bands = {name: f"{name} band" for name in lines}
         figures = [
             figure(
-                Chart(f"{title}, lag {lag}", unit, lines, bands, smooth=True, scale=scale),
+                Chart(f"{title}, lag {lag}", unit, lines, scale, bands, smooth=True),
                 chart_rows(here, metric),
             )
             for title, metric, unit, scale in CHARTS

@@ -6,6 +6,7 @@ Its only input is the findings of `moerl mismatch`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +40,27 @@ _WORST = (
 )
 _BARS = "Bars add up to the gap without replay; a negative one: this replay widens it."
 _BY_VARIANT = {name: name for name in VARIANTS}
+_LARGEST = {name + "_max": name for name in VARIANTS}
+_POSITION = "position in the response"
 _STEP = "A seam, a cut prompt or a shifted row shows as a step."
+_chart = partial(Chart, marks=True)
 # fmt: off
 _CHARTS = (  # (rows of the findings, chart)
-    ("layers", Chart(
+    ("layers", _chart(
         "Live router against the record, by layer", "share of tokens",
-        {"agree_frac": "same experts", "same_input_frac": "on equal inputs"},
-        scale="below_one", x="layer", x_label="layer", marks=True,
-        text="A difference changes what later layers and tokens read; on equal inputs only the "
-        "first of a chain counts.")),
-    ("layers", Chart(
+        {"agree_frac": "same experts", "same_input_frac": "on equal inputs"}, "below_one",
+        x="layer", x_label="layer", text="A difference changes what later layers and tokens read; "
+        "on equal inputs only the first of a chain counts.")),
+    ("layers", _chart(
         "Margin of the k-th expert, by layer", "router score", {name: name for name in QUANTILES},
-        scale="log", x="layer", x_label="layer", marks=True,
+        "log", x="layer", x_label="layer",
         text="Quantiles of score k less score k + 1: near ties are where routes flip.")),
-    ("position", Chart(
-        "Mean |d| along the response", "nats", _BY_VARIANT,
-        scale="log", x_label="position in the response", marks=True, text=_STEP)),
-    ("position", Chart(
-        "Largest |d| along the response", "nats", {name + "_max": name for name in VARIANTS},
-        scale="log", x_label="position in the response", marks=True, text=_STEP)),
-    ("lag", Chart(
-        "Mean |d| by age of the weights", "nats", _BY_VARIANT,
-        scale="log", x="lag", x_label="versions", marks=True,
+    ("position", _chart(
+        "Mean |d| along the response", "nats", _BY_VARIANT, "log", x_label=_POSITION, text=_STEP)),
+    ("position", _chart(
+        "Largest |d| along the response", "nats", _LARGEST, "log", x_label=_POSITION, text=_STEP)),
+    ("lag", _chart(
+        "Mean |d| by age of the weights", "nats", _BY_VARIANT, "log", x="lag", x_label="versions",
         text="Version lag against the newest weights in the records.")),
 )
 # fmt: on
@@ -72,22 +72,15 @@ def write_page(path: Path, found: Mapping[str, Any]) -> Path:
         f"{found['tokens']:,} sampled tokens of {found['source']}, "
         f"recorded by an engine in {found['engine_dtype']}"
     )
-    sections = [
-        section
-        for dtype, results in found["results"].items()
-        for section in _sections(dtype, results, found["where"][dtype])
-    ]
+    sections = []
+    for dtype, results in found["results"].items():
+        where = found["where"][dtype]
+        sections += [
+            PageSection(f"Trainer in {dtype}", table=_variants(results), figures=_figures(where)),
+            PageSection(f"Worst tokens, {dtype}", _WORST, table=_worst(where["worst"])),
+        ]
     page = Page("moerl mismatch", found["model"], paragraphs=[subtitle, *_INTRO], sections=sections)
     return write_html(path, page)
-
-
-def _sections(
-    dtype: str, results: Mapping[str, Any], where: Mapping[str, Any]
-) -> tuple[PageSection, PageSection]:
-    return (
-        PageSection(f"Trainer in {dtype}", table=_variants(results), figures=_figures(where)),
-        PageSection(f"Worst tokens, {dtype}", _WORST, table=_worst(where["worst"])),
-    )
 
 
 def _variants(results: Mapping[str, Mapping[str, float]]) -> Table:
@@ -121,21 +114,16 @@ def _figure(kind: str, chart: Chart, rows: list[dict[str, Any]]) -> Figure:
 
 def _worst(tokens: list[dict[str, Any]]) -> Table:
     numbers = ("Position", "Token", "Lag", "Kept", "Recorded", *(f"d, {v}" for v in VARIANTS))
-    columns = [
-        Column("Rollout"),
-        *(Column(title, "number") for title in numbers),
-        Column("Moved"),
-        Column("Cause"),
+    columns = [Column(title, "number") for title in numbers]
+    rows = [
+        [
+            str(token["rollout"]),
+            *(str(token[name]) for name in ("position", "token", "lag", "kept")),
+            f"{token['engine']:.3f}",
+            *(f"{token['gaps'][name]:+.2e}" for name in VARIANTS),
+            "yes" if token["moved"] else "no",
+            token["cause"],
+        ]
+        for token in tokens
     ]
-    return Table(columns, [_worst_row(token) for token in tokens])
-
-
-def _worst_row(token: Mapping[str, Any]) -> list[str]:
-    return [
-        str(token["rollout"]),
-        *(str(token[name]) for name in ("position", "token", "lag", "kept")),
-        f"{token['engine']:.3f}",
-        *(f"{token['gaps'][name]:+.2e}" for name in VARIANTS),
-        "yes" if token["moved"] else "no",
-        token["cause"],
-    ]
+    return Table([Column("Rollout"), *columns, Column("Moved"), Column("Cause")], rows)

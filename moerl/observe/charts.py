@@ -62,7 +62,7 @@ _Line = tuple[str, str, np.ndarray]  # column, colour, points of (x, value, half
 class Chart:
     """Lines over one column of the rows, by default over optimizer steps.
 
-    Example: Chart("Idle", "share of time", {"async/engine_idle_frac": "engine"}, scale="share").
+    Example: Chart("Idle", "share of time", {"async/engine_idle_frac": "engine"}, "share").
 
     bands: column of a line -> column of its half width; drawn as value +- band_scale * half width.
     smooth: draw a moving mean over a twentieth of the rows, and the raw values thin behind it.
@@ -71,10 +71,10 @@ class Chart:
     title: str
     unit: str  # of the vertical axis
     lines: Mapping[str, str]  # column -> label
+    scale: Scale = "auto"
     bands: Mapping[str, str] = field(default_factory=dict)
     band_scale: float = 1.0
     smooth: bool = False
-    scale: Scale = "auto"
     level: float | None = None  # draws a horizontal line there
     x: str = "step"  # column
     x_label: str = "optimizer step"

@@ -11,7 +11,6 @@ from moerl.observe.page import PageSection, figure
 _LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
 
-
 # fmt: off
 _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
     _LEARNING: (
@@ -22,10 +21,10 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
               bands={"reward/mean": "reward/std"}, smooth=True),
         Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
               bands={"eval/reward_mean": "eval/reward_se"}),
-        Chart("Response length", "tokens", {"sample/length_mean": "mean"}, scale="zero"),
+        Chart("Response length", "tokens", {"sample/length_mean": "mean"}, "zero"),
         Chart("Groups without signal, answers cut off", "share",
               {"reward/zero_var_frac": "all rewards equal",
-               "sample/truncated_frac": "hit the length limit"}, scale="share"),
+               "sample/truncated_frac": "hit the length limit"}, "share"),
         Chart("Gradient norm", "L2, before clipping", {"loss/grad_norm": "norm"}),
     ]),
     "Mismatch between trainer and engine": (
@@ -34,16 +33,15 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         "replays only rounding remains, except in rollouts that an update interrupted. k3 "
         "estimates the KL divergence. The ratio is trainer over engine probability; its mean is 1 "
         "when the records are complete.", [
-        Chart("k3 divergence", "nats", {"mismatch/k3": "k3"}, scale="log"),
+        Chart("k3 divergence", "nats", {"mismatch/k3": "k3"}, "log"),
         Chart("Absolute log-probability difference", "nats",
-              {"mismatch/abs_dlogp_max": "max", "mismatch/abs_dlogp_mean": "mean"},
-              scale="log"),
+              {"mismatch/abs_dlogp_max": "max", "mismatch/abs_dlogp_mean": "mean"}, "log"),
         Chart("Mean importance ratio", "ratio",
               {"mismatch/ratio_mean": "mean \u00b1 4 standard errors"},
               bands={"mismatch/ratio_mean": "mismatch/ratio_se"}, band_scale=4.0, level=1.0),
         Chart("Replay coverage", "share of tokens",
               {"routing/replay_cover_frac": "routing", "keep/cover_frac": "sampling mask"},
-              scale="share"),
+              "share"),
     ]),
     _ROUTERS: (
         "How evenly the tokens of a step use the experts, as recorded: entropy of their shares in "
@@ -53,58 +51,55 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         "load of each expert in the last of them.", [
         Chart("Entropy of the load", "share of log(experts)",
               {"routing/load_entropy_frac_mean": "mean of the layers",
-               "routing/load_entropy_frac_min": "least even layer"}, scale="share"),
+               "routing/load_entropy_frac_min": "least even layer"}, "share"),
         Chart("Busiest expert", "times the mean load",
-              {"routing/load_max_over_mean": "in the worst layer"}, scale="zero"),
-        Chart("Experts without a token", "experts", {"routing/dead_experts": "all layers"},
-              scale="zero"),
+              {"routing/load_max_over_mean": "in the worst layer"}, "zero"),
+        Chart("Experts without a token", "experts", {"routing/dead_experts": "all layers"}, "zero"),
         Chart("Live router and record agree", "share of pairs",
-              {"probe/live_agree_frac": "all layers"}, scale="share"),
+              {"probe/live_agree_frac": "all layers"}, "share"),
     ]),
     "Asynchrony": (
         "Engines generate while the trainer works. The lag of a token is the number of versions "
         "between the weights that sampled it and the weights that train on it. A weight update "
         "aborts running requests; they are sent again, with their tokens so far prefilled.", [
-        Chart("Version lag", "versions", {"async/lag_max": "max", "async/lag_mean": "mean"},
-              scale="zero"),
+        Chart("Version lag", "versions",
+              {"async/lag_max": "max", "async/lag_mean": "mean"}, "zero"),
         Chart("Throughput", "tokens/s",
               {"perf/rollout_tokens_per_s": "engine, generated",
-               "perf/train_tokens_per_s": "trainer"}, scale="zero"),
+               "perf/train_tokens_per_s": "trainer"}, "zero"),
         Chart("Idle", "share of time",
               {"async/engine_idle_frac": "engine",
-               "async/trainer_wait_frac": "trainer, waiting for a batch"}, scale="share"),
+               "async/trainer_wait_frac": "trainer, waiting for a batch"}, "share"),
         Chart("Tokens by lag", "share of tokens",
               {"async/lag_frac/lag_0": "0", "async/lag_frac/lag_1": "1",
                "async/lag_frac/lag_2_3": "2-3", "async/lag_frac/lag_4_7": "4-7",
-               "async/lag_frac/lag_8": "8+"}, scale="share"),
-        Chart("Buffer depth", "groups", {"async/buffer_depth": "groups"}, scale="zero"),
+               "async/lag_frac/lag_8": "8+"}, "share"),
+        Chart("Buffer depth", "groups", {"async/buffer_depth": "groups"}, "zero"),
         Chart("Buffer age", "seconds",
               {"async/buffer_age_max_s": "oldest group taken",
-               "async/buffer_age_mean_s": "mean"}, scale="zero"),
-        Chart("Requests aborted and resumed", "requests", {"async/interrupts": "requests"},
-              scale="zero"),
+               "async/buffer_age_mean_s": "mean"}, "zero"),
+        Chart("Requests aborted and resumed", "requests", {"async/interrupts": "requests"}, "zero"),
         Chart("Prefilled again after an update", "tokens",
-              {"async/recomputed_tokens": "tokens"}, scale="zero"),
+              {"async/recomputed_tokens": "tokens"}, "zero"),
         Chart("Rollouts of several versions", "share of rollouts",
-              {"async/partial_frac": "share"}, scale="share"),
+              {"async/partial_frac": "share"}, "share"),
         Chart("Weight update and checkpoint", "seconds",
               {"async/sync_transfer_s": "transfer", "async/sync_pause_s": "engine pause",
-               "checkpoint/pause_s": "checkpoint pause"}, scale="zero"),
+               "checkpoint/pause_s": "checkpoint pause"}, "zero"),
     ]),
     _AGENTS: (  # of a run with an agent program or a stateful environment
         "All episodes that ended since the step before, trained or not. A request that continues "
         "no earlier turn, or one that was continued before, begins a branch: a row of its own.", [
         Chart("Time of episodes", "seconds, summed",
               {"agent/engine_s": "with the engines",
-               "agent/program_s": "waiting for the program"},
-              scale="zero"),
+               "agent/program_s": "waiting for the program"}, "zero"),
         Chart("Turns by their request", "turns",
               {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
                "agent/origin/repeated": "repeated", "agent/origin/rewritten": "rewritten",
                "agent/origin/tools_changed": "other tools",
-               "agent/origin/new": "another conversation"}, scale="zero"),
+               "agent/origin/new": "another conversation"}, "zero"),
         Chart("Tokens saved by rows of several turns", "share",
-              {"sample/shared_frac": "of a row per turn"}, scale="share"),
+              {"sample/shared_frac": "of a row per turn"}, "share"),
     ]),
 }
 _TASK_CHARTS = (  # title, unit, metric
