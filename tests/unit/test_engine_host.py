@@ -91,7 +91,7 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", full)
+            patch.setattr(os, "replace", full)
             (refused,) = await host.generate([ask("a")])
         assert isinstance(refused, RecordError)
         assert refused.reason == "blob"
