@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicySettings:
-    """What a policy needs besides its engine.  context_tokens: the longest sequence."""
+    """Parts that a policy needs besides its engine.  context_tokens: the longest sequence."""
 
     tokens: PromptTokens
     parser: AnswerParser

@@ -19,7 +19,7 @@ Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What one episode may use."""
+    """Limits of one episode."""
 
     context_tokens: int  # of prompt and answer; at most the engine's context
     turns: int = 64

@@ -50,7 +50,7 @@ _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """What the siblings of one request share."""
+    """Parts that the siblings of one request share."""
 
     prompt: PromptIds
     sampling: SamplingParams
@@ -146,7 +146,7 @@ class OpenEpisode:
         }
 
     async def finish(self) -> FinishedEpisode:
-        """End it, and what was recorded."""
+        """End the episode, and return its record."""
         await self.end()
         turns, graph = tuple(self.forest.turns), tuple(self._graph.values())
         return FinishedEpisode(self.name, turns, graph, dict(self.counts), frozenset(self.wasted))

@@ -36,7 +36,7 @@ ENDED, LOST = "ended", "lost"
 
 
 class TurnEngine(Protocol):
-    """What generates: an engine host, or the controller's pool of them."""
+    """A generator of turns: an engine host, or the controller's pool of hosts."""
 
     async def generate(
         self, requests: Sequence[GenerateRequest]

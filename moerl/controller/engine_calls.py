@@ -157,7 +157,7 @@ class EngineCalls:
                 self._wake_receiver.clear()
 
     async def _receive(self) -> None:
-        """Ask once, and hand out what comes."""
+        """Ask once, and hand out the replies."""
         asked = asyncio.ensure_future(self._engine.collect())
         try:
             while not asked.done():  # it gives each reply once, so its answer is never thrown away

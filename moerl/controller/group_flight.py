@@ -59,7 +59,7 @@ class GroupFlight:
         return self._arrived.empty()
 
     def cancel(self, sampled: Callable[[int], None] | None = None) -> None:
-        """Abort what is in flight; no reply to it is wanted.
+        """Abort the requests in flight; no reply to them is wanted.
 
         sampled: told how many tokens of it the engine had sampled.
         """

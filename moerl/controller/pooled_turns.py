@@ -51,7 +51,7 @@ class EnginePin:
 
 @dataclass(slots=True, eq=False)
 class EpisodeTurns:
-    """What is known of an episode that runs."""
+    """State of an episode that runs."""
 
     newest: PolicyVersion = _NONE  # of its tokens
     oldest: dict[str, PolicyVersion] = field(default_factory=dict)  # by turn that may be trained

@@ -190,7 +190,7 @@ class Producer:
         return max(0, left * self._config.rollout.groups_per_step - self._buffer.live)
 
     async def _generate(self, index: int, group_id: int, partials: Partials) -> None:
-        """Generate a group on one engine; what an update interrupts is resumed there."""
+        """Generate a group on one engine; requests that an update interrupts are resumed there."""
         member = self._pool.members[index]
         self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
         flight = GroupFlight(group_id, partials, member.calls, self._ref_counts)

@@ -181,7 +181,7 @@ class PartialRollout:
         return np.concatenate(parts).astype(np.int32, copy=False)
 
     def turn(self) -> SampledTurn:
-        """What was sampled, for `turn_rows`."""
+        """Sampled turns, for `turn_rows`."""
         return SampledTurn(self.prompt_ids, tuple(self.segments), self.sampling)
 
     def rollout(self) -> Rollout:

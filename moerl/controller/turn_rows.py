@@ -67,7 +67,7 @@ class SharedIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTurn:
-    """A turn that has ended: what the policy was given and the replies of its calls."""
+    """A turn that has ended: the policy's prompt and the replies of its calls."""
 
     prompt_ids: Array  # [P] i32, the whole conversation before it
     segments: tuple[Segment, ...]

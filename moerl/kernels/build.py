@@ -75,7 +75,7 @@ def source_folder() -> Path:
 
 
 def build(target: Target) -> str:
-    """Compile one target unless its library exists.  Returns one sentence on what happened.
+    """Compile one target unless its library exists.  Returns one sentence on the result.
 
     Raises BuildError with the compiler's last lines.
     """

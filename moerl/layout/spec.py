@@ -150,7 +150,7 @@ class ModelSpec:
         return 2 * self.hidden
 
     def layer_prefix(self, number: int) -> str:
-        """What the names of a layer's tensors begin with, in files and in an engine."""
+        """Prefix of the names of a layer's tensors, in files and in an engine."""
         return f"{self.root}model.layers.{number}."
 
     @property

@@ -61,7 +61,7 @@ class OpenEnvironment(Protocol):
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """What happened in it, for metrics `agent/...`."""
+        """Events of the episode, for metrics `agent/...`."""
         ...
 
     async def reset(self, start: StartFields) -> Observation: ...

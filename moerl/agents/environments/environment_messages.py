@@ -21,7 +21,7 @@ from moerl.runtime.frames import HEAD, size_in
 
 
 class WorkerGone(MoerlError):
-    """The other end is gone, or sent what is no message."""
+    """The other end is gone, or sent bytes that are no message."""
 
 
 class SetUp(msgspec.Struct, frozen=True, tag=True):

@@ -102,7 +102,7 @@ class _Worker:
         self._running[episode] = asyncio.ensure_future(self._answer(serial, work))
 
     async def _answer(self, serial: int, work: Coroutine[Any, Any, object]) -> None:
-        """Send what a coroutine of the environment returns; it may raise or return anything."""
+        """Send the result of a coroutine of the environment; it may raise or return anything."""
         try:
             self._send(_reply(serial, await work))
         except BaseException as error:

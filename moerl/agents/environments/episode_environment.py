@@ -1,4 +1,4 @@
-"""What a stateful environment is: one object per episode, asked by three coroutines.
+"""A stateful environment: one object per episode, asked by three coroutines.
 
     class Guess:
         async def reset(self, start: EpisodeStart) -> Observation: ...
@@ -71,7 +71,7 @@ class PolicyAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads next.
+    """Text that the policy reads next.
 
     messages: in OpenAI's form, appended to the conversation.  tools: schemas of what it may call;
     None: those of before.  reward: added to the episode's.

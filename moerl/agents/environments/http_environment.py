@@ -41,11 +41,11 @@ _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] =
 
 
 class ServerError(Exception):
-    """What a server did instead of answering."""
+    """A server's failure to answer."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """What a server answers; further fields are ignored."""
+    """A server's answer; further fields are ignored."""
 
     observation: str | Json | list[object] | None = None
     reward: float | None = None

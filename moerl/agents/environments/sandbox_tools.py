@@ -23,7 +23,7 @@ from moerl.sandbox.sandbox import Sandbox, SandboxPool, ToolOutput
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
-    """What the tools of an episode offer, and the limits of each call."""
+    """Tools of an episode, and the limits of each call."""
 
     names: tuple[ToolName, ...] = ("python", "shell", "read_file", "write_file")
     timeout_s: float = 20.0
@@ -139,7 +139,7 @@ class SandboxTools:
         return acts[name]()
 
     def _told(self, name: str, ran: ToolOutput, sandbox: Sandbox) -> str:
-        """What the policy reads about a call."""
+        """Text that the policy reads about a call."""
         self.counts[f"ended/{ran.why}"] += 1
         if ran.why == "lost":
             self._pool.end(sandbox)

@@ -54,7 +54,7 @@ class EventWriter(Protocol[Answered]):
         ...
 
     def end(self, reply: Answered) -> Iterable[Json]:
-        """What is missing when the answers are complete."""
+        """Events that are missing when the answers are complete."""
         ...
 
 

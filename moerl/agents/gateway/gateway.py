@@ -63,7 +63,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a gateway listens, and what it reads of a request."""
+    """Address of a gateway, and limits of a request."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0 = any free one

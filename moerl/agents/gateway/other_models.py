@@ -123,7 +123,7 @@ class OtherModels:
 
 
 def _name_in(data: bytes) -> str:
-    """Of the model.  What cannot be read is left to the form of the request."""
+    """Of the model.  A body that cannot be read is left to the form of the request."""
     try:
         return msgspec.json.decode(data, type=_Named).model or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

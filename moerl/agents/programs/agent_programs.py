@@ -108,7 +108,7 @@ class _ProgramTable(EpisodeTable):
             return ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
 
     def _given(self, name: str, prompt: Prompt) -> dict[str, object]:
-        """What the program gets; the answer only where it gives the reward."""
+        """Input of the program; the answer is in it where the program gives the reward."""
         extra = dict(prompt.extra)
         messages = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
         given: dict[str, object] = {"episode": name, "index": prompt.index, "prompt": prompt.text}

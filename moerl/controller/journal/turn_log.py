@@ -51,7 +51,7 @@ _Row = tuple[int, str, str, bytes, str]  # without the id
 
 @dataclass(slots=True)
 class _EarlierReplies:
-    """What earlier controllers left of one group."""
+    """Turns of one group that earlier controllers left."""
 
     # By episode and request: ids of rows that were not given out, in their order
     rows: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class TurnLog:
         self.lost = 0  # replies that `load` could not use
 
     def load(self, ended: Collection[int] | None) -> None:
-        """Read what an earlier controller left.  Call once, first.
+        """Read the turns that an earlier controller left.  Call once, first.
 
         ended: groups that are not open any more; None: nothing that is there may be used.
         """
