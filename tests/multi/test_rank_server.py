@@ -25,7 +25,7 @@ if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
 if sys.argv[1] == "raise":
     raise OSError("in both")
 if sys.argv[1] == "hang":
-    time.sleep(100)
+    time.sleep(3600)
 dist.destroy_process_group()
 """
 

@@ -240,7 +240,7 @@ def test_a_blob_that_finds_no_room_leaves_nothing(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(BlobError, match="No space left on device"):
         store.seal("0.0-s0", [np.zeros(8, np.uint8)])
     assert list(store.root.iterdir()) == []

@@ -64,5 +64,5 @@ def test_a_chunk_in_the_middle_cannot_be_compared(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_request_of_a_few_tokens_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(monkeypatch, same_rows=True, most_tokens=33)
-    assert not published(monkeypatch, same_rows=True, most_tokens=32)
+    assert published(monkeypatch, same_rows=True, most_tokens=17)
+    assert not published(monkeypatch, same_rows=True, most_tokens=16)

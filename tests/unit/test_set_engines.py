@@ -21,6 +21,7 @@ from moerl.config.schema import (
     SyncConfig,
     TinyModel,
 )
+from moerl.config.tiny_config import tiny_config
 from moerl.core.errors import LayoutError, TrainerError
 from moerl.core.messages import (
     AbortUpdate,
@@ -35,7 +36,6 @@ from moerl.core.messages import (
 from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.layout import model_spec
-from moerl.planning.dry_run import _tiny_shapes
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 from tests.helpers.patience import Patience
@@ -89,7 +89,7 @@ def publisher_of(
     *,
     max_restarts: int = 100,
 ) -> WeightPublisher:
-    shapes = _tiny_shapes(TinyModel())
+    shapes = tiny_config(TinyModel(), vocab_size=128)
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     config = Config(
         model=ModelConfig(path=str(tmp_path)),

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moerl.config.lora_settings import SLOT_TARGETS, LoraConfig
 from moerl.core.errors import EngineError
 from moerl.core.types import PolicyVersion
-from moerl.engine.host.sglang_client import EngineClient
 from moerl.weight_sync.receiver_names import UNCHANGED, adapter_name
+
+if TYPE_CHECKING:
+    from moerl.engine.host.sglang_client import EngineClient  # a dry run has no aiohttp
 
 
 def slot_arguments(lora: LoraConfig, args: Mapping[str, Any]) -> dict[str, Any]:

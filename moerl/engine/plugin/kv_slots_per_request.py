@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SHORT = 32  # most tokens, prompt and answer, of a request that is not worth a place in the cache
+_SHORT = 16  # most tokens, prompt and answer, of a request that is not worth a place in the cache
 
 
 def publish(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
