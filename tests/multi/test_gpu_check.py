@@ -16,6 +16,8 @@ from tests.helpers.patience import patience
 from tools import gpu_check
 from tools.gpu_check_list import CHECKS
 
+pytestmark = pytest.mark.full  # the double's own tests and a step on it are in the default suite
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [check for check in CHECKS if check.parts]
 ABSENT = ("cuda-ipc",)  # the double has no memory of another process
