@@ -46,7 +46,7 @@ def main() -> None:
             measured[name].append(parts_of(run(trees[name], f"{name}-{pair}", args.steps)))
             shown = ", ".join(f"{part} {s:.3g}" for part, s in measured[name][-1].items())
             print(f"[against] pair {pair}, {name}: {shown}", flush=True)
-    figures = [ratio(part, measured["this"], measured[commit]) for part in PARTS]
+    figures = [ratio(part, commit, measured["this"], measured[commit]) for part in PARTS]
     report(result(figures, {"commit": commit, "runs": measured}), args.json)
 
 
@@ -88,8 +88,13 @@ def parts_of(rows: list[dict[str, float]]) -> dict[str, float]:
     return {part: statistics.median(row[key] for row in rows[WARM:]) for part, key in PARTS.items()}
 
 
-def ratio(part: str, this: list[dict[str, float]], other: list[dict[str, float]]) -> Figure:
-    return of_ratios(part, [a[part] / b[part] for a, b in zip(this, other, strict=True)])
+def ratio(
+    part: str, commit: str, this: list[dict[str, float]], other: list[dict[str, float]]
+) -> Figure:
+    return of_ratios(
+        f"{part}, this tree / {commit}",
+        [a[part] / b[part] for a, b in zip(this, other, strict=True)],
+    )
 
 
 def _git(*words: str) -> str:
