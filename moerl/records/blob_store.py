@@ -125,7 +125,7 @@ class BlobStore:
         with self._open(ref) as file:
             if size <= CHUNK_BYTES:  # array and table in one read
                 data = self._read(file.fileno(), ref, 0, size + _table_bytes(ref))
-                return cut_chunk(data, size, runs, ref)
+                return _cut_chunk(data, size, runs, ref)
             joined = np.empty(sum(end - begin for begin, end in runs), np.uint8)
             table = self._table(file.fileno(), ref)
             for span, pieces in _spans(runs):
@@ -271,11 +271,11 @@ def check_table(table: bytes, ref: BlobRef) -> None:
         raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest", ref.uri)
 
 
-def cut_chunk(data: bytes, size: int, runs: Sequence[Run], ref: BlobRef) -> Array:
+def _cut_chunk(data: bytes, size: int, runs: Sequence[Run], ref: BlobRef) -> Array:
     """Runs of an array of `size` bytes, at most one chunk: [sum of lengths] u8, owned.
-    data: the array's bytes, then its table.
 
-    Most records of short answers are so small, and a rank reads hundreds of them per microbatch.
+    data: the array's bytes, then its table.  Most records of short answers are so small, and a rank
+    reads hundreds of them per microbatch.
     Raises BlobError, as `BlobStore.read_runs`.
     """
     check_table(data[size:], ref)
