@@ -30,10 +30,12 @@ from typing import TypedDict
 
 PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
-SIGNALLED = 128  # exit code of the reaper, plus the number of the signal that ended its program
+# Exit codes of the reaper: SIGNALLED plus the number of the signal that ended its program, or ENDED
+# when a signal or a closed control socket asked the reaper to end everything.
+ENDED = SIGNALLED = 128
 
 
 class Spec(TypedDict):
@@ -65,7 +67,7 @@ def keep(spec: Spec, argv: list[str]) -> int:
     _remove_cgroup(spec["cgroup"])
     forward.rest(printed)
     if status is None:
-        return SIGNALLED + signal.SIGKILL
+        return ENDED
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else SIGNALLED - code
 
@@ -160,7 +162,7 @@ def _start(argv: list[str], prints: int, cgroup: str) -> int:
         if cgroup:
             Path(cgroup, "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
         os.dup2(prints, 2)
-        for signum in (*_ENDINGS, signal.SIGCHLD):
+        for signum in (*ENDINGS, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
         os.closerange(3, 1 << 20)
         os.execv(argv[0], argv)
@@ -186,7 +188,7 @@ def _watch(
             signals = os.read(wake, 4096)
             if (status := reap(child)) is not None:
                 return status
-            if any(signum in signals for signum in _ENDINGS):
+            if any(signum in signals for signum in ENDINGS):
                 return None
         if control in ready:
             return None
@@ -228,7 +230,7 @@ def _wake_on_signals() -> int:
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for signum in (*_ENDINGS, signal.SIGCHLD):
+    for signum in (*ENDINGS, signal.SIGCHLD):
         signal.signal(signum, lambda *_: None)
     return read
 

@@ -53,6 +53,10 @@ class SandboxTimeout(SandboxError):
     """A program that did not answer in time."""
 
 
+class SandboxEnded(SandboxError):
+    """A program that another process ended, as at the end of a run: the request is not at fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The result of `Isolation.run`."""
@@ -85,7 +89,7 @@ class IsolatedProgram:
         except TimeoutError:
             raise SandboxTimeout(f"took longer than {timeout_s:g} s") from None
         except OSError:
-            raise SandboxError(self._kept.how_it_ended()) from None
+            raise self._kept.ending() from None
 
     def close(self) -> None:
         """End the program and everything that it started; also from another thread."""
@@ -132,16 +136,20 @@ class SandboxedProcess:
         if self.cgroup is not None:
             self.cgroup.end()
 
-    def how_it_ended(self) -> str:
+    def ending(self) -> SandboxError:
         """About a program that closed its connection."""
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
-            return "closed its connection"
-        ended_by = code - reaper.SIGNALLED if code > reaper.SIGNALLED else -code
-        if ended_by in [signal.value for signal in Signals]:
-            return f"was ended by {Signals(ended_by).name}"
-        return f"ended its process with exit code {code}"
+            return SandboxError("closed its connection")
+        if code == reaper.ENDED:
+            return SandboxEnded("was ended by another process")
+        signum = code - reaper.SIGNALLED if code > reaper.SIGNALLED else -code
+        if signum not in [each.value for each in Signals]:
+            return SandboxError(f"ended its process with exit code {code}")
+        # A program that uses up a limit gets SIGKILL or SIGXCPU; its reaper is signalled by others.
+        by_others = code < 0 or signum in reaper.ENDINGS
+        return (SandboxEnded if by_others else SandboxError)(f"was ended by {Signals(signum).name}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,20 @@ from moerl.core.errors import ScoreError
 from moerl.core.types import Episode, Prompt, Score
 from moerl.data.environments import make_environment
 from moerl.data.rewards import make_reward
-from moerl.sandbox.isolation import IsolatedProgram, Isolation, SandboxError, SandboxTimeout
+from moerl.sandbox.isolation import (
+    IsolatedProgram,
+    Isolation,
+    SandboxEnded,
+    SandboxError,
+    SandboxTimeout,
+)
 from moerl.sandbox.limits import import_paths, isolation_of
 from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
 
 Kind = Literal["score", "reply"]
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
+_ATTEMPTS = 3  # at a request whose worker is ended by another process
 # What Python says where a process or a thread cannot be started.
 _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 _WORKER = (
@@ -170,7 +177,21 @@ class WorkerProcess:
         self._closed = False
 
     def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
-        """The worker's answer; whatever goes wrong is its failure."""
+        """The worker's answer; whatever goes wrong is its failure.
+
+        A worker that another process has ended is replaced and asked again: at the end of a run
+        workers may be killed before the controller, which must not record a failed score.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._asked(kind, prompt, texts)
+            except SandboxEnded as error:
+                self._end()
+                why = str(error)
+        return WorkerAnswer(0, failure=f"{why}, {_ATTEMPTS} times in a row")
+
+    def _asked(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
+        """Raises SandboxEnded."""
         serial = next(self._serials)
         try:
             data = encode(WorkerRequest(kind, serial, prompt, texts))
@@ -186,6 +207,8 @@ class WorkerProcess:
                     self._end()  # its limit counts on what the user had when it started
                 return answer
             failure = "answered another request"
+        except SandboxEnded:
+            raise
         except SandboxTimeout:
             failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
         except (SandboxError, OSError) as error:

@@ -43,6 +43,9 @@ def by_text(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> f
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     if response == "pid":
         return float(os.getpid())
+    if response.startswith("hang in "):
+        time.sleep(3600 * (os.getpid() == int(response.removeprefix("hang in "))))
+        return 1.0
     if response == "main_thread":
         return float(threading.current_thread() is threading.main_thread())
     return float(response) + float(extra.get("bonus", 0.0))

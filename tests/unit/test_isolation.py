@@ -16,7 +16,14 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
 from moerl.core.errors import ConfigError
 from moerl.sandbox import limits, pids_cgroup
-from moerl.sandbox.isolation import Finished, Isolation, SandboxError, SandboxTimeout, fresh_uid
+from moerl.sandbox.isolation import (
+    Finished,
+    Isolation,
+    SandboxEnded,
+    SandboxError,
+    SandboxTimeout,
+    fresh_uid,
+)
 from moerl.sandbox.limits import isolation_of
 from tests.helpers.patience import patience
 
@@ -135,20 +142,25 @@ def test_a_box_answers_requests_until_it_is_closed(plain: Isolation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "kind", "says"),
     [
-        (b"os._exit(7)", "ended its process with exit code 7"),
-        (b"os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-        (b"os.write(1, b'x' * 8)", "replied with more than 1048576 bytes"),
-        (b"os.write(1, bytes(8) + b'x')", "replied twice"),
-        (b"os.kill(os.getppid(), 9); os.read(0, 1)", "was ended by SIGKILL"),
+        (b"os._exit(7)", SandboxError, "ended its process with exit code 7"),
+        (b"os.kill(os.getpid(), 9)", SandboxError, "was ended by SIGKILL"),
+        (b"os.kill(os.getpid(), 15)", SandboxEnded, "was ended by SIGTERM"),
+        (b"os.write(1, b'x' * 8)", SandboxError, "replied with more than 1048576 bytes"),
+        (b"os.write(1, bytes(8) + b'x')", SandboxError, "replied twice"),
+        (b"os.kill(os.getppid(), 9); os.read(0, 1)", SandboxEnded, "was ended by SIGKILL"),
+        (b"os.kill(os.getppid(), 15); os.read(0, 1)", SandboxEnded, "by another process"),
     ],
 )
-def test_a_box_that_does_not_answer_says_why(plain: Isolation, code: bytes, says: str) -> None:
+def test_a_box_that_does_not_answer_says_why(
+    plain: Isolation, code: bytes, kind: type[SandboxError], says: str
+) -> None:
     box = replace(plain, changes_user=False).open(python(ECHO))  # another user ends no reaper
     try:
-        with pytest.raises(SandboxError, match=says):
-            box.call(code, 20.0)
+        with pytest.raises(SandboxError, match=says) as raised:
+            box.call(code, patience(20.0))
+        assert raised.type is kind
     finally:
         box.close()
 

@@ -141,6 +141,32 @@ def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -
     assert ticks > 5, "the event loop stood still while a reward ran"
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_score_is_tried_again_when_its_worker_was_ended_from_outside(
+    scorer: ProcessScorer, outside: bool
+) -> None:
+    """At the end of a run workers die before the controller, which must not drop their groups.
+
+    The control: a worker that is killed itself, as for its use of memory, has failed.
+    """
+    (pid,) = score_each(scorer, "pid")
+    assert isinstance(pid, Score)
+    worker = psutil.Process(int(pid.reward))
+
+    async def run() -> list[Score | ScoreError]:
+        text = f"hang in {worker.pid}"
+        scored = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [[text]]))
+        await asyncio.sleep(0.2)
+        (worker.parent() if outside else worker).send_signal(15 if outside else 9)
+        return await scored
+
+    (score,) = asyncio.run(run())
+    if outside:
+        assert score == Score(1.0)
+    else:
+        assert "was ended by SIGKILL" in str(score)
+
+
 def test_a_worker_that_can_start_no_process_is_replaced(scorer: ProcessScorer) -> None:
     (pid,) = score_each(scorer, "pid")
     (failed,) = score_each(scorer, "no process")

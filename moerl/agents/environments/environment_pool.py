@@ -260,7 +260,7 @@ class EnvironmentProcess:
             assert self._kept is not None
             closed = "closed its connection"
             why = str(error)
-            self.lose(await asyncio.to_thread(self._kept.how_it_ended) if why == closed else why)
+            self.lose(str(await asyncio.to_thread(self._kept.ending)) if why == closed else why)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self.lose("sent bytes that are no message")
 
