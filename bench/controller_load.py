@@ -187,9 +187,9 @@ class StubEngine:
             sealed_logprobs=sealed,
         )
 
-    async def session(self, message: CommitUpdate) -> UpdateDone:
+    async def session(self, update: CommitUpdate) -> UpdateDone:
         await asyncio.sleep(0.05)  # the pause of a real one
-        self.version = message.version
+        self.version = update.version
         self.updated.set()
         self.updated = asyncio.Event()
         return UpdateDone(pause_s=0.01, aborted=0)

@@ -132,8 +132,8 @@ class TurnStubEngine(StubEngine):
             if name in self.cuts:
                 self.cuts[name].set()
 
-    async def session(self, message: CommitUpdate) -> UpdateDone:
-        closed = await super().session(message)
+    async def session(self, update: CommitUpdate) -> UpdateDone:
+        closed = await super().session(update)
         await self.abort(list(self.cuts))
         return closed
 

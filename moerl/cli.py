@@ -104,8 +104,8 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
-    request = {"recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request, module="moerl.launch.sft_command"))
+    arguments = {"recipe": recipe, "overrides": settings}
+    raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
 
 @app.command()
@@ -149,7 +149,7 @@ def mismatch(
     """
     _checked(recipe, list(overrides or []), checkpoint)
     _check_paths(records, keep, page)
-    request = {
+    arguments = {
         "recipe": recipe,
         "overrides": list(overrides or []),
         "checkpoint": checkpoint,
@@ -159,7 +159,7 @@ def mismatch(
         "records": str(Path(records).resolve()) if records else "",
         "page": str(Path(page).resolve()),
     }
-    raise typer.Exit(_guarded(request, module="moerl.audit.mismatch_command"))
+    raise typer.Exit(_guarded(arguments, module="moerl.audit.mismatch_command"))
 
 
 app.command("check-layout")(shape_commands.check_layout)
@@ -335,8 +335,8 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
-    request = {"resume": "", "recipe": recipe, "overrides": settings}
-    raise typer.Exit(_guarded(request))
+    arguments = {"resume": "", "recipe": recipe, "overrides": settings}
+    raise typer.Exit(_guarded(arguments))
 
 
 def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:
@@ -356,19 +356,19 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit
-    request = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
-    raise typer.Exit(_guarded(request))
+    arguments = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
+    raise typer.Exit(_guarded(arguments))
 
 
-def _guarded(request: dict[str, Any], module: str = "moerl.launch.train") -> int:
-    """Run the request in a guarded root process, then remove its scratch folder."""
+def _guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:
+    """Run a command in a guarded root process, then remove its scratch folder."""
     from moerl.runtime.process_tree import run_guarded
 
     if importlib.util.find_spec("torch") is None:
         raise MoerlError(f"this command needs torch: {INSTALL}")
     scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
     try:
-        body = json.dumps(request | {"scratch": str(scratch)})
+        body = json.dumps(arguments | {"scratch": str(scratch)})
         return run_guarded([sys.executable, "-m", module, body])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""The loss of one microbatch, composed from the configuration, and its metrics.
+"""The loss of one microbatch and its metrics, composed from the algorithm settings.
 
     sum over tokens of weight_N x (correction_N x objective_N + kl_coef x KL_N
                                    - entropy_coef x entropy_N)
 
-where the advantage inside the objective gains distill_coef x (teacher - theta), without a graph.
-`weight_N` is the aggregation's (global, `moerl.algorithms.aggregation`), so the loss of a step is
-the plain sum of this over ranks and microbatches.  Corrections act on the policy term only: the KL
-term of a rejected sequence stays (DeepSeek-V3.2 eq. 5).  All counts are of tokens before any
-rejection, in f64, and counts of sequences are sums of 1 / length over tokens, so that a sequence
-whose tokens are cut in part counts in part.
+Distillation adds distill_coef x (teacher - theta), without a graph, to the objective's advantage.
+`weight_N` is the global weight of `moerl.algorithms.aggregation`, so the loss of a step is the
+plain sum of this expression over ranks and microbatches.  Corrections scale the policy term only:
+a rejected sequence keeps its KL term (DeepSeek-V3.2 eq. 5).  Counts include rejected tokens and are
+f64.  A sequence is counted as 1 / length per token, so a sequence that is cut in part counts in
+part.
 
 Legend: N sampled tokens of a microbatch.
 """
@@ -31,10 +31,10 @@ from moerl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Contribution of one microbatch to the loss of the step."""
+    """The loss of one microbatch and the sums for its metrics."""
 
     loss: Tensor  # scalar, in the graph
-    sums: Tensor  # [len(SUM_NAMES)] f64; add over microbatches and ranks
+    sums: Tensor  # [len(SUM_NAMES)] f64; add them over microbatches and ranks
 
 
 SUM_NAMES = (
@@ -43,7 +43,7 @@ SUM_NAMES = (
     "pg",  # weighted terms as added to the loss
     "kl",
     "entropy_bonus",
-    "clip_low",  # tokens
+    "clip_low",  # clipped tokens
     "clip_high",
     "clip_dual",
     "kl_value",  # sum over tokens of r * k3 against the reference
@@ -53,15 +53,15 @@ SUM_NAMES = (
     "rejected",  # tokens with weight 0
     "rejected_seqs",  # sequences, by the share of their tokens
     *(f"cut/{name}" for name in CORRECTIONS),  # tokens that the correction truncated or rejected
-    *(f"cut_seqs/{name}" for name in CORRECTIONS),  # the same by share of the sequence
+    *(f"cut_seqs/{name}" for name in CORRECTIONS),  # cut sequences, by the share of their tokens
 )
 
 
 def policy_loss(algorithm: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyLoss:
-    """Loss of one microbatch.  weight_N: [N], the aggregation's weight of each token.
+    """The loss of one microbatch.  weight_N: [N], the aggregation's weight of each token.
 
-    Without sampled tokens the loss is a zero that is still connected to `t.logprob`, so that
-    backward runs on every rank.  Raises ConfigError for an unknown name.
+    Without sampled tokens the loss is a zero that stays connected to `t.logprob`, so that backward
+    runs on every rank.  Raises ConfigError for an unknown name.
     """
     if algorithm.distill_coef:
         t = replace(t, advantage=t.advantage + algorithm.distill_coef * distillation(t))
@@ -85,7 +85,7 @@ def policy_loss(algorithm: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> Poli
 
 
 def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
-    """In the order of SUM_NAMES, on the device: the host never waits for a single sum."""
+    """The sums in the order of SUM_NAMES, on the device: the host does not wait for them."""
     values = [sums.get(name, 0.0) for name in SUM_NAMES]
     return torch.stack(
         [
@@ -98,19 +98,20 @@ def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
 
 
 def distillation(t: Tokens) -> Tensor:
-    """Advantage of on-policy distillation: sg(teacher - theta) per token, [N].
+    """The advantage of on-policy distillation: sg(teacher - theta) per token, [N].
 
-    With an importance ratio its policy gradient is exactly the gradient of -KL(theta, teacher), the
+    With an importance ratio, its policy gradient equals the gradient of -KL(theta, teacher), the
     reverse KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
-    on-policy-distillation).  Trap: as a plain loss, theta - teacher has no gradient at all in
-    expectation; it has to be an advantage.  The teacher is scored over the student's sampling mask.
+    on-policy-distillation).  Trap: the expected gradient of theta - teacher as a plain loss is
+    zero; the difference must be an advantage.  The teacher is scored over the student's sampling
+    mask.
     """
     assert t.teacher is not None, "distillation needs log-probabilities of the teacher"
     return (t.teacher - t.logprob).detach()
 
 
 def correct(algorithm: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
-    """Each configured correction separately; the loss multiplies their weights."""
+    """The configured corrections by name; the loss multiplies their weights."""
     return {
         name: choose("algorithm.corrections", name, CORRECTIONS)(t, algorithm)
         for name in algorithm.corrections
@@ -118,10 +119,10 @@ def correct(algorithm: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:
 
 
 def loss_metrics(algorithm: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -> dict[str, float]:
-    """Metrics of a batch from its summed sums (names of docs/metrics.md); empty without tokens.
+    """Metrics of a batch, named as in docs/metrics.md; empty when the batch has no tokens.
 
-    num_steps: optimizer steps in the sums; weighted terms, which have one denominator per
-    optimizer step, become means over the steps.
+    sums: added over microbatches and ranks.  num_steps: optimizer steps in the sums.  Weighted
+    terms have one denominator per optimizer step and become means over the steps.
     """
     value = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
     tokens, sequences = value["tokens"], value["sequences"]
@@ -190,8 +191,8 @@ def _token_sums(
 
 
 def value_loss(value_N: Tensor, return_N: Tensor) -> Tensor:
-    """The critic's loss: 1/2 (V - R)^2 of each token, to be weighted like a policy loss.
+    """The critic's loss per token, [N]: 1/2 (V - R)^2, weighted like a policy loss by the caller.
 
-    value_N: in the graph; returns are not.  Values are not clipped, as in PPO (arXiv 1707.06347).
+    value_N is in the graph, return_N is not.  Values are not clipped, as in PPO (arXiv 1707.06347).
     """
     return 0.5 * (value_N - return_N.detach()).square()

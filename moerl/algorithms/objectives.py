@@ -1,14 +1,14 @@
 """Policy objectives: the loss of each sampled token, to be minimised.
 
 Every function has the signature `(Tokens, old, AlgorithmConfig) -> TokenLoss`.  `old` [N] is the
-denominator of the ratio r = exp(logprob - old): the engine's recorded log-probability
-(`algorithm.ratio: engine`, so that staleness and engine mismatch are inside the ratio) or the
-weights at the start of the step (`proximal`; a correction then accounts for proximal / engine).
-Weights of the aggregation, corrections and the KL term are added by `moerl.algorithms.loss`.
+denominator of the ratio r = exp(logprob - old).  With `algorithm.ratio: engine` it is the engine's
+recorded log-probability, so r contains staleness and engine mismatch.  With `proximal` it is the
+log-probability under the weights at the start of the step, and a correction accounts for
+proximal / engine.  `moerl.algorithms.loss` adds aggregation weights, corrections and the KL term.
 
-Traps: sg() below is a stop-gradient and part of each formula; sequence forms average over the
-sampled tokens of one whole sequence; log-ratios are clamped to +-20 before exp, as in verl, which
-no sane ratio reaches and which keeps an inf out of 0 x inf.
+Traps: sg() in a formula is a stop-gradient and changes the result.  Sequence forms average over all
+sampled tokens of a sequence.  Log-ratios are clamped to +-20 before exp, as in verl: real ratios
+stay far below this bound, and it keeps an inf out of 0 x inf.
 
 Legend: N sampled tokens of a microbatch, Q sequences, A advantage, theta current policy.
 """
@@ -28,10 +28,10 @@ LOG_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, and where the objective took the token's gradient away or bounded it."""
+    """Loss of each token, and the tokens whose gradient the objective removed or bounded."""
 
     loss: Tensor  # [N], in the graph
-    low: Tensor  # [N] bool: bounded from below (as a rule A < 0 and the ratio is small)
+    low: Tensor  # [N] bool: bounded from below (usually A < 0 and a small ratio)
     high: Tensor  # [N] bool: bounded from above
     dual: Tensor  # [N] bool: bounded by the dual clip (A < 0 and the ratio is very large)
 
@@ -49,8 +49,8 @@ def ppo_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def ppo_dual_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """`ppo_clip`, and for A < 0 at most -dual_clip A (arXiv 1912.09729 eq. 5).
 
-    Without it a token with A < 0 and a huge ratio has an unbounded loss.  verl's `vanilla` always
-    does this, with 3.
+    Without this bound, a token with A < 0 and a huge ratio has an unbounded loss.  verl's `vanilla`
+    always applies it, with dual_clip = 3.
     """
     base = _clipped(_ratio(t.logprob, old), t.advantage, s)
     bound = -s.dual_clip * t.advantage
@@ -61,9 +61,9 @@ def ppo_dual_clip(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def gspo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-min(s A, clip(s) A) with s = exp(mean over the sequence of logprob - old), s in the graph.
 
-    GSPO (arXiv 2507.18071 eq. 5-7), sequence form; clip_low 3e-4 and clip_high 4e-4 in the paper,
-    three orders below token ratios.  With seq_mean_token_mean every token carries 1/|o| of the
-    loss.
+    GSPO (arXiv 2507.18071 eq. 5-7), sequence form.  The paper uses clip_low 3e-4 and clip_high
+    4e-4, three orders of magnitude below the bounds of token ratios.  With seq_mean_token_mean each
+    token carries 1/|o| of the loss.
     """
     ratio = _exp(t.sequences.mean(t.logprob - old))
     return _clipped(ratio, t.advantage, s)
@@ -72,9 +72,9 @@ def gspo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def gspo_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-min(s_t A_t, clip(s_t) A_t), s_t = sg(s) theta / sg(theta).
 
-    GSPO-token (arXiv 2507.18071 eq. 13-14): the value of s at every token, the gradient of the
-    token alone.  The same gradient as `gspo` when A is constant in a sequence and the aggregation
-    weights its tokens equally; it also allows advantages per token.
+    GSPO-token (arXiv 2507.18071 eq. 13-14): every token has the value of s and its own gradient.
+    It is the gradient of `gspo` when A is constant in a sequence and the aggregation weights its
+    tokens equally.  Unlike `gspo`, this form accepts advantages per token.
     """
     log_s = t.sequences.mean((t.logprob - old).detach()) + t.logprob - t.logprob.detach()
     return _clipped(_exp(log_s), t.advantage, s)
@@ -84,7 +84,8 @@ def gmpo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A exp(mean over the sequence of x), x = log r clipped pessimistically in log space.
 
     GMPO (arXiv 2507.20673 eq. 4): x is bounded by clip_high where A > 0 and by -clip_low where
-    A < 0 (0.4 and 0.4 in the paper).  Trap: bounds are logarithms, not log(1 - clip_low).
+    A < 0 (0.4 and 0.4 in the paper).  Trap: the settings themselves bound log r; the lower bound is
+    not log(1 - clip_low).
     """
     log_r = t.logprob - old
     high = (t.advantage > 0) & (log_r > s.clip_high)
@@ -99,7 +100,7 @@ def cispo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: every token keeps a gradient.
 
     CISPO (arXiv 2506.13585 eq. 4-5).  clip_low = 1 leaves the lower side open, as the paper does.
-    Trap: TRL gives the upper bound as it is (5.0), here and in verl it is 1 + clip_high.
+    Trap: TRL's setting is the upper bound itself (5.0); here, as in verl, it is 1 + clip_high.
     """
     ratio = _ratio(t.logprob, old).detach()
     weight = ratio.clamp(1.0 - s.clip_low, 1.0 + s.clip_high)
@@ -114,8 +115,8 @@ def cispo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def sapo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A (4 / k) sigmoid(k (r - 1)), k = sapo_tau_pos where A > 0, else sapo_tau_neg.
 
-    SAPO (arXiv 2511.20347 eq. 5-6): a soft gate instead of a clip, its gradient is the gradient of
-    r A at r = 1.  The paper uses 1.0 and 1.05.
+    SAPO (arXiv 2511.20347 eq. 5-6) replaces the clip by a soft gate.  At r = 1 its gradient is the
+    gradient of r A.  The paper uses 1.0 and 1.05.
     """
     ratio = _ratio(t.logprob, old)
     k = torch.full_like(ratio, s.sapo_tau_neg).masked_fill(t.advantage > 0, s.sapo_tau_pos)
@@ -126,10 +127,10 @@ def sapo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def topr(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A logprob where A > 0, else -sg(min(R, 1)) A logprob, R the ratio of the whole sequence.
 
-    TOPR (arXiv 2503.14286 eq. 8-9): positives need no importance weight, negatives are tapered so
-    that a sequence the policy has already left is not pushed further.  The paper takes the sign of
-    the reward: use `advantage: reward`, or a baseline and accept its sign.  R underflows to 0 on
-    long sequences, which the paper intends.
+    TOPR (arXiv 2503.14286 eq. 8-9): positive sequences need no importance weight.  The weight of a
+    negative sequence falls with R, so that a sequence which the policy has already left is not
+    pushed further.  The paper reads the sign of the reward: use `advantage: reward`.  With a
+    baseline the sign is the advantage's.  R underflows to 0 on long sequences, which is intended.
     """
     whole = t.sequences.spread(t.sequences.sum((t.logprob - old).detach()))
     return _tapered(t, _exp(whole))
@@ -143,9 +144,9 @@ def topr_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 def kimi(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     """-A logprob + kimi_tau / 2 (sum over the sequence of logprob - old)^2, spread over its tokens.
 
-    Kimi k1.5 (arXiv 2501.12599 eq. 3): A is reward minus group mean.  The square belongs to the
-    whole sequence X; each token carries x_t X, whose sum over the sequence is X^2.  Use
-    seq_mean_token_sum, the paper's own aggregation.
+    Kimi k1.5 (arXiv 2501.12599 eq. 3): A is the reward minus the group mean.  The square is of the
+    sum X over the sequence; each token carries x_t X, and these terms sum to X^2.  Use
+    seq_mean_token_sum, the paper's aggregation.
     """
     log_r = t.logprob - old
     penalty = log_r * t.sequences.spread(t.sequences.sum(log_r))
@@ -162,7 +163,7 @@ def dppo_tv(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
     DPPO with binary total variation (arXiv 2602.04879): a token is dropped when A > 0 and
     p_theta - p_mu > clip_high, or A <= 0 and p_theta - p_mu < -clip_low.  Bounds are probabilities,
-    not ratios.  Always against the engine: DPPO has no proximal policy.
+    not ratios.  DPPO compares with the engine only: it has no proximal policy.
     """
     rise = (t.logprob.exp() - old.exp()).detach()
     high = (t.advantage > 0) & (rise > s.clip_high)
@@ -185,17 +186,18 @@ def dppo_kl(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
 
 
 def importance(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
-    """-r A without any clip: the importance-weighted policy gradient, unbiased token by token.
+    """-r A without a clip: the importance-weighted policy gradient, unbiased for each token.
 
-    The policy term of M2PO (arXiv 2510.01161), whose trust region is a mask, and of Kimi-K2-like
-    losses that reject instead of clip.  Combine with a correction that bounds it.
+    This is the policy term of M2PO (arXiv 2510.01161), whose trust region is a mask, and of losses
+    like Kimi-K2's, which reject tokens instead of clipping.  Combine it with a correction that
+    bounds it.
     """
     ratio = _ratio(t.logprob, old)
     return TokenLoss(-ratio * t.advantage, _nowhere(ratio), _nowhere(ratio), _nowhere(ratio))
 
 
 def reinforce(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
-    """-A logprob (Williams 1992), the whole of verl's `gpg`: no ratio, exact on policy only."""
+    """-A logprob (Williams 1992), as verl's `gpg`: without a ratio, so exact only on policy."""
     nowhere = _nowhere(t.logprob)
     return TokenLoss(-t.advantage * t.logprob, nowhere, nowhere, nowhere)
 

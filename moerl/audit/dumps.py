@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moerl.core.errors import RecordError
+from moerl.core.errors import ConfigError, RecordError
 from moerl.core.json_files import read_model_config
 from moerl.core.types import (
     Array,
@@ -90,6 +90,8 @@ def summary(dump: Path, model: Path) -> str:
 
     model: its folder, or a config.json.  Raises MoerlError naming line and field that do not fit.
     """
+    if not (model.is_dir() or model.name == "config.json"):
+        raise ConfigError("MODEL", str(model), "a model folder or its config.json is needed")
     shape = model_shape(model_spec(read_model_config(model)))
     with tempfile.TemporaryDirectory(prefix="moerl-dump-") as folder:
         return describe(read_dump(dump, BlobStore(Path(folder), "dump"), shape), shape)

@@ -60,7 +60,7 @@ class ModelConfig:
 class TaskConfig:
     """Source of prompts and reward."""
 
-    # sort_digits | calculator | reasoning_gym | jsonl | hf_dataset (`moerl.config.task_tables`)
+    # A source of prompts by its name in SOURCES of `moerl.config.task_tables`
     name: str = "sort_digits"
     digits: Count = 4  # sort_digits: how many to sort; calculator: of each number
     dataset: str = ""  # reasoning_gym: dataset name

@@ -1,9 +1,9 @@
-"""The controller: produce, score and learn loops around one bounded buffer and one version.
+"""The controller: loops that produce, score and learn, around one bounded buffer.
 
-It sees headers only; routes, masks, logits and weights go point to point.  `producer` sends
-requests and joins segments, `scoring_stage` checks, scores and admits groups, `engine_pool` tracks
-engines, `trainer_handler` answers the trainer.  One process, one event loop, one writer of
-versions.
+The controller sees headers only; routes, masks, logits and weights go point to point.  `producer`
+sends requests and joins segments, `scoring_stage` checks, scores and admits groups, `engine_pool`
+tracks engines, and `trainer_handler` answers the trainer.  The controller is one process with one
+event loop, and it alone writes versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Plain class; `moerl.launch` puts it on an actor."""
+    """Wires the parts together.  A plain class; `moerl.launch` runs it as a Ray actor."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Controller:
         trainer_alive: bool = False,
         pool_changed: bool = False,
     ) -> None:
-        """trainer_alive: an earlier controller died, trainer and engines did not; call `rejoin`
-        first.
+        """Make all parts and restore the journal.
 
-        pool_changed: engines have joined or left since this start of the run.
+        trainer_alive: an earlier controller died while trainer and engines kept running; call
+        `rejoin` before `run`.  pool_changed: engines have joined or left since the run started.
         """
         context = make_context(config, services, pool_changed=pool_changed and trainer_alive)
         self.context = context
@@ -69,16 +69,16 @@ class Controller:
             self._availability,
             self._ref_models,
         )
-        self.handle = self.trainer.handle  # one message of the trainer
+        self.handle = self.trainer.handle  # answers one message of the trainer
         self._restore(services.journal.load(), trainer_alive)
 
     # --- life -------------------------------------------------------------------------------
     def _restore(self, recovered: RecoveredState, trainer_alive: bool) -> None:
-        """Restore the journal's state.
+        """Restore the state of the journal.
 
-        With a living trainer, planned groups stay planned.  If the journal lost rows, it cannot
-        tell what that trainer has trained: the trainer is refused until it restarts from its
-        checkpoint.
+        If the trainer is alive, planned groups stay planned.  If the journal lost rows, the groups
+        that this trainer has trained are unknown: the controller refuses the trainer until it
+        restarts from its checkpoint.
         """
         context, services, state = self.context, self.context.services, recovered.controller_state
         context.lineage.restore(state.begins)
@@ -91,7 +91,7 @@ class Controller:
             recovered.dropped,
             recovered.ready,
         )
-        self.trainer.drop_branch()  # a row of such a group remains when its deletion failed
+        self.trainer.drop_branch()  # groups whose deletion failed are still here
         self.producer.life = state.lives - 1
         adopted = list(self._availability.trainable())
         named = Counter(uri for group in adopted for uri in group_uris(group))
@@ -111,7 +111,7 @@ class Controller:
         log.info("%d groups restored, %d lost", len(adopted), recovered.lost)
 
     async def rejoin(self, lost: Collection[int]) -> None:
-        """Ask the engines for their versions and abort requests of the earlier controller.
+        """Ask engines for their versions and abort the requests of the earlier controller.
 
         lost: engines that are being restarted.
         """
@@ -121,7 +121,7 @@ class Controller:
         await self.context.pool.poll(lost, is_new_run, named, self.producer.life)
 
     async def run(self) -> None:
-        """Produce until `stop`; raises the first failure of any loop or of the trainer."""
+        """Produce until `stop`.  Raises the first failure of a loop or of the trainer."""
         self.context.tasks.spawn(trim_memory_loop())
         self._availability.check_waiting()
         self.producer.start()
@@ -132,12 +132,12 @@ class Controller:
         tasks, agents = self.context.tasks, self.context.services.agents
         if agents is not None:
             tasks.stopping = True
-            await agents.close()  # it withdraws its turns from the engines
+            await agents.close()  # also withdraws their turns from the engines
         await tasks.stop()
         self.context.services.journal.close()
 
     def status(self) -> dict[str, float]:
-        """Status for the console between steps; names as in docs/metrics.md."""
+        """Status for the console between steps, with the names of docs/metrics.md."""
         buffer, pool = self.context.buffer, self.context.pool
         rollout = self.context.config.rollout
         siblings = rollout.group_size * rollout.oversample
@@ -154,7 +154,7 @@ class Controller:
 
     # --- engines ----------------------------------------------------------------------------
     def engines_started(self) -> None:
-        """Start answering the trainer's hello; it may then publish and ask for plans."""
+        """Let the trainer's hello be answered; the trainer then publishes and takes plans."""
         self.trainer.engines_up.set()
 
     def engines(self) -> list[dict[str, object]]:
@@ -168,7 +168,7 @@ class Controller:
         self.context.pool.back(index, engine)
 
     def engine_joins(self, index: int, engine: Engine, tp: int) -> None:
-        """Add a started engine; it gets requests when it serves the newest weights."""
+        """Add a started engine; it gets requests once it serves the newest weights."""
         is_new_run = self.context.batches.done == 0 and not self.context.pool.incarnation
         self.context.pool.join(index, engine, is_new_run=is_new_run)
         self.context.sync_targets.join(index, tp)
@@ -176,12 +176,12 @@ class Controller:
         log.info("engine %d (tp %d) has joined", index, tp)
 
     def engine_excluded(self, index: int) -> None:
-        """It keeps dying and leaves the run."""
+        """Count an engine that keeps dying and has left the run."""
         self.context.step_metrics.engines_excluded += 1
         log.error("engine %d keeps dying and is excluded", index)
 
     async def engine_leaves(self, index: int) -> None:
-        """Returns when the engine has no requests and the trainer does not publish to it."""
+        """Remove an engine; returns when it has no requests and no publish to it is running."""
         pool, sync_targets = self.context.pool, self.context.sync_targets
         await pool.drain(index)
         sync_targets.remove(index)
@@ -191,9 +191,9 @@ class Controller:
         log.info("engine %d has left", index)
 
     async def records_leave(self, node: str) -> None:
-        """Returns when no group that may be trained has records on an engine's node."""
+        """Return when no group that may be trained has records on this engine's node."""
         await self._availability.remove(node)
 
     async def measure_engines(self, seconds: float) -> float:
-        """Tokens/s of idle engines on fresh prompts, with both replays; the results are dropped."""
+        """Tokens/s of idle engines on fresh prompts with both replays; the rollouts are dropped."""
         return await self.producer.measure(seconds)

@@ -55,11 +55,11 @@ class RefScoreQueue:
             await self._tasks.wait_change(min(1.0, timeout_s))
         raise ProtocolError("a newer trainer has started")
 
-    async def pop(self, message: TakeRecords) -> Message:
+    async def pop(self, take: TakeRecords) -> Message:
         """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
-        self.start, deadline = message.start, time.monotonic() + message.timeout_s
+        self.start, deadline = take.start, time.monotonic() + take.timeout_s
         while self._batches.done < self._config.run.steps:
-            if (plan := self.next(message.dp_size, message.pair_cost)) is not None:
+            if (plan := self.next(take.dp_size, take.pair_cost)) is not None:
                 self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
@@ -68,7 +68,7 @@ class RefScoreQueue:
                 continue
             if time.monotonic() > deadline:
                 return Ok()
-            await self._tasks.wait_change(min(1.0, message.timeout_s))
+            await self._tasks.wait_change(min(1.0, take.timeout_s))
         return Stop(f"all {self._config.run.steps} steps are done")
 
     def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
@@ -94,13 +94,13 @@ class RefScoreQueue:
             pair=pair,
         )
 
-    def add(self, message: Scored) -> None:
+    def add(self, scored: Scored) -> None:
         """Store scores; scores of groups that left the buffer are dropped.
 
         Raises RecordError when scores do not fit their rollout.
         """
         live = {r.rollout_id: r for group in self._live() for r in group.rollouts()}
-        for scores in message.scores:
+        for scores in scored.scores:
             if (rollout := live.get(scores.rollout_id)) is not None:
                 check_scores(scores, rollout, self._roles)
                 self._known[scores.rollout_id] = scores

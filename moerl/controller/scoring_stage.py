@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
-from moerl.config.task_mixture import by_label, naming
+from moerl.config.task_mixture import TaskEntry, by_label, naming
 from moerl.controller.context import Context
 from moerl.controller.generated import Generated, checked_graph
 from moerl.controller.journal import write_retry
@@ -261,7 +261,7 @@ class ScoringStage:
         if task.on_score_error == "stop" or problem:
             why = f"{problem}; last: {error}" if problem else str(error)
             with naming(task):
-                raise ConfigError("task.reward", task.reward or task.name, why) from error
+                raise ConfigError(*_source_of_rewards(task), why) from error
         self._step_metrics.score_failures += 1
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
@@ -314,6 +314,16 @@ class ScoringStage:
 
     def _delete(self, partials: Sequence[Generated]) -> None:
         self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
+
+
+def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
+    """Name and value of the setting from which the rewards of a task come."""
+    agent = task.agent
+    if not agent.plays or agent.reward == "task":
+        return "task.reward", task.reward or task.name
+    if agent.command:
+        return "task.agent.command", agent.command
+    return "task.agent.environment", agent.environment
 
 
 def _does_not_work(scored: Sequence[bool]) -> str:

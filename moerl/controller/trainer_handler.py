@@ -115,14 +115,14 @@ class TrainerHandler:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a message for the controller")
 
-    def _failed(self, message: Failed) -> Ok:
-        error = TrainerError(f"{message.job} rank {message.rank}: {message.cause}")
-        is_newest = message.incarnation in (-1, self._pool.incarnation)
-        if message.job == "trainer" and is_newest:
+    def _failed(self, failed: Failed) -> Ok:
+        error = TrainerError(f"{failed.job} rank {failed.rank}: {failed.cause}")
+        is_newest = failed.incarnation in (-1, self._pool.incarnation)
+        if failed.job == "trainer" and is_newest:
             self.failure = str(error)
         log.error("%s", error)
-        if message.blob:
-            self._availability.report(message.blob)
+        if failed.blob:
+            self._availability.report(failed.blob)
         if not self._config.supervision.max_restarts:
             self._tasks.fail(error)
         return Ok()
@@ -134,24 +134,24 @@ class TrainerHandler:
         return self._scoring_stage.finishing + wanted
 
     # --- hello ----------------------------------------------------------------------------------
-    async def _hello(self, message: Hello) -> Message:
+    async def _hello(self, hello: Hello) -> Message:
         await self.engines_up.wait()
-        consumed = IdSet(message.consumed)
+        consumed = IdSet(hello.consumed)
 
         def begin() -> None:
-            self._pool.expect_no_newer(message.version.incarnation)
-            begins = self._history.joined(message.begins)
-            self._journal.began(begins, message.dp_size, consumed.parts, message.pair_cost)
-            self._services.on_rewind(message.version.step)
+            self._pool.expect_no_newer(hello.version.incarnation)
+            begins = self._history.joined(hello.begins)
+            self._journal.began(begins, hello.dp_size, consumed.parts, hello.pair_cost)
+            self._services.on_rewind(hello.version.step)
 
-        await self._writes.until_done(f"the start from {message.version}", begin, self._limit_s)
-        self._dp_size, self._pair_cost = message.dp_size, message.pair_cost
+        await self._writes.until_done(f"the start from {hello.version}", begin, self._limit_s)
+        self._dp_size, self._pair_cost = hello.dp_size, hello.pair_cost
         self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
-        self._pool.incarnation = message.version.incarnation
-        self._history.restore(self._history.joined(message.begins))
-        again, spent = self._batches.restart(message.version.step, consumed)
-        spent += self._buffer.restart(message.version.step, message.consumed, again)
+        self._pool.incarnation = hello.version.incarnation
+        self._history.restore(self._history.joined(hello.begins))
+        again, spent = self._batches.restart(hello.version.step, consumed)
+        spent += self._buffer.restart(hello.version.step, hello.consumed, again)
         self._let_go(spent)
         self.drop_branch()
         self._tasks.notify()
@@ -175,44 +175,44 @@ class TrainerHandler:
             self._scoring_stage.drop_branch(group)
 
     # --- plans ----------------------------------------------------------------------------------
-    async def _take_plan(self, message: TakePlan) -> Message:
-        self._pool.expect_no_newer(message.incarnation)
+    async def _take_plan(self, take: TakePlan) -> Message:
+        self._pool.expect_no_newer(take.incarnation)
         self._sync_targets.acknowledge()
         self._tasks.notify()
-        if message.step >= self._config.run.steps:
-            return await self._end(message)
+        if take.step >= self._config.run.steps:
+            return await self._end(take)
         self._pool.expect_trainer()
         if news := self._sync_targets.pending_update():
             return news
         while True:
             # a step that is planned already: the reply was lost with an earlier controller
-            is_planned = message.step in self._batches.planned
-            if not is_planned and (other := await self._collect(message)):
+            is_planned = take.step in self._batches.planned
+            if not is_planned and (other := await self._collect(take)):
                 return other
-            if plan := await self._scored_plan(message):
+            if plan := await self._scored_plan(take):
                 return plan
-            self._pool.expect_no_newer(message.incarnation)
+            self._pool.expect_no_newer(take.incarnation)
 
-    async def _collect(self, message: TakePlan) -> SetEngines | Refresh | Ok | None:
+    async def _collect(self, take: TakePlan) -> SetEngines | Refresh | Ok | None:
         """Plan a step when its batch is complete; or return what the trainer must do first.
 
         Ok: ask again, answers take longer than one message may.  Raises ProtocolError on timeout
         without progress, or when a newer trainer has started.
         """
-        if message.step != self._buffer.next_step:
-            raise ProtocolError(f"plan {message.step} asked, plan {self._buffer.next_step} is next")
+        if take.step != self._buffer.next_step:
+            raise ProtocolError(f"plan {take.step} asked, plan {self._buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self._pool.incarnation
-        while not await self._plan_next(message.step, incarnation):
+        while not await self._plan_next(take.step, incarnation):
             if news := self._sync_targets.pending_update():
                 return news
             if self._pool.any_behind:
                 return Refresh()
             waited_s = time.monotonic() - begin
-            if waited_s > message.timeout_s / 2 and self._pool.idle_s < message.timeout_s / 2:
+            if waited_s > take.timeout_s / 2 and self._pool.idle_s < take.timeout_s / 2:
                 self._step_metrics.trainer_wait_s += waited_s
                 return Ok()
-            self._expect_in_time(waited_s, message.timeout_s)
-            await self._tasks.wait_change(min(1.0, message.timeout_s))
+            self._expect_in_time(waited_s, take.timeout_s)
+            await self._tasks.wait_change(min(1.0, take.timeout_s))
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
         return None
 
@@ -259,24 +259,24 @@ class TrainerHandler:
             self._step_metrics.dropped_stale += 1
             self._ref_counts.forget(group)
 
-    async def _scored_plan(self, message: TakePlan) -> Plan | SamePlan | None:
+    async def _scored_plan(self, take: TakePlan) -> Plan | SamePlan | None:
         """The plan of a complete step, after reference ranks have scored all its groups, and the
         next one if it is complete too.
 
         None when a damaged record was found meanwhile: the step must be planned again.
         """
-        incarnation, groups = self._pool.incarnation, self._batches.planned[message.step]
+        incarnation, groups = self._pool.incarnation, self._batches.planned[take.step]
 
         def is_current() -> bool:
             return self._pool.incarnation == incarnation
 
-        waited_s = await self._ref_models.wait(message.step, message.timeout_s, is_current)
+        waited_s = await self._ref_models.wait(take.step, take.timeout_s, is_current)
         self._step_metrics.ref_wait_s += waited_s
         self._step_metrics.trainer_wait_s += waited_s
-        came_ahead = message.came_ahead and groups is self._ahead
-        plan = None if came_ahead else await self._plan(message.step, groups)
-        ahead = await self._plan_ahead(message.step + 1)
-        if self._batches.planned.get(message.step) is not groups:
+        came_ahead = take.came_ahead and groups is self._ahead
+        plan = None if came_ahead else await self._plan(take.step, groups)
+        ahead = await self._plan_ahead(take.step + 1)
+        if self._batches.planned.get(take.step) is not groups:
             return None
         if came_ahead:
             return SamePlan(ahead)
@@ -321,13 +321,13 @@ class TrainerHandler:
             return None
         return self._ref_models.with_scores(plan)
 
-    async def _end(self, message: TakePlan) -> Message:
+    async def _end(self, take: TakePlan) -> Message:
         """Stop the run; evaluations in no step's row, such as the last, get their own row."""
         config, stop = self._config, Stop(f"all {self._config.run.steps} steps are done")
         if self._pool.incarnation is None:
             return stop
         last, begin = PolicyVersion(self._pool.incarnation, config.run.steps), time.monotonic()
-        limit_s = min(message.timeout_s, config.evaluation.hold_s + config.sync.timeout_s)
+        limit_s = min(take.timeout_s, config.evaluation.hold_s + config.sync.timeout_s)
         while not self._evaluator.is_done_with(last) and time.monotonic() - begin < limit_s:
             if self._pool.any_behind:
                 return Refresh()
@@ -341,34 +341,32 @@ class TrainerHandler:
         return stop
 
     # --- finished steps -------------------------------------------------------------------------
-    async def _step_done(self, message: StepDone) -> Message:
-        planned = tuple(self._batches.planned.get(message.step, ()))
-        found, samples = await asyncio.to_thread(self._described, planned, message.step)
+    async def _step_done(self, done: StepDone) -> Message:
+        planned = tuple(self._batches.planned.get(done.step, ()))
+        found, samples = await asyncio.to_thread(self._described, planned, done.step)
         engines = await self._pool.statuses()  # no other message is handled in between
         self._pool.expect_trainer()
-        if message.version.incarnation != self._pool.incarnation:
-            raise ProtocolError(
-                f"step {message.step} of {message.version}: that trainer was replaced"
-            )
-        if message.step < self._batches.done:
+        if done.version.incarnation != self._pool.incarnation:
+            raise ProtocolError(f"step {done.step} of {done.version}: that trainer was replaced")
+        if done.step < self._batches.done:
             return Ok()  # already handled: the reply was lost with an earlier controller
-        groups = self._batches.planned.get(message.step)
+        groups = self._batches.planned.get(done.step)
         if groups is None:
-            raise ProtocolError(f"step {message.step} is not planned: a record of it is damaged")
+            raise ProtocolError(f"step {done.step} is not planned: a record of it is damaged")
         self._step_metrics.failed_writes += self._journal.take_failed()
-        metrics = dict(message.metrics)
-        metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(message.step, []))
+        metrics = dict(done.metrics)
+        metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
-        await self._add_row(StepReport(message.step, message.version, metrics, samples))
-        self._keep_records(message.step, groups)
+        await self._add_row(StepReport(done.step, done.version, metrics, samples))
+        self._keep_records(done.step, groups)
         gone: list[EpisodeGroup] = []
 
         def finish() -> None:
-            self._expect_same(message.version)
-            gone.extend(self._batches.finish(message.step))
+            self._expect_same(done.version)
+            gone.extend(self._batches.finish(done.step))
 
-        await self._writes.until_done(f"the end of step {message.step}", finish, self._limit_s)
+        await self._writes.until_done(f"the end of step {done.step}", finish, self._limit_s)
         await asyncio.to_thread(self._let_go, gone)
         await asyncio.to_thread(self._journal.sweep)
         return Ok()

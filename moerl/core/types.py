@@ -1,15 +1,15 @@
-"""The data types of the system: records of engines, groups of the controller, plans of a trainer.
+"""Data types that all processes share: engine records, episode groups, batch plans.
 
 Alignment rule (docs/alignment.md).  For a sequence of T tokens, S of them sampled by the policy:
 
-- read-side data (routing) is indexed by the token that was FED IN: rows 0..T-2, since the last
-  token is never fed;
+- read-side data (routing) is indexed by the token that was FED IN: rows 0..T-2, because the last
+  token is never fed in;
 - write-side data (logprob, sampling mask, version) is indexed by the token that was PRODUCED: one
   row per sampled token.
 
-Messages never shift data; `moerl.data.packing` does `labels = tokens[1:]` once, and no other code
-shifts.  Example: prompt [5, 9], sampled [7, 2]: token_ids [5, 9, 7, 2], loss_mask [0, 0, 1, 1], two
-logprobs, two mask rows, three routing rows (for 5, 9 and 7).
+Messages never shift data.  Only `moerl.data.packing` shifts: `labels = tokens[1:]`.
+Example: prompt [5, 9], sampled [7, 2] gives token_ids [5, 9, 7, 2], loss_mask [0, 0, 1, 1], two
+logprobs, two mask rows and three routing rows (for 5, 9 and 7).
 
 Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 """
@@ -34,8 +34,8 @@ Array = np.ndarray
 class PolicyVersion:
     """One set of weights: the trainer's restart count and its optimizer step.  Ordered.
 
-    A trainer that restarts from a checkpoint publishes other weights under step numbers that were
-    used before; the incarnation tells them apart.
+    A trainer that restarts from a checkpoint publishes different weights under step numbers that
+    are already in use; the incarnation distinguishes them.
     """
 
     incarnation: int
@@ -46,7 +46,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Inverse of `str`; the format of SGLang's `weight_version`."""
+        """Inverse of `str`; SGLang's `weight_version` has this format.  Raises RecordError."""
         incarnation, dot, step = text.partition(".")
         if not (dot and incarnation.isdigit() and step.isdigit()):
             raise RecordError("version", f"weight version {text!r} is not INCARNATION.STEP")
@@ -66,9 +66,9 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that a client gives: the texts that an answer may be, in the form of SGLang.
+    """A grammar that restricts the text of an answer, in SGLang's format.
 
-    It is part of a request.  A record has none: its sampling mask holds the allowed tokens.
+    Only a request has a grammar.  In a record the sampling mask lists the allowed tokens.
     """
 
     kind: GrammarKind
@@ -77,10 +77,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every parameter of a request; engine defaults are never used.
+    """All sampling parameters of a request; engine defaults are never used.
 
-    Sampling mask (SGLang, `pytorch` sampling backend): rank < top_k and cumulative probability
-    BEFORE the token <= top_p, both on the temperature-scaled full distribution.
+    The sampling mask of SGLang's `pytorch` backend keeps a token if its rank is below top_k and the
+    cumulative probability BEFORE it is at most top_p, both on the temperature-scaled full
+    distribution.
     """
 
     max_new_tokens: int
@@ -90,11 +91,11 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    grammar: Grammar | None = None  # of a request; in records the sampling mask tells of it
+    grammar: Grammar | None = None  # requests only; records have the sampling mask
 
     @property
     def truncates(self) -> bool:
-        """True when sampling may exclude part of the vocabulary: a mask must then be recorded."""
+        """Whether sampling may exclude vocabulary entries, so that a mask must be recorded."""
         return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
 
 
@@ -115,7 +116,7 @@ class BlobRef:
 
 @dataclass(frozen=True, slots=True)
 class RoutingBlob:
-    """Logical expert ids of consecutive fed-in tokens, recorded by one forward pass of one version.
+    """Logical expert ids of consecutive fed-in tokens, recorded under one version.
 
     `ids` is [L, row_end - row_begin, K] u8 (E <= 256) or u16, layer-major so that a pipeline
     stage reads one contiguous range.
@@ -131,16 +132,17 @@ class RoutingBlob:
 
 @dataclass(frozen=True, slots=True)
 class IndexerBlob:
-    """Positions that sparse attention read for consecutive fed-in tokens, as RoutingBlob.
+    """Positions that sparse attention read for consecutive fed-in tokens, by layer.
 
-    `packed` is [L, bytes] u8, L layers that choose, in the form of `moerl.records.indexer`.
+    `packed` is [L, bytes] u8 in the format of `moerl.records.indexer`; L counts the layers that
+    choose positions.
     """
 
     packed: BlobRef
     row_begin: int  # index of the first fed-in token
     row_end: int  # exclusive
     version: PolicyVersion
-    layers: tuple[int, ...]  # global 0-based layer numbers of the layers that choose, ascending
+    layers: tuple[int, ...]  # global 0-based numbers of the layers that choose, ascending
     top_k: int  # positions per token
 
 
@@ -169,19 +171,19 @@ class LogprobBlob:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Run-length entry: sampled tokens from `first` (index into 0..S-1) on have this version."""
+    """Run-length entry: sampled tokens from index `first` (0..S-1) on have this version."""
 
     first: int
     version: PolicyVersion
-    # Sampled on a KV cache of older weights: no forward pass reproduces it.
+    # These tokens were sampled on a KV cache of older weights: no forward pass reproduces them.
     kept_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """End of one turn inside a row that holds several.
+    """End of one turn inside a row that holds several turns.
 
-    ABORT: the turn continues in the episode's next row.
+    A turn that ends with ABORT continues in the episode's next row.
     """
 
     end: int  # sampled tokens of the row up to here
@@ -190,20 +192,21 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One row of training as admitted: header fields inline, big arrays by blob reference.
+    """One row of training: header fields inline, large arrays by blob reference.
 
-    One turn, or a chain of turns (`rollout.turn_rows`): then `loss_mask` is True on the sampled
-    tokens of each, and the environment's tokens between them are context.  Example: prompt [5],
-    turns [7, 2] and [3], between them [9]: token_ids [5, 7, 2, 9, 3], loss_mask [0, 1, 1, 0, 1],
-    routing rows 0..1 of the first call and 2..3 of the second, turn_ends (2, stop), (3, stop).
+    A row holds one turn or a chain of turns (`rollout.turn_rows`).  In a chain, `loss_mask` is True
+    on the sampled tokens of every turn, and the environment's tokens between turns are context.
+    Example: prompt [5], turns [7, 2] and [3] with [9] between them: token_ids [5, 7, 2, 9, 3],
+    loss_mask [0, 1, 1, 0, 1], routing rows 0..1 from the first call and 2..3 from the second,
+    turn_ends (2, stop), (3, stop).
 
-    Set by the engine host, immutable afterwards.  `routing` tiles rows 0..T-2 without gap or
-    overlap, from the pass that produced each token, and so does `indexer`, where the model's
-    attention is sparse; `audit_rows` are the re-prefilled rows
+    The engine host makes a rollout, and nothing changes it afterwards.  `routing` tiles rows
+    0..T-2 without gap or overlap; each row comes from the pass that produced its token.  `indexer`
+    does the same for models with sparse attention.  `audit_rows` are the re-prefilled rows
     0..row_end of each resumed segment, kept only with `replay.audit`.
 
-    Engines seal log-probabilities like routes: then `logprobs` is empty and `sealed_logprobs` tiles
-    the sampled tokens.  `moerl.records.blob_ranges.read_logprobs` reads either form.
+    An engine seals log-probabilities like routes: `logprobs` is then empty, and `sealed_logprobs`
+    tiles the sampled tokens.  `moerl.records.blob_ranges.read_logprobs` reads both forms.
     """
 
     rollout_id: str
@@ -232,7 +235,7 @@ class Rollout:
 
     @property
     def prompt_len(self) -> int:
-        """Number of tokens before the first sampled one."""
+        """Number of tokens before the first sampled token."""
         return int(np.argmax(self.loss_mask)) if self.num_sampled else self.num_tokens
 
     @property
@@ -246,10 +249,10 @@ class Rollout:
 
     @property
     def joined_from(self) -> int:
-        """First sampled token (0..S-1) behind a change of weights; S = no change.
+        """Index of the first sampled token (0..S-1) after a change of weights; S = no change.
 
-        Rows of the tokens before it come from other weights than its own, so no forward pass
-        reproduces the row from that token on.
+        The rows before this token come from different weights than the token itself, so no forward
+        pass reproduces the row from here on.
         """
         first, *later = self.versions
         prompt_len = self.prompt_len
@@ -270,23 +273,23 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """Continue one sequence: the first call of a rollout, or the resumption of a partial one.
+    """Continue one sequence: the first call of a rollout, or the resumption of a partial rollout.
 
-    Siblings of a call share one `prompt_ids` object, so pickling the call writes it once.
+    The siblings of a call share one `prompt_ids` object, so pickle writes it once.
     """
 
     rollout_id: str
-    segment: int  # 0 for the first call; names the blobs, so never reused for a rollout
+    segment: int  # 0 for the first call; part of the blob names, so a rollout never reuses it
     tail_ids: Array  # i32: tokens after prompt_ids, sampled or not
     num_sampled: int  # sampled tokens at the end of token_ids
     sampling: SamplingParams  # max_new_tokens is the remaining number
     audit: bool = False  # also return the rows of the prefix that earlier calls delivered
     rows_known: int = 0  # leading rows that earlier turns delivered
     prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # i32: leading tokens
-    streams: bool = False  # the engine also tells its tokens while it samples them
+    streams: bool = False  # the engine also reports tokens while it samples them
 
     def __getstate__(self) -> list[Any]:
-        return packed_state(self, "tail_ids")  # not prompt_ids: an object that siblings share
+        return packed_state(self, "tail_ids")  # not prompt_ids, which the siblings share
 
     def __setstate__(self, state: list[Any]) -> None:
         set_packed_state(self, state, "tail_ids")
@@ -309,11 +312,11 @@ class GenerateRequest:
 
     @property
     def rows_from(self) -> int:
-        """First fed-in token whose routing row is new.
+        """Index of the first fed-in token whose routing row is new.
 
         A first call needs every row that no earlier turn delivered, including the row of the
-        earlier turn's last token.  A partial of T' tokens already delivered rows 0..T'-2: the row
-        of its last token is produced by the resumed call, under the resumed call's weights.
+        earlier turn's last token.  A partial rollout of T' tokens has delivered rows 0..T'-2; the
+        resumed call produces the row of the last token, under its own weights.
         """
         return self.num_tokens - 1 if self.num_sampled else self.rows_known
 
@@ -322,8 +325,8 @@ class GenerateRequest:
 class Segment:
     """Output of one request under one policy version, checked and sealed by the engine host.
 
-    n = len(output_ids) may be 0 when the request was aborted before its first token; then it has no
-    rows of any kind and the same request is sent again.
+    n = len(output_ids) is 0 when the request was aborted before its first token.  The segment
+    then has no rows, and the controller sends the same request again.
     """
 
     rollout_id: str
@@ -340,7 +343,7 @@ class Segment:
     end_s: float
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
     kept_kv: bool = False  # see VersionSpan
-    rest: tuple[Segment, ...] = ()  # parts by newer weights, after updates in place
+    rest: tuple[Segment, ...] = ()  # later parts, sampled by newer weights after in-place updates
     sealed_logprobs: LogprobBlob | None = None
     indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
     audit_indexer: IndexerBlob | None = None  # positions of audit_rows
@@ -353,7 +356,7 @@ class Segment:
 
     @property
     def pieces(self) -> tuple[Segment, ...]:
-        """This segment and its rest, one per version, in order."""
+        """This segment and `rest`, one segment per version, in order."""
         return (self, *self.rest)
 
     @property
@@ -367,53 +370,53 @@ class Score:
     """A scorer's result for one episode."""
 
     reward: float
-    # Process rewards: (index into the episode's sampled tokens at which a step ends, its reward).
+    # Process rewards: (index into the episode's sampled tokens where a step ends, its reward).
     steps: tuple[tuple[int, float], ...] = ()
-    # The same from a scorer of text: (characters of the response before the step's end, reward).
+    # Process rewards of a text scorer: (characters of the response before the step ends, reward).
     text_steps: tuple[tuple[int, float], ...] = ()
     turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
-    errors: float = 0.0  # of tools and format, >= 0; GRPO-RoC prefers successes with few
+    errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One node of an episode's graph: a row of training, with one turn or several of a chain."""
+    """One node of an episode's graph: a row of training, with one turn or a chain of turns."""
 
     rollout: Rollout
     parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
-    origins: tuple[str, ...] = ()  # of its trained turns: what an agent's requests were
+    origins: tuple[str, ...] = ()  # per trained turn: how its request continued the conversation
 
 
-# Why a turn is not trained; empty: it is.
+# Why a turn is left out of training; "" = it is trained.
 LeftOut = Literal[
     "",
-    "other_model",  # its answer is another model's
-    "held_out",  # it belongs to an evaluation
-    "no_answer",  # the engine, or the other model, failed
-    "refused",  # the engine's record, or the grammar of the request, was refused
-    "cancelled",  # its client left, or its episode ended, before it did
-    "failed",  # its episode failed
-    "ended",  # its episode was ended because a sibling failed
-    "stale",  # its episode was ended because its group was too old
+    "other_model",  # another model answered
+    "held_out",  # the turn belongs to an evaluation
+    "no_answer",  # the engine or the other model failed
+    "refused",  # the engine's record or the request's grammar was refused
+    "cancelled",  # the client left, or the episode ended, before the turn did
+    "failed",  # the episode failed
+    "ended",  # the episode was ended because a sibling failed
+    "stale",  # the episode was ended because its group was too old
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphTurn:
-    """A requested turn of an episode, whichever model was to answer.
+    """A requested turn of an episode, answered by the policy or by another model.
 
-    Two turns: `("7.0.t2", "7.0.t1", "policy", "", (PolicyVersion(0, 4),), 31)`, and the call of
-    a judge behind it: `("7.0.t3", "", "judge", "other_model")`.
+    A turn of the policy: `("7.0.t2", "7.0.t1", "policy", "", (PolicyVersion(0, 4),), 31)`.  A call
+    of a judge after it: `("7.0.t3", "", "judge", "other_model")`.
     """
 
     name: str  # unique in a run
-    # The turn with whose tokens its prompt begins; empty: none.  Tokens of another model are not
-    # known, so its turns have none and are none.
+    # Name of the turn whose tokens begin this turn's prompt, or "".  The tokens of other models are
+    # unknown, so their turns have no parent and are no parent.
     parent: str
     role: str  # policy, or the name of another model
     left_out: LeftOut = ""
-    versions: tuple[PolicyVersion, ...] = ()  # that sampled its tokens, in order
-    num_sampled: int = 0  # tokens of the policy
+    versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
+    num_sampled: int = 0  # tokens that the policy sampled
 
     @property
     def trained(self) -> bool:
@@ -422,19 +425,19 @@ class GraphTurn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """A directed graph of rows; a single-turn rollout is an episode of one."""
+    """A directed graph of rows; a single-turn rollout is an episode with one row."""
 
     episode_id: str  # "{group_id}.{sibling}"
     turns: tuple[Turn, ...]
     score: Score | None = None
-    # Every turn that was asked for, in that order; its trained ones are in the rows.  Empty:
-    # the rows were not sampled for training (demonstrations, audits).
+    # All requested turns, in the order of their requests; the trained turns are also in the rows.
+    # Empty when the rows were not sampled for training (demonstrations, audits).
     graph: tuple[GraphTurn, ...] = ()
 
     def turn_lengths(self) -> list[tuple[int, Finish]]:
-        """Sampled tokens of each turn of the policy and how it ended, over all rows."""
+        """(sampled tokens, finish) of each turn of the policy, over all rows."""
         found: list[tuple[int, Finish]] = []
-        carried = 0  # of a turn that began in an earlier row
+        carried = 0  # tokens of a turn that began in an earlier row
         for end, length in ((end, n) for turn in self.turns for end, n in _lengths(turn.rollout)):
             if end.finish == Finish.ABORT:
                 carried += length
@@ -457,35 +460,34 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str  # for logs and report
     answer: Any  # plain data for the reward function
-    extra: dict[str, Any]  # any further fields of the source, passed on to the reward
-    task: str = ""  # label of its task; empty: the run has one
+    extra: dict[str, Any]  # further fields of the source, passed to the reward
+    task: str = ""  # label of the task; "" = the run has one task
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Facts of a model that requests and records depend on."""
+    """Sizes of a model that requests and records depend on."""
 
     vocab_size: int
-    num_layers: int  # hidden layers, dense ones included
+    num_layers: int  # hidden layers, including dense layers
     moe_layers: tuple[int, ...]  # 0-based numbers of the MoE layers, ascending; empty = dense model
     num_experts: int
     top_k: int
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a sequence unless sampling.ignore_eos
     index_layers: tuple[int, ...] = ()  # layers that choose positions; empty = attention is dense
     index_topk: int = 0  # positions per token
-    context_tokens: int = 0  # longest sequence that the engines take; 0 = not known
+    context_tokens: int = 0  # longest sequence that the engines accept; 0 = unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeGroup:
     """Sibling episodes of one prompt: the unit of admission, advantage and consumption."""
 
-    # Prompt.index, or ~Prompt.index for late siblings; consumed exactly once in the surviving
-    # history.
+    # Prompt.index, or ~Prompt.index for late siblings; the surviving history trains it exactly once
     group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
-    peers: tuple[float, ...] = ()  # rewards of siblings in another group: part of the baseline
+    peers: tuple[float, ...] = ()  # rewards of siblings in another group, for the baseline
 
     def rollouts(self) -> list[Rollout]:
         return [turn.rollout for episode in self.episodes for turn in episode.turns]
@@ -513,9 +515,9 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RefScores:
-    """Scores of one rollout by reference models (reference, teacher) on their own ranks.
+    """Log-probabilities of one rollout under reference and teacher, from separate ranks.
 
-    At the student's temperature and over the student's recorded sampling masks.
+    They are taken at the student's temperature and over the student's recorded sampling masks.
     """
 
     rollout_id: str
@@ -525,10 +527,10 @@ class RefScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One batch of rollouts: its groups, and the rank, microbatch and row of each of them.
+    """One batch of rollouts: the groups, and the rank, microbatch and row of each rollout.
 
     Every data-parallel rank has the same number of microbatches, because an expert-parallel
-    exchange needs all ranks; a rank without rows in a microbatch trains one row of padding.
+    exchange needs all ranks.  A rank without rows in a microbatch trains one row of padding.
     """
 
     step: int  # 0-based number of the batch
@@ -536,7 +538,7 @@ class BatchPlan:
     groups: tuple[EpisodeGroup, ...]
     rows: tuple[PlanRow, ...]
     num_microbatches: int
-    ref_models: tuple[RefScores, ...] = ()  # by row; empty where the trainer computes them
+    ref_models: tuple[RefScores, ...] = ()  # by row; empty when the trainer computes the scores
 
     def rollouts(self) -> list[Rollout]:
         """Rollouts by row."""

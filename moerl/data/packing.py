@@ -1,21 +1,21 @@
-"""From planned rollouts to the tensors of one microbatch: the only place that shifts tokens.
+"""Packs planned rollouts into the tensors of one microbatch; the only file that shifts tokens.
 
-The alignment law (docs/alignment.md) in code: `tokens = token_ids[:-1]` are fed in, `labels =
-token_ids[1:]` are produced, and the logits of position t-1 produced sampled token t.
-Routing rows (indexed by fed-in token) therefore line up with `tokens`, mask rows (indexed by
-produced token) with `sampled_rows`.  No other file shifts anything.
+The alignment rule (docs/alignment.md) in code: `tokens = token_ids[:-1]` are fed in, `labels =
+token_ids[1:]` are produced, and the logits at position t-1 produce sampled token t.  Routing rows
+(indexed by fed-in token) therefore match `tokens`, and mask rows (indexed by produced token) match
+`sampled_rows`.
 
-A rank's share of a microbatch is a list of runs (`moerl.data.grid`): tokens, labels, routes and
-masks are laid out by it.
+A rank's share of a microbatch is a list of runs (`moerl.data.grid`), which places its tokens,
+labels, routes and masks.
 
 Routes are read from the blobs on demand, only for the layers of a pipeline stage and the positions
-of this rank's runs, and stay u8 or u16.  Padding routes to experts 0..K-1 and its results are
+of this rank's runs, and stay u8 or u16.  Padding is routed to experts 0..K-1, and its results are
 not read.
 
-Legend: B rows, S slots, N sampled tokens of the data-parallel rank, M of them on this rank (all,
+Legend: B rows, S slots, N sampled tokens of the data-parallel rank, M of them on this rank (all N
 without context parallelism), K experts per token.
-Example: prompt [5, 9], sampled [7, 2] with a longer neighbour (S = 4): tokens [5, 9, 7, 0],
-labels [9, 7, 2, 0], sampled_rows [1, 2], three routing rows and one row of padding.
+Example: prompt [5, 9], sampled [7, 2] next to a longer row (S = 4): tokens [5, 9, 7, 0], labels
+[9, 7, 2, 0], sampled_rows [1, 2], three routing rows and one row of padding.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from moerl.records.sampling_mask import concat
 
 @dataclass(slots=True)
 class BytesRead:
-    """Reads of a microbatch from the blobs (they show that a rank reads only its share)."""
+    """Bytes and rows that one microbatch reads from the blobs: a rank reads only its share."""
 
     mask: int = 0
     routing: int = 0
     routing_rows: int = 0  # (token, layer) pairs
     indexer: int = 0
     indexer_rows: int = 0  # (token, layer) pairs, in forward and recompute
-    experts: dict[int, Array] = field(default_factory=dict)  # layer -> how often each is named
+    experts: dict[int, Array] = field(default_factory=dict)  # layer -> uses of each expert
 
     def count_experts(self, layer: int, ids: Array) -> None:
-        """Count tokens by expert.  ids: [rows, K] of tokens that are not padding."""
+        """Count how often each expert is named.  ids: [rows, K], without padding."""
         before = self.experts.get(layer, np.zeros(0, np.int64))
         self.experts[layer] = np.bincount(ids.reshape(-1), minlength=len(before))
         self.experts[layer][: len(before)] += before
@@ -60,36 +60,36 @@ class Microbatch:
 
     tokens: Tensor  # [B, S] i64, padded with 0
     labels: Tensor  # [B, S] i64, padded with 0
-    positions: Tensor  # [B, S] i64 in the rollout
+    positions: Tensor  # [B, S] i64, position in the rollout
     cu_seqlens: Tensor | None  # [rollouts + 1] i32 over all cp ranks, padding included; packed only
     sampled_rows: Tensor  # [M] i64 into the flattened [B, S]
     held: Tensor  # [M] i64 into 0..N-1, rising: the sampled tokens whose logits this rank has
     sampled: Tensor  # [N] i64, the sampled tokens
-    old_logprob: Tensor  # [N] f32, the engine's; NaN when not read
+    old_logprob: Tensor  # [N] f32, the engine's log-probabilities; NaN when not read
     advantage: Tensor  # [N] f32
     weight: Tensor  # [N] f32, global aggregation weight
     lag: Tensor  # [N] i64, versions
-    joined: Tensor  # [N] bool: behind a change of weights in its row
+    joined: Tensor  # [N] bool: the token follows a change of weights in its row
     temperature: Tensor  # [N] f32
     seq: Tensor  # [N] i64, index into rollouts of each token
     mask_offsets: Tensor | None  # [M + 1] i64; None without truncated sampling or when not read
     mask_ids: Tensor | None  # [nnz] i32
     num_fed: int  # fed-in tokens on this rank, without padding
     num_experts_per_token: int  # K; 0 for a dense model
-    rollouts: tuple[Rollout, ...]  # in order; empty for a microbatch of padding only
+    rollouts: tuple[Rollout, ...]  # in row order; empty for a microbatch of padding
     runs: tuple[Run, ...]
     route_dtype: str  # uint8 or uint16
     store: RecordReads
     read: BytesRead
     ahead: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    """By model chunk, routes that were read and checked before their pass."""
+    """Routes that were read and checked before their pass, by model chunk and layer."""
 
     def routes(self, layers: Sequence[int], span: Span | None = None) -> dict[int, Tensor]:
-        """Recorded expert ids per layer: {global 0-based layer: [slots * B, K], slot-major}.
+        """Recorded expert ids by layer: {global 0-based layer: [slots * B, K], slot-major}.
 
-        span: slots of this rank only (sequence parallelism); None = all.  Reads the blobs at each
-        call: the chunks that hold these layers and tokens, verified.
-        Raises RecordError `routing_rows`, `routing_layers`; BlobError.
+        span: the slots to read (sequence parallelism); None = all slots.  Each call reads and
+        verifies the blob chunks that hold these layers and tokens.
+        Raises RecordError (`routing_rows`, `routing_layers`) and BlobError.
         """
         if not layers:
             return {}
@@ -124,10 +124,10 @@ class Microbatch:
     def attended(self, layer: int) -> Tensor:
         """Positions that one layer's sparse attention read: [B, S, K] i32 key numbers, -1 = none.
 
-        A key number is a position in the rollout, and in a packed row it counts from the row's
-        start, over all context-parallel ranks.  Padding reads itself.  Reads the blobs at each
-        call, verified.
-        Raises RecordError `indexer_rows`, `indexer_layers`; BlobError.
+        A key number is a position in the rollout; in a packed row it counts from the row's start,
+        over all context-parallel ranks.  Padding reads itself.  Each call reads and verifies the
+        blobs.
+        Raises RecordError (`indexer_rows`, `indexer_layers`) and BlobError.
         """
         rows, slots = self.tokens.shape
         fed = [rollout.num_tokens - 1 for rollout in self.rollouts]
@@ -156,15 +156,15 @@ class Microbatch:
         return torch.from_numpy(found)
 
     def num_fed_in(self, span: Span) -> int:
-        """Fed-in tokens, without padding, in some slots of this rank."""
+        """Number of fed-in tokens, without padding, in these slots of this rank."""
         return sum(
             count for idx in range(len(self.rollouts)) for *_, count in self.pieces(idx, *span)
         )
 
     def pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """(row, slot, first position, count) of the rollout's fed-in tokens in some slots."""
+        """(row, slot, first position, count) of the rollout's fed-in tokens in these slots."""
         fed = self.rollouts[rollout].num_tokens - 1
-        each = len(self.runs) // (self.runs[-1].rollout + 1)  # runs of a rollout, side by side
+        each = len(self.runs) // (self.runs[-1].rollout + 1)  # runs per rollout, contiguous
         for run in self.runs[rollout * each : (rollout + 1) * each]:
             low, high = max(run.slot, first), min(run.slot + run.num, last)
             begin = run.begin + low - run.slot
@@ -175,9 +175,9 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """For each row of `plan.rows` (`moerl.algorithms`): one number, or one per sampled token."""
+    """Inputs of the loss by row of `plan.rows`: one number, or one number per sampled token."""
 
-    advantages: Sequence[float | Array]  # for a critic: its targets
+    advantages: Sequence[float | Array]  # for a critic, its targets
     weights: Sequence[float | Array]  # weights in the sum over all tokens of the batch
 
 
@@ -194,10 +194,9 @@ def pack_microbatch(
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
-    loss: None = zeros, for scoring only.
-    A rank without rows gets padding and no sampled token; so does a microbatch beyond
-    `plan.num_microbatches`.
-    read_logprobs: False leaves old_logprob NaN, for passes that do not compare with it.
+    loss: None = zeros, for scoring passes.  read_logprobs: False leaves old_logprob NaN, for passes
+    that do not read it.  A rank without rows, or a microbatch beyond `plan.num_microbatches`, gets
+    padding and no sampled token.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
     `logprob_sign`) and BlobError.
     """
@@ -245,8 +244,9 @@ def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
 
 
 def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[int, Array]:
-    """Values of sampled tokens, given by microbatch ([N] each, on the CPU), by index into
-    plan.rows.
+    """Regroup values of sampled tokens from microbatches ([N] each, on the CPU) to plan rows.
+
+    Returns {index into plan.rows: [sampled tokens of the row]}.
     """
     result: dict[int, Array] = {}
     for microbatch, value_N in values.items():
@@ -260,7 +260,7 @@ def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[
 def by_microbatch(
     plan: BatchPlan, dp_rank: int, values: Sequence[Array], num_microbatches: int
 ) -> dict[int, Tensor]:
-    """The inverse of `by_row`: [N] fp32 of each microbatch, from values by row of the plan."""
+    """Inverse of `by_row`: values by row of the plan, regrouped to [N] f32 per microbatch."""
     return {
         microbatch: _tensor([values[idx] for idx in rows_in(plan, dp_rank, microbatch)], np.float32)
         for microbatch in range(num_microbatches)
@@ -268,7 +268,7 @@ def by_microbatch(
 
 
 def rows_in(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
-    """Indices into plan.rows of a microbatch, in row order: the order of its sampled tokens."""
+    """Indices into plan.rows of one microbatch, in row order, which its sampled tokens follow."""
     chosen = sorted(
         (row.row, idx)
         for idx, row in enumerate(plan.rows)
@@ -296,7 +296,7 @@ def _lay_out(
 def _find_sampled(
     rollouts: Sequence[Rollout], runs: Sequence[Run], length: int
 ) -> tuple[Array, Array, list[list[blob_ranges.Interval]]]:
-    """Sampled tokens of this rank: indices into 0..N-1, their slots, and per-rollout intervals."""
+    """Sampled tokens of this rank: indices into 0..N-1, slots, and intervals by rollout."""
     firsts = np.cumsum([0, *(rollout.num_sampled for rollout in rollouts)])
     produced_at = [np.flatnonzero(rollout.loss_mask) - 1 for rollout in rollouts]
     held, slots = [], []
@@ -314,10 +314,10 @@ def _find_sampled(
 
 
 def version_lag(trained: PolicyVersion, sampled: PolicyVersion) -> int:
-    """Optimizer steps between the weights a token was sampled with and those it trains.
+    """Optimizer steps between the weights that sampled a token and the weights that train on it.
 
-    After a restart the engine's older incarnation may be ahead by number; the distance counts.
-    Raises RecordError `version_future` for a version that does not exist yet.
+    After a restart the engine's older incarnation may have a higher step number, so the lag is the
+    absolute difference.  Raises RecordError `version_future` for a version that does not exist yet.
     """
     if sampled > trained:
         raise RecordError("version_future", f"sampled by {sampled}, trained at {trained}")
@@ -347,7 +347,7 @@ def _spread(
 
 
 def _old_logprobs(rollouts: Sequence[Rollout], store: RecordReads | None) -> Tensor:
-    """The engine's log-probabilities; NaN without a store."""
+    """The engine's log-probabilities, [N] f32; NaN without a store."""
     if store is None:
         num = sum(rollout.num_sampled for rollout in rollouts)
         return torch.full((num,), torch.nan, dtype=torch.float32)
@@ -369,7 +369,7 @@ def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:
 
 
 def _route_kind(plan: BatchPlan) -> tuple[int, str]:
-    """(K, dtype) of the plan's routes, from any header: a rank with only padding has none."""
+    """(K, dtype) of the plan's routes.  Any header will do: a rank may hold only padding."""
     for group in plan.groups:
         for rollout in group.rollouts():
             if rollout.routing:
@@ -379,7 +379,7 @@ def _route_kind(plan: BatchPlan) -> tuple[int, str]:
 
 
 def _check_tiles(rollout: Rollout, top_k: int) -> None:
-    """Refuse routing parts that do not cover rows 0..T-2 once each, or another K."""
+    """Raise RecordError if routing does not cover rows 0..T-2 exactly once, or K differs."""
     at = 0
     for part in rollout.routing:
         if part.row_begin != at or part.ids.shape[1] != part.row_end - part.row_begin:
@@ -399,14 +399,14 @@ def _check_tiles(rollout: Rollout, top_k: int) -> None:
 
 
 def _check_indexer_tiles(rollout: Rollout) -> None:
-    """Refuse positions that do not cover rows 0..T-2 once each."""
+    """Raise RecordError if the positions do not cover rows 0..T-2 exactly once."""
     begins = [part.row_begin for part in rollout.indexer]
     ends = [part.row_end for part in rollout.indexer]
     if [*begins, rollout.num_tokens - 1] != [0, *ends]:
         raise RecordError(
             "indexer_rows",
-            f"{rollout.rollout_id}: positions of rows {list(zip(begins, ends, strict=True))}; "
-            f"want 0..{rollout.num_tokens - 1}",
+            f"{rollout.rollout_id}: positions cover rows {list(zip(begins, ends, strict=True))}; "
+            f"they must cover 0..{rollout.num_tokens - 1}",
         )
 
 
@@ -416,9 +416,9 @@ def _read_mask(
     store: RecordReads,
     read: BytesRead,
 ) -> tuple[Array, Array] | None:
-    """CSR of this rank's sampled tokens in order, or None when no rollout was truncated.
+    """(offsets, ids) of this rank's sampling mask, or None when no rollout was truncated.
 
-    intervals: per rollout, the sampled tokens (0..S-1) to read.
+    intervals: the sampled tokens (0..S-1) to read, by rollout.  Raises RecordError.
     """
     truncated = [rollout.sampling.truncates for rollout in rollouts]
     if not any(truncated):

@@ -172,33 +172,33 @@ class StoreServer:
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _join(self, request: JoinRound) -> int:
+    def _join(self, join: JoinRound) -> int:
         with self._changed:
             before = self._rounds.number
-            number = self._rounds.join(request.slot, request.attempt)
+            number = self._rounds.join(join.slot, join.attempt)
             if self._rounds.number != before:
                 self._values.clear()
             return number
 
-    def _change(self, request: Write | Add | Exchange | Append) -> object:
-        if isinstance(request, Write):
-            self._values.update(request.values)
+    def _change(self, change: Write | Add | Exchange | Append) -> object:
+        if isinstance(change, Write):
+            self._values.update(change.values)
             return None
-        if isinstance(request, Add):
-            total = int(self._values.get(request.key, b"0")) + request.amount
-            self._values[request.key] = str(total).encode()
+        if isinstance(change, Add):
+            total = int(self._values.get(change.key, b"0")) + change.amount
+            self._values[change.key] = str(total).encode()
             return total
-        if isinstance(request, Append):
-            self._values[request.key] = self._values.get(request.key, b"") + request.value
+        if isinstance(change, Append):
+            self._values[change.key] = self._values.get(change.key, b"") + change.value
             return None
-        return _exchange(self._values, request)
+        return _exchange(self._values, change)
 
 
-def _exchange(values: dict[str, bytes], request: Exchange) -> bytes:
+def _exchange(values: dict[str, bytes], exchange: Exchange) -> bytes:
     """As TCPStore: an absent key equals an empty expected value."""
-    held = values.get(request.key)
-    if held is None and request.expected:
-        return request.expected
-    if (held or b"") == request.expected:
-        values[request.key] = held = request.desired
+    held = values.get(exchange.key)
+    if held is None and exchange.expected:
+        return exchange.expected
+    if (held or b"") == exchange.expected:
+        values[exchange.key] = held = exchange.desired
     return held or b""

@@ -60,23 +60,23 @@ _GRACE_S = 2.0
 
 
 def main() -> int:
-    request = json.loads(sys.argv[1])
+    arguments = json.loads(sys.argv[1])
     become_subreaper()
     try:
-        return _run(request)
+        return _run(arguments)
     except MoerlError as error:
         print(f"moerl: {printable(error)}", file=sys.stderr)
         return 1
 
 
-def _run(request: dict[str, Any]) -> int:
-    resume, scratch = bool(request["resume"]), Path(request["scratch"])
+def _run(arguments: dict[str, Any]) -> int:
+    resume, scratch = bool(arguments["resume"]), Path(arguments["scratch"])
     if resume:
-        config = load_saved(Path(request["resume"]) / "config.yaml", request["overrides"])
+        config = load_saved(Path(arguments["resume"]) / "config.yaml", arguments["overrides"])
     else:
-        config = load_config(request["recipe"], request["overrides"])
+        config = load_config(arguments["recipe"], arguments["overrides"])
     set_ray_environment(config)
-    reset = resume and request["reset_optimizer"]
+    reset = resume and arguments["reset_optimizer"]
     return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
 
 

@@ -1,14 +1,14 @@
-"""Tiles: positions of Hugging Face tensor elements on a rank, and joins between two sides.
+"""Tiles: where a rank stores the elements of a Hugging Face tensor, and joins of two layouts.
 
-Hugging Face names and coordinates are the common language: a tile says that `hf[tile.hf_box]` is
-stored at `local[tile.box]`.  Trainer ranks and engine ranks are both described this way, so
+Hugging Face names and coordinates are common to all layouts: a tile says that `hf[tile.hf_box]` is
+stored at `local[tile.box]`.  Tiles describe both trainer ranks and engine ranks, so
 
     load   local[tile.box] = hf[tile.hf_box]         save   hf[tile.hf_box] = local[tile.box]
     sync   join(trainer tiles, engine tiles)         reshard   join(tiles A, tiles B)
 
-Pure Python, no tensors: a plan is made or refused before any byte moves.
-Rejected: mapping objects that also communicate, joining by names (a typo is a silent no-op).
-Idea of overlapping boxes: Awex, awex/transfer/transfer_plan.py, and Megatron-core's
+This file is pure Python without tensors: a plan is made or refused before any byte moves.
+Rejected: mapping objects that also communicate; joins by name, where a typo copies nothing.
+The overlap of boxes is an idea of Awex, awex/transfer/transfer_plan.py, and of Megatron-core's
 core/resharding/planner.py.
 """
 
@@ -23,14 +23,14 @@ from typing import NamedTuple
 from moerl.core.errors import LayoutError
 
 Box = tuple[range, ...]
-"""One range per dim.  A step above 1 says that rows are interleaved with others (gate, up)."""
+"""One range per dim.  A step above 1 means that other rows lie between these (gate, up)."""
 
 
 class Tile(NamedTuple):
-    """hf[hf_box] is stored at local[box].
+    """Part of a local tensor: hf[hf_box] is stored at local[box].
 
-    The boxes have the same extents, aligned from the right: a local tensor that stacks experts has
-    one more leading dim, of extent 1 in the tile.
+    Both boxes have the same extents, aligned from the right.  A local tensor that stacks experts
+    has one more leading dim, whose extent in the tile is 1.
     """
 
     hf: str
@@ -40,16 +40,16 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One live tensor of a rank: its shape by the rules, and its tiles.
+    """One live tensor of a rank: the shape that the rules give it, and its tiles.
 
-    Example: tp 2, 130 vocabulary rows padded to 256, rank 1 holds rows 128..255 of the padded
-    embedding: shape (128, h), one tile of 2 rows, pad_rows 126.
+    Example: with tp 2 and 130 vocabulary rows padded to 256, rank 1 holds rows 128..255 of the
+    padded embedding: shape (128, h), one tile of 2 rows, pad_rows 126.
     """
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
-    pad_rows: int = 0  # last rows of dim 0 that no Hugging Face tensor holds; they are 0
-    dtype: str = ""  # fixed dtype; "" = the model's dtype
+    pad_rows: int = 0  # trailing rows of dim 0 that no Hugging Face tensor has; they are 0
+    dtype: str = ""  # dtype of this tensor; "" = the model's dtype
 
 
 Named = dict[str, Local]
@@ -72,7 +72,7 @@ def num_elements(box: Box) -> int:
 
 
 def at(box: Box) -> tuple[slice, ...]:
-    """Index of the box in a numpy array, torch tensor or safetensors slice."""
+    """The box as an index into a numpy array, torch tensor or safetensors slice."""
     return tuple(slice(r.start, r.stop, r.step) for r in box)
 
 
@@ -81,9 +81,10 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut elements start to stop - 1, counted in row-major order, into boxes, in that order.
+    """Cut elements start..stop-1 in row-major order into boxes, in the same order.
 
-    At most 2 d - 1 boxes for d dims: parts of a first and a last row in each dim, and whole rows.
+    A shape of d dims gives at most 2 d - 1 boxes: in each dim a part of the first row, whole rows
+    and a part of the last row.
     """
     if start >= stop:
         return
@@ -108,9 +109,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def check_covers(named: Named, live: Mapping[str, Sequence[int]]) -> None:
-    """Every live tensor is tiled exactly: each element once, pad rows never, nothing left over.
+    """Check that tiles write each element of every live tensor once, and no pad row.
 
-    live: shape of each live parameter by name.  Raises LayoutError naming the tensor when a
+    live: shape of each live parameter by name.  Raises LayoutError that names the tensor if a
     parameter has no rule, a rule has no parameter, shapes differ, or tiles overlap or leave a gap.
     """
     for name in live:
@@ -129,10 +130,10 @@ def check_covers(named: Named, live: Mapping[str, Sequence[int]]) -> None:
 def join(
     sources: Mapping[int, Named], sinks: Mapping[int, Named], *, same_ranks: bool = False
 ) -> list[Op]:
-    """Plan that writes every sink element exactly once.
+    """Copies that write every sink element exactly once.
 
-    Of several ranks that hold the same box, the rank with the fewest bytes sent so far sends.  With
-    `same_ranks`, rank r is the same process on both sides: what it holds itself is not sent.
+    If several ranks hold a box, the rank that has sent the fewest elements so far sends it.  With
+    `same_ranks`, rank r is the same process on both sides, and it copies its own elements itself.
     Raises LayoutError for a sink element that no source holds, or that two different boxes hold.
     """
     index = _index(sources)
@@ -158,7 +159,7 @@ def join(
 
 
 def _index(sources: Mapping[int, Named]) -> dict[str, dict[Box, dict[int, tuple[str, Tile]]]]:
-    """HF name -> box -> rank -> holder.  Replicas have equal boxes and so share one entry."""
+    """HF name -> box -> rank -> (local name, tile).  Replicas have equal boxes: one entry."""
     index: dict[str, dict[Box, dict[int, tuple[str, Tile]]]] = defaultdict(dict)
     for rank, named in sources.items():
         for name, local in named.items():
@@ -173,17 +174,17 @@ def _least(ref_counts: Iterable[int], sent: Mapping[int, int]) -> int:
 
 
 def meet(a: Box, b: Box) -> Box | None:
-    """Intersection of two boxes of one HF tensor; None when empty."""
+    """Intersection of two boxes of one HF tensor, or None.  Raises LayoutError as below."""
     if a == b:
         return a
     if len(a) != len(b):
-        raise LayoutError(f"boxes {a} and {b} of one tensor differ in rank")
+        raise LayoutError(f"boxes {a} and {b} of one tensor differ in their number of dims")
     part = tuple(_meet_ranges(x, y) for x, y in zip(a, b, strict=True))
     return part if all(part) else None
 
 
 def _meet_ranges(a: range, b: range) -> range:
-    """Common elements, in order; empty when there are none.  Raises LayoutError for odd steps."""
+    """The common elements, in order.  Raises LayoutError if neither step divides the other."""
     step = max(a.step, b.step)
     if step == 1:
         return range(max(a.start, b.start), min(a.stop, b.stop))
@@ -249,7 +250,7 @@ def _check_exact(name: str, local: Local) -> None:
 
 
 def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None.  A sweep along dim 0."""
+    """Two boxes that share an element, or None; found by a sweep along dim 0."""
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b[0].start):
         active = [other for other in active if other[0].stop > box[0].start]

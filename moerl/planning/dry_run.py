@@ -327,7 +327,7 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
         *(_transfer_lines(config, size) for size in sizes),
         transport_line(config, auto_transport(config, model_shapes(config))),
-        "`moerl plan` says more",
+        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
     ]
 
 

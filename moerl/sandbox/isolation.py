@@ -79,12 +79,12 @@ class IsolatedProgram:
         """Pid of the reaper."""
         return self._kept.process.pid
 
-    def call(self, request: bytes, timeout_s: float) -> bytes:
+    def call(self, body: bytes, timeout_s: float) -> bytes:
         """The reply.  Raises SandboxError, after which the sandbox must be closed."""
         deadline = time.monotonic() + timeout_s
         try:
             self._data.settimeout(timeout_s)
-            self._data.sendall(framed(request))
+            self._data.sendall(framed(body))
             return self._reply(deadline)
         except TimeoutError:
             raise SandboxTimeout(f"took longer than {timeout_s:g} s") from None

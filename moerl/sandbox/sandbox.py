@@ -188,10 +188,10 @@ class Sandbox:
         with self._lock:
             return self._call(head + b"\n" + data, timeout_s)
 
-    def _call(self, request: bytes, timeout_s: float) -> ToolOutput:
+    def _call(self, body: bytes, timeout_s: float) -> ToolOutput:
         if not self.lost:
             try:
-                line, _, rest = self._program.call(request, timeout_s + _GRACE_S).partition(b"\n")
+                line, _, rest = self._program.call(body, timeout_s + _GRACE_S).partition(b"\n")
                 head = msgspec.json.decode(line, type=_ReplyHead)
                 out, err = rest[: head.out], rest[head.out :]
                 return ToolOutput(head.code, out, err, head.why, head.lost)

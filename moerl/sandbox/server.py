@@ -93,27 +93,27 @@ class SandboxServer:
                 reply = self._without_session(error).pack()
             frames.send(self._connection, reply)
 
-    def _answer(self, request: SandboxRequest, given: bytes) -> Ended:
-        if request["op"] == "session":
-            return self._in_session(request, given)
+    def _answer(self, command: SandboxRequest, given: bytes) -> Ended:
+        if command["op"] == "session":
+            return self._in_session(command, given)
         acts: dict[str, Callable[[], None]] = {
-            "run": lambda: _become(request["argv"]),
-            "read": lambda: _print_file(self._home, request["path"], request["max_output"]),
-            "write": lambda: _write_file(self._home, request["path"], given),
+            "run": lambda: _become(command["argv"]),
+            "read": lambda: _print_file(self._home, command["path"], command["max_output"]),
+            "write": lambda: _write_file(self._home, command["path"], given),
         }
-        child = self._start(acts[request["op"]], given if request["op"] == "run" else b"")
-        reading, why = self._read(child, request)
+        child = self._start(acts[command["op"]], given if command["op"] == "run" else b"")
+        reading, why = self._read(child, command)
         code = _end(child.pid, at_once=why != "exit")
         self._end_others()
         return _ended(child, reading, why, code)
 
-    def _in_session(self, request: SandboxRequest, code: bytes) -> Ended:
+    def _in_session(self, command: SandboxRequest, code: bytes) -> Ended:
         """Run code in the interpreter that keeps its variables; a new one where it has ended."""
-        session = self._continued(request["argv"])
+        session = self._continued(command["argv"])
         with socket.socket(fileno=os.dup(session.ready)) as line, contextlib.suppress(OSError):
-            line.settimeout(request["timeout_s"])
+            line.settimeout(command["timeout_s"])
             frames.send(line, code)
-        reading, why = self._read(session, request)
+        reading, why = self._read(session, command)
         answer = b""
         if why == "exit":
             with contextlib.suppress(OSError):
@@ -151,10 +151,10 @@ class SandboxServer:
         self._session = child._replace(ready=ours.detach())
         return self._session
 
-    def _read(self, child: Started, request: SandboxRequest) -> tuple[_Reading, str]:
+    def _read(self, child: Started, command: SandboxRequest) -> tuple[_Reading, str]:
         """Output of a child until it is ready, and why reading ended."""
-        reading = _Reading(child, request["max_output"])
-        return reading, reading.until(time.monotonic() + request["timeout_s"], self._has_memory)
+        reading = _Reading(child, command["max_output"])
+        return reading, reading.until(time.monotonic() + command["timeout_s"], self._has_memory)
 
     def _end_others(self) -> None:
         """End all that requests have started but the interpreter of the session."""

@@ -81,40 +81,40 @@ class ScoringLoop:
         if self._setup.scratch:
             reaper.hide_memory(True)
         while data := receive(self._connection):
-            request = _decode_request(data)
-            data = self._in_child(request) if self._setup.scratch else self._here(request)
+            job = _decode_request(data)
+            data = self._in_child(job) if self._setup.scratch else self._here(job)
             if reaper.has_children():
                 reaper.kill_descendants(self._helpers)
             if self._setup.scratch:
                 _empty(Path(self._setup.scratch))
             send(self._connection, data)
 
-    def _here(self, request: WorkerRequest) -> bytes:
+    def _here(self, job: WorkerRequest) -> bytes:
         spent = int(time.process_time()) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (spent + self._setup.cpu_s, hard))
-        return self._evaluated(request)
+        return self._evaluated(job)
 
-    def _in_child(self, request: WorkerRequest) -> bytes:
+    def _in_child(self, job: WorkerRequest) -> bytes:
         """The answer of a forked child; nothing that it can reach leads to another answer."""
-        if request.kind == "score":
-            prepare_reward(self._setup.task, self._reward, request.prompt)
+        if job.kind == "score":
+            prepare_reward(self._setup.task, self._reward, job.prompt)
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            self._be_child(request, write)
+            self._be_child(job, write)
         os.close(write)
         with open(read, "rb", buffering=0) as answers:
             data, problem = self._child_answer(answers.fileno(), child)
-        return data or encode(WorkerAnswer(request.serial, failure=problem))
+        return data or encode(WorkerAnswer(job.serial, failure=problem))
 
-    def _be_child(self, request: WorkerRequest, write: int) -> None:
+    def _be_child(self, job: WorkerRequest, write: int) -> None:
         try:
             self._connection.close()
             os.setsid()
             reaper.hide_memory(False)
             resource.setrlimit(resource.RLIMIT_CPU, (self._setup.cpu_s, self._setup.cpu_s))
-            data = self._evaluated(request)
+            data = self._evaluated(job)
             with open(write, "wb", closefd=False) as answers:
                 answers.write(framed(data))
         finally:
@@ -137,28 +137,26 @@ class ScoringLoop:
                 return b"", f"answered with {size_in(data)} bytes, {_TOO_LONG}"
         return data[HEAD:], ""
 
-    def _evaluated(self, request: WorkerRequest) -> bytes:
+    def _evaluated(self, job: WorkerRequest) -> bytes:
         """An encoded answer; a user's function may raise or return anything."""
         try:
-            data = encode(self._evaluate(request))
+            data = encode(self._evaluate(job))
         except BaseException as error:
-            data = encode(WorkerAnswer(request.serial, failure=one_line(error)))
+            data = encode(WorkerAnswer(job.serial, failure=one_line(error)))
         if len(data) > self._setup.reply_bytes:
             problem = f"answered with {len(data)} bytes, {_TOO_LONG}"
-            data = encode(WorkerAnswer(request.serial, failure=problem))
+            data = encode(WorkerAnswer(job.serial, failure=problem))
         return data
 
-    def _evaluate(self, request: WorkerRequest) -> WorkerAnswer:
-        if request.kind == "score":
-            return WorkerAnswer(
-                request.serial, score=self._reward(request.prompt, request.responses)
-            )
+    def _evaluate(self, job: WorkerRequest) -> WorkerAnswer:
+        if job.kind == "score":
+            return WorkerAnswer(job.serial, score=self._reward(job.prompt, job.responses))
         assert self._environment is not None, "a reply without task.environment"
-        text = self._environment(request.prompt, request.responses)
+        text = self._environment(job.prompt, job.responses)
         if not isinstance(text, str):
             wanted = "want text (empty: the episode ends)"
-            return WorkerAnswer(request.serial, failure=f"returned {type(text).__name__}, {wanted}")
-        return WorkerAnswer(request.serial, text=text)
+            return WorkerAnswer(job.serial, failure=f"returned {type(text).__name__}, {wanted}")
+        return WorkerAnswer(job.serial, text=text)
 
 
 _TOO_LONG = "more than task.limits.reply_kb allows"

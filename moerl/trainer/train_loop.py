@@ -1,12 +1,12 @@
-"""The train loop: take a plan, train it, publish the weights, report; until no plan comes.
+"""The train loop: take a plan, train it, publish the weights, report the step, repeat.
 
-Every rank runs this loop; only rank 0 talks to the controller and broadcasts plans as bytes.
-After an optimizer step the weights are copied (the weight snapshot) and background threads publish
-them while the next step trains (`moerl.weight_sync.publisher`); the next snapshot waits for them,
-so at most one publish is in flight.
+Every rank runs this loop.  Rank 0 talks to the controller and broadcasts each plan as bytes.
+After an optimizer step the trainer copies its weights (the weight snapshot), and background threads
+publish them while the next step trains (`moerl.weight_sync.publisher`).  The next snapshot waits
+for these threads, so at most one publish is in flight.
 
-A step is reported before its checkpoint is written: a crash in between costs a redone step, while
-the other order could leave a step inside a checkpoint without its row in metrics.jsonl.
+The trainer reports a step before it writes the checkpoint.  A crash in between repeats one step;
+with the other order a checkpoint could contain a step that has no row in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publi
 
 log = logging.getLogger(__name__)
 
-REPLY_SLACK_S = 30.0  # added to the controller's own deadline
-_FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a dying rank for the controller's answer
+REPLY_SLACK_S = 30.0  # added to the deadline that the controller gets
+_FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a failing rank for the controller's reply
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Endpoints and start of this trainer: set by the launcher, the same on all ranks."""
+    """Endpoints and starting point of this trainer, from the launcher; equal on all ranks."""
 
     run: RunDir
     controller: str  # tcp://HOST:PORT
     keys: Keys
     incarnation: int
     blobs: BlobStore
-    checkpoint: Path | None  # resume from here
-    reset_optimizer: bool = False  # take only weights and schedule position of that checkpoint
+    checkpoint: Path | None  # the trainer resumes from it
+    reset_optimizer: bool = False  # load only weights and schedule position of the checkpoint
 
 
 class TrainLoop:
@@ -94,9 +94,9 @@ class TrainLoop:
         parallel: Parallel,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Make the model, the learner and the publisher of this rank.
+        """Build the model, the learner and the publisher of this rank.
 
-        on_failure: ends the process; called when the publishing thread fails.
+        on_failure: called when the publishing thread fails; it ends the process.
         """
         self.config, self.context, self.parallel = config, context, parallel
         self.tracer = Tracer(context.run.trace, f"trainer-{parallel.rank}")
@@ -115,17 +115,17 @@ class TrainLoop:
         if config.lora.start and context.checkpoint is None:
             self.model.set_factors(start_factors(config.lora, self.source))
         self.records = ReadAhead(context.blobs)
-        self.ahead: BatchPlan | None = None  # the next step's plan, when it came with this one's
+        self.ahead: BatchPlan | None = None  # the next step's plan, if it came with this one
         critic = None
         if config.algorithm.advantage == "gae":
             critic = Critic(config, parallel, self.records)
         self.learner = Learner(self.model, parallel, config, self.records, critic)
         self.version = PolicyVersion(context.incarnation, 0)
-        # first version of each trainer in the history of these weights
+        # the first version of each trainer that contributed to these weights
         self.begins: tuple[PolicyVersion, ...] = (self.version,)
-        self.consumed = IdSet()  # group ids trained
-        self.saved_step = -1  # optimizer steps inside the newest checkpoint
-        self.hf_step = -1  # and inside hf/
+        self.consumed = IdSet()  # ids of the trained groups
+        self.saved_step = -1  # step of the newest checkpoint
+        self.hf_step = -1  # step of the weights in hf/
         self.writer = CheckpointWriter(
             context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         )
@@ -142,8 +142,8 @@ class TrainLoop:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""
         self._resume()
         self._hello()
-        # engines start from the model folder, which is version 0.0; anything else is published
-        # before the first plan, or they would sample from weights this history never had
+        # Engines start with the model folder, version 0.0.  Any other version is published before
+        # the first plan; otherwise engines would sample from weights outside of this history.
         if self.version != PolicyVersion(0, 0):
             self._publish()
             self._settle()
@@ -197,7 +197,7 @@ class TrainLoop:
             self.publisher.set_engines(message.engines)
 
     def _take_plan(self) -> BatchPlan | None:
-        """The next plan on every rank, or None when the run is over."""
+        """Take the next plan on every rank; None at the end of the run.  Raises TrainerError."""
         while isinstance(message := self._ask_plan(), Refresh | SetEngines | Ok):
             self._set_engines(message)
             if isinstance(message, Refresh):
@@ -208,11 +208,11 @@ class TrainLoop:
         if isinstance(message, Stop):
             return None
         if not isinstance(message, Plan | SamePlan):
-            raise TrainerError(f"TakePlan was answered with {type(message).__name__}")
+            raise TrainerError(f"the controller answered TakePlan with {type(message).__name__}")
         plan = message.plan if isinstance(message, Plan) else self.ahead
         self.ahead = message.ahead
         if plan is None:
-            raise TrainerError(f"no plan of step {self.version.step} came ahead")
+            raise TrainerError(f"the plan of step {self.version.step} did not come ahead")
         if plan.version != self.version or plan.step != self.version.step:
             raise TrainerError(
                 f"plan of step {plan.step} starts from {plan.version}, "
@@ -234,7 +234,7 @@ class TrainLoop:
             return self._shared(data)
 
     def _shared(self, data: bytes | None) -> Message:
-        """The controller's reply on every rank; data: rank 0 has it.  Raises TrainerError."""
+        """Broadcast rank 0's encoded reply and decode it.  Raises TrainerError for a refusal."""
         reply = decode(broadcast_value(data, bytes, self.parallel.control))
         if isinstance(reply, Refused):
             raise TrainerError(f"the controller refused at step {self.version.step}: {reply.cause}")
@@ -264,14 +264,14 @@ class TrainLoop:
             self._checkpoint()
 
     def _probe(self, plan: BatchPlan) -> dict[str, float]:
-        """Check on a sample that records and model agree, with the weights the step starts from."""
+        """Compare records and model on a sample, under the weights at the start of the step."""
         if not probe.due(self.config, plan.step):
             return {}
         with self.tracer.span("probe", step=plan.step):
             return probe.probe(self.model, plan, self.config, self.parallel, self.context.blobs)
 
     def _note_load(self, step: int) -> None:
-        """Keep the load of each expert in probed steps and in the last one, for the report."""
+        """Write the load of each expert in probed steps and in the last step, for the report."""
         last = step == self.config.run.steps - 1
         if self.client is None or not self.learner.load.numel():
             return
@@ -282,11 +282,11 @@ class TrainLoop:
         try:
             with self.context.run.expert_load.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError as error:  # the report lacks it, nothing else
-            log.error("the load of the experts in step %d is not kept: %s", step, error)
+        except OSError as error:  # only the report needs this file
+            log.error("cannot write the load of the experts in step %d: %s", step, error)
 
     def _publish(self) -> dict[str, float]:
-        """Snapshot the weights, start publishing them; returns metrics of the previous publish."""
+        """Copy the weights and start to publish them; returns metrics of the previous publish."""
         if self.publisher is None:
             return {}
         with self.tracer.span("snapshot", version=str(self.version)):
@@ -299,7 +299,7 @@ class TrainLoop:
         dist.barrier(self.parallel.control)
 
     def _serve_late(self) -> None:
-        """After `_settle`: engines that are behind may be served again until the next publish."""
+        """After `_settle`: let engines that are behind catch up until the next publish."""
         if self.publisher is not None:
             self.publisher.resume()
 
@@ -324,12 +324,13 @@ class TrainLoop:
         parallel = self.parallel
         held = every_rank(self.model.spec, parallel.sizes, parallel.platform.layers)
         ranks = RankGroup(parallel.rank, parallel.control)
-        self.learner.before_update()  # engines with adapters get W0, from the same tensors
+        # merging writes tensors that a publish of W0 to engines with adapters may still read
+        self.learner.before_update()
         with self.model.merged():
             HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
 
     def _sent(self) -> dict[str, torch.Tensor]:
-        """The tensors of a publish: weights that engines must have then, and factors."""
+        """Tensors of a publish: the live weights and, if configured, the adapter factors."""
         factors = self.model.factors() if self.config.lora.sends_factors else {}
         return self.model.tensors | factors
 
@@ -355,7 +356,7 @@ class TrainLoop:
             layout=parallel.sizes,
             layer_spec=parallel.platform.layers,
             live=self._sent,
-            # own connections: a publish never delays a plan, and sockets belong to one thread
+            # A publish has its own connections: sockets belong to one thread, and plans never wait.
             connect=lambda: RpcClient(
                 context.controller, context.keys, timeout_s=config.sync.timeout_s
             ),
@@ -372,12 +373,12 @@ def _seed(seed: int) -> None:
 
 
 def report_failure(context: RankContext, error: BaseException, job: str) -> None:
-    """Tell the controller why this rank dies, if the controller can be reached."""
+    """Report the failure of this rank to the controller, if the controller can be reached."""
     blob = error.uri if isinstance(error, BlobError) else ""
     failed = Failed(
         int(os.environ.get("RANK", "0")), cause_of(error), job, context.incarnation, blob
     )
-    # a damaged blob would end the next trainer too: a restarting controller is waited for
+    # A damaged blob would end the next trainer too, so wait until a restarting controller answers.
     limit_s = _DAMAGE_S if blob else _FAREWELL_S
     with contextlib.suppress(MoerlError):
         RpcClient(context.controller, context.keys, timeout_s=limit_s).request(failed)
@@ -385,9 +386,10 @@ def report_failure(context: RankContext, error: BaseException, job: str) -> None
 
 # --- start on nodes of its own --------------------------------------------------------------------
 def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
-    """(context, name of this opening of the endpoints folder), without incarnation and checkpoint.
+    """Read the endpoints folder; returns a context and the name of the folder's opening.
 
-    Raises TrainerError when the folder names no controller within trainer.step_timeout_s.
+    The context has no incarnation and no checkpoint yet; `join_run` sets them.
+    Raises TrainerError if the folder names no controller within trainer.step_timeout_s.
     """
     controller, token, start = run.endpoints.read(config.trainer.step_timeout_s)
     keys, blobs = Keys.read(run.endpoints.keys), cluster_reader(config, run, token)
@@ -395,10 +397,10 @@ def read_endpoints(run: RunDir, config: Config) -> tuple[RankContext, str]:
 
 
 def join_run(context: RankContext, parallel: Parallel) -> RankContext:
-    """Collective: the next incarnation of the trainer, from the newest checkpoint.
+    """Set the next incarnation of the trainer and the newest checkpoint; collective.
 
-    On its own nodes torchrun restarts all ranks with the first command line, when a rank ends or a
-    node returns, so each start of the trainer asks for both.
+    On its own nodes, torchrun restarts all ranks with the first command line when a rank ends or a
+    node returns, so each start of the trainer looks up both.
     """
     mine: tuple[int, str] | None = None
     if parallel.is_first:
@@ -410,7 +412,7 @@ def join_run(context: RankContext, parallel: Parallel) -> RankContext:
 
 
 def bind(config: Config) -> None:
-    """Collectives of this process use the cluster's interface, and its NCCL and UCX settings."""
+    """Make collectives of this process use the cluster's interface, NCCL and UCX settings."""
     interface = config.cluster.interface
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     os.environ |= config.cluster.environment

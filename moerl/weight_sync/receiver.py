@@ -141,36 +141,36 @@ class Receiver:
             case _:
                 raise EngineError(f"{type(message).__name__} is not for a receiver")
 
-    def prepare(self, message: PrepareUpdate) -> UpdatePrepared:
+    def prepare(self, update: PrepareUpdate) -> UpdatePrepared:
         context = self.context
-        if message.version < self.held:
-            raise EngineError(f"version {message.version} is older than {self.held}, served now")
-        if message.layout and message.layout != context.layout:
+        if update.version < self.held:
+            raise EngineError(f"version {update.version} is older than {self.held}, served now")
+        if update.layout and update.layout != context.layout:
             raise LayoutError(
-                f"the engine's weight layout is {context.layout}, the sender knows {message.layout}"
+                f"the engine's weight layout is {context.layout}, the sender knows {update.layout}"
             )
-        planned = self._plan(message)
+        planned = self._plan(update)
         plan = planned.plan
         with self._lock:
             before = self._session
             if before is not None and before.claimed:
                 raise EngineError(f"version {before.message.version} is being committed")
             self._close_session()
-            staging = self._staging(message, plan)
+            staging = self._staging(update, plan)
             self._make_buckets(plan, staging)
-            self._session = _Session(message, planned, staging)
+            self._session = _Session(update, planned, staging)
         starts = {
             region.src: start
-            for region, start in zip(plan.regions, _starts(plan, message), strict=True)
+            for region, start in zip(plan.regions, _starts(plan, update), strict=True)
         }
         return UpdatePrepared((staging.endpoint,), (starts,), context.layout, self.held)
 
-    def verify(self, message: VerifyUpdate) -> UpdateVerified:
-        deadline = time.monotonic() + message.timeout_s
-        session = self._opened(message.version)
+    def verify(self, update: VerifyUpdate) -> UpdateVerified:
+        deadline = time.monotonic() + update.timeout_s
+        session = self._opened(update.version)
         session.staging.fetch(deadline)
-        self._apply_deltas(session, message.deltas[self.context.rank] if message.deltas else ())
-        wanted = iter(split(message.digests[self.context.rank]))
+        self._apply_deltas(session, update.deltas[self.context.rank] if update.deltas else ())
+        wanted = iter(split(update.digests[self.context.rank]))
         failed, total, number = [], 0, 0
         for region, start, seeds_ in zip(
             session.plan.regions, session.starts, session.planned.seeds, strict=True
@@ -190,23 +190,21 @@ class Receiver:
             total = self._merged_total(session, session.planned.merged, total)
         with self._lock:
             if self._session is not session:
-                raise EngineError(f"the session of {message.version} ended while it was verified")
+                raise EngineError(f"the session of {update.version} ended while it was verified")
             session.verified, session.total = not failed, total % 2**64
         return UpdateVerified((tuple(failed),), "" if failed else f"{session.total:016x}")
 
-    def relay(self, message: RelayUpdate) -> Ok:
+    def relay(self, update: RelayUpdate) -> Ok:
         """Write the staging buffer of the live version into another engine's, unchanged.
 
         It stays as it is until the next PREPARE, which runs on this thread too.
         """
-        deadline = time.monotonic() + message.timeout_s
+        deadline = time.monotonic() + update.timeout_s
         taken = self._taken
-        if taken is None or taken.message.version != message.version or self._session is not None:
-            raise EngineError(
-                f"rank {self.context.rank} has no staged {message.version} to send on"
-            )
+        if taken is None or taken.message.version != update.version or self._session is not None:
+            raise EngineError(f"rank {self.context.rank} has no staged {update.version} to send on")
         transport = self.transports(taken.message.transport, taken.message.folder)
-        link = transport.connect(message.endpoints[self.context.rank], deadline)
+        link = transport.connect(update.endpoints[self.context.rank], deadline)
         try:
             for first in range(0, taken.plan.staging_bytes, _RELAY_BYTES):
                 data = taken.staging.buffer[first : first + _RELAY_BYTES]
@@ -216,13 +214,13 @@ class Receiver:
             link.close()
         return Ok()
 
-    def abort(self, message: AbortUpdate) -> Ok:
+    def abort(self, update: AbortUpdate) -> Ok:
         with self._lock:
             session = self._session
-            if session is not None and session.message.version == message.version:
+            if session is not None and session.message.version == update.version:
                 if session.claimed:
-                    raise EngineError(f"version {message.version} is being committed")
-                log.warning("version %s is dropped: %s", message.version, message.cause)
+                    raise EngineError(f"version {update.version} is being committed")
+                log.warning("version %s is dropped: %s", update.version, update.cause)
                 self._close_session()
         return Ok()
 
@@ -271,30 +269,30 @@ class Receiver:
             self._taken, self._session = session, None
 
     # --- private ----------------------------------------------------------------------------------
-    def _plan(self, message: PrepareUpdate) -> _Planned:
+    def _plan(self, update: PrepareUpdate) -> _Planned:
         """Derive and check this rank's plan; cached, since it is the same for every version."""
-        if message.plan not in self._plans:
+        if update.plan not in self._plans:
             context = self.context
             try:
-                trainer = ParallelConfig(**message.trainer)
-                policy = WirePolicy(**message.policy)  # type: ignore[arg-type]
-                lora = LoraConfig(**message.lora) if message.lora else None  # type: ignore[arg-type]
+                trainer = ParallelConfig(**update.trainer)
+                policy = WirePolicy(**update.policy)  # type: ignore[arg-type]
+                lora = LoraConfig(**update.lora) if update.lora else None  # type: ignore[arg-type]
             except TypeError as error:
                 raise LayoutError(f"the sender's layout is not readable: {error}") from error
             weights = TransferPlan(
                 context.spec,
                 trainer,
                 context.engine,
-                message.plan_engine,
+                update.plan_engine,
                 policy,
-                "te" if message.layer_spec == "te" else "local",
+                "te" if update.layer_spec == "te" else "local",
             )
             whole = plan = weights.receiver(context.rank)
             if lora is not None:
                 plan = FactorPlan(weights, lora).receiver(context.rank)
-            if plan.plan_id != message.plan:
+            if plan.plan_id != update.plan:
                 raise LayoutError(
-                    f"the sender's transfer plan is {message.plan}, this engine derives "
+                    f"the sender's transfer plan is {update.plan}, this engine derives "
                     f"{plan.plan_id}: model, layouts, wire or code differ"
                 )
             check_targets(whole, self.model.tensors())
@@ -302,8 +300,8 @@ class Receiver:
                 check_targets(plan, self._with_adapters(lora).factors)
             merged = whole if lora is not None else None
             seeds_ = [seeds(region) for region in plan.regions]
-            self._plans = {message.plan: _Planned(plan, seeds_, merged)}
-        return self._plans[message.plan]
+            self._plans = {update.plan: _Planned(plan, seeds_, merged)}
+        return self._plans[update.plan]
 
     def _with_adapters(self, lora: LoraConfig) -> EngineAdapters | SlotAdapters:
         """The adapters on W0, which is the model that this process loaded, for every trainer."""
@@ -334,23 +332,23 @@ class Receiver:
         found = self._adapters.total(whole, self.model.tensors())
         return found + sent if self._adapters.lora.serves_adapters else found
 
-    def _staging(self, message: PrepareUpdate, receiver_plan: ReceiverPlan) -> Staging:
+    def _staging(self, update: PrepareUpdate, receiver_plan: ReceiverPlan) -> Staging:
         kept = self._taken
         if kept is not None:
             same = (
                 kept.plan is receiver_plan
-                and kept.message.transport == message.transport
-                and kept.message.folder == message.folder
-                and kept.message.delta == message.delta
-                and kept.message.version.incarnation == message.version.incarnation
+                and kept.message.transport == update.transport
+                and kept.message.folder == update.folder
+                and kept.message.delta == update.delta
+                and kept.message.version.incarnation == update.version.incarnation
             )
             if same:
                 return kept.staging
             kept.staging.close()
             self._taken = None
         num_bytes = receiver_plan.staging_bytes
-        return self.transports(message.transport, message.folder).open(
-            2 * num_bytes + ALIGN if message.delta else num_bytes
+        return self.transports(update.transport, update.folder).open(
+            2 * num_bytes + ALIGN if update.delta else num_bytes
         )
 
     def _make_buckets(self, receiver_plan: ReceiverPlan, staging: Staging) -> None:
@@ -428,9 +426,9 @@ class Receiver:
                 self._taken = None
 
 
-def _starts(receiver_plan: ReceiverPlan, message: PrepareUpdate) -> tuple[int, ...]:
+def _starts(receiver_plan: ReceiverPlan, update: PrepareUpdate) -> tuple[int, ...]:
     """Offsets of the regions in the staging buffer."""
-    return tuple(start * (2 if message.delta else 1) for start in receiver_plan.starts)
+    return tuple(start * (2 if update.delta else 1) for start in receiver_plan.starts)
 
 
 def _finish(device: torch.device | None) -> None:

@@ -282,13 +282,13 @@ class SenderThread(threading.Thread):
                 raise EngineError(f"{type(message).__name__} is not for a sender")
         return Ok()
 
-    def _send(self, request: SenderRequest) -> dict[int, SendResult]:
-        deadline = time.monotonic() + request.timeout_s
+    def _send(self, command: SenderRequest) -> dict[int, SendResult]:
+        deadline = time.monotonic() + command.timeout_s
         try:
-            if isinstance(request, SendBuckets):
-                return self._sender.resend(request.buckets, deadline)
-            self._snapshot.wait_for(request.version, request.timeout_s)
-            return self._sender.send(request.destinations, deadline)
+            if isinstance(command, SendBuckets):
+                return self._sender.resend(command.buckets, deadline)
+            self._snapshot.wait_for(command.version, command.timeout_s)
+            return self._sender.send(command.destinations, deadline)
         except Exception as error:
             log.warning("a bucket could not be sent: %s", cause_of(error))
             self._sender.drop()

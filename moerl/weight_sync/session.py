@@ -1,17 +1,17 @@
-"""One engine's publish sessions, which trainer rank 0 drives on one thread per engine.
+"""Publish sessions of one engine, driven by a thread of trainer rank 0 per engine.
 
     PREPARE -> TRANSFER -> VERIFY (a damaged bucket is sent once more) -> COMMIT      or ABORT
 
-A session has one deadline over all its phases, `sync.timeout_s`.  Engines fail independently: each
-has its own thread, connections and links.  A failed engine is tried again every few seconds as long
-as the snapshot has its version, so an engine that recovers or joins late gets the current version
-without waiting for the next publish.  Each engine also reports which version it holds:
-a restarted engine has lost its weights.
+`sync.timeout_s` limits all phases of a session together.  Engines fail independently: each engine
+has its own thread, connections and links.  A failed engine is tried again every few seconds while
+the snapshot holds the version, so an engine that recovers or joins late gets the current version
+without waiting for the next publish.  The session also asks the engine for the version that it
+holds, because a restarted engine has lost its weights.
 
-`held` is a version that COMMIT confirmed or the engine reported, never an assumption.
+`held` is a version that COMMIT confirmed or that the engine reported; it is never assumed.
 
 A rehearsal is PREPARE and ABORT: the engine derives its plan, compares it with its live tensors and
-opens a staging buffer, and nothing is sent.
+opens a staging buffer, and the trainer sends no weights.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from moerl.weight_sync.transfer_plan import TRAINER
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0  # seconds between checks of an engine that is behind or may have been restarted
-_PROBE_S = 5.0  # longest PREPARE of an engine that failed before, unless an earlier one took longer
+_PROBE_S = 5.0  # longest PREPARE of an engine that failed, unless an earlier PREPARE took longer
 _ABORT_S = 5.0
-_SLACK_S = 2.0  # seconds by which the controller's answer may come after the deadline
+_SLACK_S = 2.0  # the controller's reply may come this much after the deadline
 
 Reply = TypeVar("Reply")
 Result = PublishResult | PublishFailure
 
 
 class Control(Protocol):
-    """A connection to the controller; used by one thread, closed at its first error."""
+    """A connection to the controller, used by one thread and closed after its first error."""
 
     def expect(
         self, message: Message, reply_type: type[Reply], timeout_s: float | None = None
@@ -76,10 +76,10 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """The inputs of both ends' plans; the same for all sessions of an engine."""
+    """Inputs of the plans of trainer and engine, equal for all sessions of an engine."""
 
     engine: int
-    plan_engine: int  # id to plan with
+    plan_engine: int  # engine id in the transfer plan
     plan: str
     transport: str
     trainer: ParallelConfig
@@ -87,7 +87,7 @@ class SessionSpec:
     layer_spec: LayerSpec
     timeout_s: float
     drain_s: float  # longest wait for running requests before a commit
-    folder: str = ""  # folder of the transport disk
+    folder: str = ""  # folder of the transport `disk`
     delta: bool = False  # the senders may send deltas
     lora: LoraConfig | None = None  # the senders send factors
 
@@ -95,7 +95,7 @@ class SessionSpec:
 class EngineSession(threading.Thread):
     """Publish sessions of one engine.
 
-    The training thread calls `publish` to `remove`; everything else runs on this thread.
+    The training thread calls the methods from `publish` to `remove`; all others run on this thread.
     """
 
     def __init__(
@@ -107,10 +107,9 @@ class EngineSession(threading.Thread):
         source: EngineSession | None = None,
         on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a session that `start` runs on a thread.
+        """Make the thread; `start` runs it.
 
         source: session of the engine that relays to this engine; None = the trainer sends.
-
         on_attempt: called on this thread after each attempt, before `settle` returns.
         """
         super().__init__(name=f"session-{spec.engine}", daemon=True)
@@ -119,12 +118,12 @@ class EngineSession(threading.Thread):
         self.spec, self._senders, self._connect, self._tracer = spec, senders, connect, tracer
         self._on_attempt = on_attempt
         self.refusals = 0  # attempts in a row that the engine refused
-        self.failure: PublishFailure | None = None  # of the last attempt
-        self._first: PublishFailure | None = None  # of the first attempt at the target
+        self.failure: PublishFailure | None = None  # failure of the last attempt
+        self._first: PublishFailure | None = None  # failure of the first attempt at the target
         self._rehearses = False
         self._changed = threading.Condition()
         self._target: PolicyVersion | None = None
-        self._tried = False  # the target had its first session
+        self._tried = False  # the first session of the target has ended
         self._result: Result | None = None  # result of the last publish; returned once
         self._held: PolicyVersion | None = None
         self._layout = ""  # layout of the engine at the last session
@@ -134,11 +133,11 @@ class EngineSession(threading.Thread):
 
     # --- the training thread ----------------------------------------------------------------------
     def publish(self, version: PolicyVersion) -> None:
-        """Bring the engine to `version`, which the snapshot will hold; call `settle` first."""
+        """Start to publish `version`, which the snapshot will hold; call `settle` before."""
         self._begin(version, rehearses=False)
 
     def rehearse(self, version: PolicyVersion) -> None:
-        """Have the engine check the plan of `version`, without sending it; then call `settle`."""
+        """Let the engine check the plan of `version` without weights; call `settle` after it."""
         self._begin(version, rehearses=True)
 
     def _begin(self, version: PolicyVersion, *, rehearses: bool) -> None:
@@ -149,7 +148,7 @@ class EngineSession(threading.Thread):
 
     @property
     def is_tried(self) -> bool:
-        """The target had its first attempt."""
+        """Whether the first attempt at the target has ended."""
         with self._changed:
             return self._tried
 
@@ -160,9 +159,9 @@ class EngineSession(threading.Thread):
             return self._first
 
     def settle(self) -> Result | None:
-        """Stop sending and wait until that has happened; returns the publish's result, once.
+        """Wait for the first attempt, then pause; returns the result of the publish once.
 
-        The weight snapshot may be overwritten from here on, until `resume`.
+        The weight snapshot may be overwritten until `resume`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._target is None or self._tried)
@@ -172,13 +171,13 @@ class EngineSession(threading.Thread):
             return result
 
     def resume(self) -> None:
-        """Check the engine again: the weight snapshot still holds the last publish."""
+        """End the pause: the weight snapshot still holds the last published version."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def remove(self) -> None:
-        """The engine left the run: end after the current session."""
+        """End the thread after the current session, because the engine left the run."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
@@ -188,8 +187,8 @@ class EngineSession(threading.Thread):
         while (version := self._next()) is not None:
             try:
                 result = self._ask_engine(version)
-            except BaseException as error:  # a bug here must not leave the training thread waiting
-                log.exception("engine %d", self.spec.engine)
+            except BaseException as error:  # after a bug the training thread must not wait forever
+                log.exception("the session of engine %d failed", self.spec.engine)
                 result = PublishFailure(self.spec.engine, version, "session", repr(error))
             with self._changed:
                 self.failure = result if isinstance(result, PublishFailure) else None
@@ -204,9 +203,9 @@ class EngineSession(threading.Thread):
         self._senders.remove()
 
     def _next(self) -> PolicyVersion | None:
-        """Sleep until a version waits to be published or checked; None when the engine left."""
+        """Wait for a version to publish or check; None when the engine has left the run."""
         with self._changed:
-            if self._tried:  # only a check: wait before it, unless a new version arrives
+            if self._tried:  # only a check is due: wait, unless a new version arrives
                 self._changed.wait_for(lambda: self._left or not self._tried, _AGAIN_S)
             self._changed.wait_for(lambda: self._left or self._has_work())
             if self._left:
@@ -215,9 +214,9 @@ class EngineSession(threading.Thread):
             return self._target
 
     def taken(self, version: PolicyVersion) -> dict[int, dict[int, SendResult]] | None:
-        """Digests of `version` once this engine holds it, for the engine that it relays to.
+        """Digests of `version` once this engine holds it, for an engine that it relays to.
 
-        Waits for the first session of `version`; None when that failed.
+        Waits for the first session of `version`; returns None if that session failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._tried or self._target != version)
@@ -227,7 +226,7 @@ class EngineSession(threading.Thread):
         return self._target is not None and not self._paused
 
     def _ask_engine(self, version: PolicyVersion) -> Result | None:
-        """Bring the engine to `version`; None when it has it, or for a rehearsal that passed."""
+        """Bring the engine to `version`; None if it holds it already or a rehearsal passed."""
         if self._held == version and not self._lost_version(version):
             return None
         result = self._session(version)
@@ -245,7 +244,7 @@ class EngineSession(threading.Thread):
         return result
 
     def _is_well(self) -> bool:
-        """The engine answers, and does not call itself unfit."""
+        """Whether the engine answers and reports no cause against serving."""
         control = self._connect()
         try:
             return not control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S).cause
@@ -255,12 +254,12 @@ class EngineSession(threading.Thread):
             control.close()
 
     def _lost_version(self, version: PolicyVersion) -> bool:
-        """Whether the engine, which committed `version`, has lost it."""
+        """Whether the engine has lost `version`, which it committed before."""
         control = self._connect()
         try:
             holds = control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S)
         except MoerlError:
-            return False  # unknown; the next session shows it
+            return False  # unknown; the next session will show it
         finally:
             control.close()
         return holds.version != version or bool(holds.cause)
@@ -302,14 +301,14 @@ class EngineSession(threading.Thread):
                     self._tracer.add(f"publish {name}", start_s, end_s, engine=engine)
 
     def _abort(self, version: PolicyVersion, cause: str) -> None:
-        """Best effort: the next PREPARE replaces a staging buffer that was not dropped."""
+        """Abort, as far as possible; the next PREPARE replaces a staging buffer that remains."""
         self._senders.drop_session()
         control = self._connect()
         try:
             message = AbortUpdate(self.spec.engine, version, cause, _ABORT_S)
             control.expect(message, Ok, _ABORT_S + _SLACK_S)
         except MoerlError as error:
-            log.info("engine %d was not told to abort: %s", self.spec.engine, error)
+            log.info("engine %d did not get ABORT: %s", self.spec.engine, error)
         finally:
             control.close()
 
@@ -326,7 +325,7 @@ class _Session:
         layout: str,
         prepare_s: float,
     ) -> None:
-        """Send nothing yet.  prepare_s: longest PREPARE."""
+        """Set up the attempt without sending.  prepare_s: longest PREPARE, in seconds."""
         self.spec, self.version, self._senders, self._control = spec, version, senders, control
         self.layout, self._prepare_s = layout, prepare_s
         self.source = TRAINER
@@ -337,7 +336,7 @@ class _Session:
         self._deadline = time.monotonic() + spec.timeout_s
 
     def run(self) -> PublishResult:
-        """Raises MoerlError; `phase` is the phase that failed."""
+        """Run all phases.  Raises MoerlError; `phase` is then the phase that failed."""
         prepared = self._timed("prepare", self._prepare)
         transfer = self._relay if self.source != TRAINER else self._transfer
         self.results = self._timed("transfer", lambda: transfer(prepared))
@@ -362,7 +361,7 @@ class _Session:
         )
 
     def rehearse(self) -> None:
-        """Raises MoerlError when the engine would not take this version."""
+        """Run PREPARE and ABORT.  Raises MoerlError if the engine would not take this version."""
         self._timed("prepare", self._prepare)
         engine, wait_s = self.spec.engine, self._left()
         message = AbortUpdate(engine, self.version, "it was a rehearsal", wait_s)
@@ -381,7 +380,7 @@ class _Session:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TransportError(
-                "deadline", f"the session was not over in {self.spec.timeout_s:g} s"
+                "deadline", f"the session did not end in {self.spec.timeout_s:g} s"
             )
         return left_s
 
@@ -406,7 +405,7 @@ class _Session:
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
     def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
-        """By trainer rank and engine rank."""
+        """Let each trainer rank send its regions; returns results by trainer and engine rank."""
         destinations: dict[int, dict[int, Destination]] = {}
         for dst, starts in enumerate(prepared.starts):
             for src, start in starts.items():
@@ -419,7 +418,7 @@ class _Session:
         return {src: sent.results for src, sent in replies.items()}
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
-        """Let the source engine send the same regions; they have the same digests."""
+        """Let the source engine send the same regions, whose digests are equal."""
         left_s = self._left()
         message = RelayUpdate(self.source, self.version, prepared.endpoints, left_s)
         self._control.expect(message, Ok, left_s + _SLACK_S)
@@ -428,7 +427,7 @@ class _Session:
     def _verify(
         self, results: dict[int, dict[int, SendResult]], prepared: UpdatePrepared
     ) -> tuple[int, str]:
-        """(buckets sent twice, digest of the version on this engine)."""
+        """Compare digests; returns (buckets sent twice, digest of the version on this engine)."""
         verified = self._compare(results)
         damaged = sum(map(len, verified.failed))
         if damaged:
@@ -477,14 +476,14 @@ def _engine_ranks(results: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
 
 
 def _of(dst: int, results: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
-    """(trainer rank, its part for `dst`), in the order of the receiver's plan."""
+    """(trainer rank, result for engine rank `dst`), in the order of the receiver's plan."""
     return [(src, results[src][dst]) for src in sorted(results) if dst in results[src]]
 
 
 def _by_sender(
     failed: Sequence[Sequence[int]], results: Mapping[int, Mapping[int, SendResult]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Buckets by trainer rank and engine rank, numbered inside their region."""
+    """Failed buckets by trainer rank and engine rank, numbered within their region."""
     again: dict[int, dict[int, tuple[int, ...]]] = {}
     for dst, numbers in enumerate(failed):
         first = 0

@@ -176,12 +176,12 @@ class FakeController:
                 self.failed.append(message)
         return Ok()
 
-    def _planned(self, message: TakePlan) -> Message:
-        plan = self.plans(message.step)
+    def _planned(self, take: TakePlan) -> Message:
+        plan = self.plans(take.step)
         if plan is None:
             return Stop("all steps are done")
-        ahead = self.plans(message.step + 1) if self.gives_ahead else None
-        return SamePlan(ahead) if message.came_ahead else Plan(plan, ahead)
+        ahead = self.plans(take.step + 1) if self.gives_ahead else None
+        return SamePlan(ahead) if take.came_ahead else Plan(plan, ahead)
 
     def _session(self, message: SessionMessage) -> Message:
         if message.engine not in self.engines:

@@ -32,6 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.config.schema import TinyModel
+from tests.helpers.tiny_families import FAMILY_FIELDS, family_config
+
 _BASE: dict[str, Any] = {
     "vocab_size": 130,  # padded to 192: the last rank of tp 4 holds padding only
     "hidden_size": 32,
@@ -201,6 +204,15 @@ MODELS["deepseek_v3_mtp"] = (
     "DeepseekV3Config",
     MODELS["deepseek_v3"][1] | {"num_nextn_predict_layers": 1},
 )
+
+_SHAPE = TinyModel(
+    hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, num_experts=4, moe_ffn=8
+)
+for _family in FAMILY_FIELDS:  # a family without an entry above: its tiny model at these sizes
+    _fields = family_config(_family, _SHAPE, _BASE["vocab_size"]) | {"dtype": "bfloat16"}
+    if _fields.pop("model_type") == _family and _family not in MODELS:
+        _class = _fields["architectures"][0].removesuffix("ForCausalLM")
+        MODELS[_family] = (f"{_class}Config", _fields)
 
 # Whole blocks of 128 x 128 on every rank of tp 2, and a kv_a of 192 rows that ends in half a block.
 _BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "moe_intermediate_size": 256}

@@ -214,8 +214,8 @@ def test_every_engine_rank_gets_whole_factors(
 def test_a_request_without_a_loaded_adapter_is_refused(asked: object) -> None:
     passed: list[object] = []
 
-    async def original(_manager: object, request: object) -> None:
-        passed.append(request)
+    async def original(_manager: object, given: object) -> None:
+        passed.append(given)
 
     registry = SimpleNamespace(get_all_adapters=lambda: {"moerl-v1.0": 1})
     manager = SimpleNamespace(enable_lora=True, lora_registry=registry)

@@ -17,6 +17,8 @@ import pytest
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import SOURCES
+from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 from moerl.data.table_files import TableRows
 from moerl.data.tasks import Jsonl, PromptStream, load_tokenizer
@@ -124,5 +126,6 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_columns_belong_to_tasks_with_files() -> None:
-    with pytest.raises(ConfigError, match="only jsonl or hf_dataset reads it"):
+    readers = either(tuple(name for name, source in SOURCES.items() if source.files))
+    with pytest.raises(ConfigError, match=f"only {readers} reads it"):
         check(load_config("quickstart", ["task.columns={prompt: question}"]))

@@ -21,7 +21,7 @@ from moerl.config.load import load_saved
 from moerl.config.resume import resume_facts
 from moerl.config.schema import NodeGroup, ParallelConfig
 from moerl.config.task_tables import ENVIRONMENTS, PACKAGE, REWARDS, SOURCES
-from moerl.config.validate import read_section
+from moerl.config.validate import either, read_section
 from moerl.core.errors import ConfigError, ModelError
 from moerl.launch.engine_commands import engines
 from moerl.planning.dry_run import describe
@@ -32,6 +32,7 @@ def _commands() -> list[CommandInfo]:
     return [*app.registered_commands, *engines.registered_commands]
 
 
+OWN = "package.module:function"
 BAD = [
     ("run.stepz=3", "run.stepz = 3", "unknown key; run has name, root, seed, steps, console"),
     ("run.steps=many", "run.steps = 'many'", "int is needed"),
@@ -49,11 +50,7 @@ BAD = [
         "engine.args.enable_fp32_lm_head = True",
         "it must be model.fp32_lm_head = False, which sets it for trainer and engines",
     ),
-    (
-        "task.name=poetry",
-        "task.name = 'poetry'",
-        "sort_digits, calculator, reasoning_gym, jsonl or hf_dataset",
-    ),
+    ("task.name=poetry", "task.name = 'poetry'", either(tuple(SOURCES))),
     ("trainer.megatron.moe_router_fusion=true", "moe_router_fusion = True", "before replay"),
     ("trainer.megatron.cuda_graph_impl=local", "cuda_graph_impl = 'local'", "a captured router"),
     ("trainer.megatron.enable_cuda_graph=true", "enable_cuda_graph = True", "a captured router"),
@@ -72,8 +69,8 @@ BAD = [
     ("trainer.optimizer.eps=0", "trainer.optimizer.eps = 0.0", "above 0"),
     ("model.tiny.num_heads=0", "model.tiny.num_heads = 0", "at least 1"),
     ("run.name=../x", "run.name = '../x'", "not . or - first"),
-    ("task.reward=exact", "task.reward = 'exact'", "turn_gains or package.module:function"),
-    ("task.environment=x", "task.environment = 'x'", "check_digits or package.module:function"),
+    ("task.reward=exact", "task.reward = 'exact'", either((*REWARDS, OWN))),
+    ("task.environment=x", "task.environment = 'x'", either((*ENVIRONMENTS, OWN))),
     ("steps", "override = 'steps'", "key=value"),
 ]
 

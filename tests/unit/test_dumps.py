@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.audit.dumps import NEWEST, read_dump
-from moerl.core.errors import RecordError
+from moerl.audit.dumps import NEWEST, read_dump, summary
+from moerl.core.errors import ConfigError, RecordError
 from moerl.core.types import ModelShape
 from moerl.records.blob_store import BlobStore
 
@@ -163,3 +163,9 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
     ):
         with pytest.raises(RecordError, match=text):
             read_dump(tmp_path / name, store, SHAPE)
+
+
+def test_the_model_of_a_check_is_a_folder_or_its_config(tmp_path: Path) -> None:
+    dump = jsonl(tmp_path, ROW)
+    with pytest.raises(ConfigError, match=r"MODEL = .*x\.jsonl' is not usable: a model folder or"):
+        summary(tmp_path, dump)  # the arguments in the other order

@@ -67,12 +67,12 @@ def reply(**meta: Any) -> dict[str, Any]:
 
 def parsed(
     got: dict[str, Any],
-    request: GenerateRequest | None = None,
+    asked: GenerateRequest | None = None,
     held: dict[str, np.ndarray] | None = None,
     routing: bool = True,
 ) -> Any:
     held = records() if held is None else held
-    return parse(got, held, request or ask(), version=VERSION, shape=SHAPE, routing=routing)
+    return parse(got, held, asked or ask(), version=VERSION, shape=SHAPE, routing=routing)
 
 
 def test_truncated_reply() -> None:

@@ -202,15 +202,15 @@ class EnvironmentProcess:
     def answer_s(self) -> float:
         return self._task.agent.environment_s
 
-    async def ask(self, message: Reset | Step | Close, timeout_s: float) -> WorkerReply:
+    async def ask(self, command: Reset | Step | Close, timeout_s: float) -> WorkerReply:
         """Raises WorkerGone, TimeoutError."""
         try:
-            answer = self._expect(message.serial)
-            self._send(message)
+            answer = self._expect(command.serial)
+            self._send(command)
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:
-            self._waiting.pop(message.serial, None)
+            self._waiting.pop(command.serial, None)
 
     def serial(self) -> int:
         return next(self._serials)
@@ -248,9 +248,9 @@ class EnvironmentProcess:
         self._waiting[serial] = asyncio.get_running_loop().create_future()
         return self._waiting[serial]
 
-    def _send(self, message: ToWorker) -> None:
+    def _send(self, command: ToWorker) -> None:
         assert self._writer is not None, "start comes first"
-        self._writer.write(framed(encode(message)))
+        self._writer.write(framed(encode(command)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -317,10 +317,10 @@ class _Episode:
             self._worker.forget(self._name)
             await self._worker.end_sandbox(self.tools)
 
-    async def _answer(self, message: Reset | Step) -> Observation | EpisodeEnd:
+    async def _answer(self, command: Reset | Step) -> Observation | EpisodeEnd:
         limit_s = self._worker.answer_s
         try:
-            found = await self._worker.ask(message, limit_s)
+            found = await self._worker.ask(command, limit_s)
         except WorkerGone as error:
             raise EpisodeFailed(LOST, f"has an environment whose worker {error}") from error
         except TimeoutError as error:

@@ -73,15 +73,15 @@ class _Worker:
         self._tools: dict[int, asyncio.Future[str]] = {}
         self._serials = count(1)
 
-    def take(self, message: ToWorker) -> None:
-        match message:
+    def take(self, command: ToWorker) -> None:
+        match command:
             case ToolResult(serial, text):
                 if (waiting := self._tools.get(serial)) and not waiting.done():
                     waiting.set_result(text)
             case Reset(serial, start):
-                self._spawn(start.episode, serial, self._reset(message))
+                self._spawn(start.episode, serial, self._reset(command))
             case Step(serial, episode):
-                self._spawn(episode, serial, self._step(message))
+                self._spawn(episode, serial, self._step(command))
             case Close(serial, episode):
                 closing = asyncio.ensure_future(self._close(serial, episode))
                 self._closing.add(closing)
@@ -111,8 +111,8 @@ class _Worker:
                 raise
             self._send(WorkerReply(serial, failure=one_line(error)))
 
-    async def _reset(self, message: Reset) -> object:
-        start = message.start
+    async def _reset(self, reset: Reset) -> object:
+        start = reset.start
         environment = self._make(**self._setup.options)
         self._open[start.episode] = environment
         tools = _Tools(self, start.episode, self._setup.tools)
@@ -128,8 +128,8 @@ class _Worker:
             )
         )
 
-    async def _step(self, message: Step) -> object:
-        return await self._open[message.episode].step(message.answer)
+    async def _step(self, step: Step) -> object:
+        return await self._open[step.episode].step(step.answer)
 
     async def _close(self, serial: int, episode: str) -> None:
         failure = ""

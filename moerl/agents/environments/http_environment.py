@@ -152,13 +152,13 @@ class HttpEnvironment:
         return seen if isinstance(seen, str) else msgspec.json.encode(seen).decode()
 
 
-async def connected(request: Callable[[], Awaitable[T]]) -> T:
+async def connected(send: Callable[[], Awaitable[T]]) -> T:
     """A request, tried again where there was no connection: then nothing was sent."""
     for tries in range(_CONNECTS - 1):
         with contextlib.suppress(aiohttp.ClientConnectorError):
-            return await request()
+            return await send()
         await asyncio.sleep(_PAUSE_S * 2**tries)
-    return await request()
+    return await send()
 
 
 def session() -> aiohttp.ClientSession:

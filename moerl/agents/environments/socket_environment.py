@@ -100,12 +100,12 @@ class SocketEnvironment(HttpEnvironment):
             raise ServerError(f"{self._url} answered {when}with a message of type {reply.type!r}")
         return reply.data
 
-    def _text_of(self, message: aiohttp.WSMessage) -> str:
-        if message.type is aiohttp.WSMsgType.TEXT:
-            return str(message.data)
-        if isinstance(message.data, aiohttp.WebSocketError):
-            raise ServerError(f"{self._url} broke the connection: {message.data}")
-        if message.type is aiohttp.WSMsgType.BINARY:
+    def _text_of(self, frame: aiohttp.WSMessage) -> str:
+        if frame.type is aiohttp.WSMsgType.TEXT:
+            return str(frame.data)
+        if isinstance(frame.data, aiohttp.WebSocketError):
+            raise ServerError(f"{self._url} broke the connection: {frame.data}")
+        if frame.type is aiohttp.WSMsgType.BINARY:
             raise ServerError(f"{self._url} answered with bytes, not with text")
         code = self._socket.close_code if self._socket else None
         raise ServerError(f"{self._url} closed the connection with code {code}")

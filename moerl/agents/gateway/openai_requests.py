@@ -168,10 +168,10 @@ def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None
             )
 
 
-def check_chat(request: ChatRequest) -> None:
+def check_chat(chat: ChatRequest) -> None:
     """Raises ApiError; msgspec.ValidationError for a tool that is none."""
-    grammar_fields.forced_call(request.tool_choice)
-    for place, message in enumerate(request.messages):
+    grammar_fields.forced_call(chat.tool_choice)
+    for place, message in enumerate(chat.messages):
         parts = message.content if isinstance(message.content, list) else ()
         kind = next((part.type for part in parts if part.type != "text"), None)
         if kind is not None:
@@ -181,7 +181,7 @@ def check_chat(request: ChatRequest) -> None:
                 f"messages[{place}].content: a part of type {kind}; the policy reads text only",
                 retry=False,
             )
-    for place, tool in enumerate(request.tools or ()):
+    for place, tool in enumerate(chat.tools or ()):
         if tool.get("type") != "function":
             found = tool.get("type")
             raise ApiError(

@@ -230,8 +230,8 @@ def _tokens_digest(*parts: Array) -> str:
     return state.hexdigest()
 
 
-def _row_digest(group_id: int, episode: str, request: str, body: bytes) -> str:
-    return digest_of(f"{group_id} {episode} {request} ".encode() + body)
+def _row_digest(group_id: int, episode: str, request_digest: str, body: bytes) -> str:
+    return digest_of(f"{group_id} {episode} {request_digest} ".encode() + body)
 
 
 def _decoded(row: _Row | None) -> Segment | None:

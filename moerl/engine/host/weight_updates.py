@@ -179,7 +179,7 @@ class WeightUpdater:
             )
         return await ask(f"ipc://{path}", keys, message)
 
-    async def _commit(self, message: CommitUpdate) -> UpdateDone:
+    async def _commit(self, update: CommitUpdate) -> UpdateDone:
         """Abort running requests unless the mode keeps them, then let all ranks copy at once."""
         client = self._client
         if client is None or self._health.ended.is_set():
@@ -188,19 +188,19 @@ class WeightUpdater:
         mode = self.mode if was_admitting else ""
         if self.slots is not None:
             mode = ADAPTER
-            await self._health.guard(self.slots.make_room(client, _ROOM * message.timeout_s))
+            await self._health.guard(self.slots.make_room(client, _ROOM * update.timeout_s))
         self.aborted = 0
         if not mode:
             self._health.admit.clear()
         try:
-            async with asyncio.timeout(message.timeout_s):
+            async with asyncio.timeout(update.timeout_s):
                 if not mode:
                     await self._drain(client)
                 idle_s = time.time()
-                self.served = [*self.served[-_VERSIONS:], message.version]
+                self.served = [*self.served[-_VERSIONS:], update.version]
                 self._commits += 1
                 self.attempt = self._commits
-                copying = client.commit(str(message.version), mode)
+                copying = client.commit(str(update.version), mode)
                 done = await self._health.guard(copying, self._health.ended)
                 self.answered += 1
         except (EngineError, TimeoutError) as error:
@@ -210,19 +210,19 @@ class WeightUpdater:
                 if was_admitting:
                     self._health.admit.set()
                 raise
-            detail = str(error) or f"no answer within {message.timeout_s:g} s"
+            detail = str(error) or f"no answer within {update.timeout_s:g} s"
             raise self._health.suspend(
-                f"the commit of {message.version} failed: {detail}"
+                f"the commit of {update.version} failed: {detail}"
             ) from error
         except BaseException as error:  # cancelled, or a bug: what the ranks did is unknown
-            self._health.suspend(f"the commit of {message.version} was given up: {error!r}")
+            self._health.suspend(f"the commit of {update.version} was given up: {error!r}")
             raise
         finally:
             self.attempt = None
         if self.slots is not None:
-            self.slots.add(message.version)
+            self.slots.add(update.version)
         self._health.reopen()
-        self.version = message.version
+        self.version = update.version
         return self._cost(done, start_s, idle_s, through=bool(mode))
 
     def _cost(self, done: Committed, start_s: float, idle_s: float, *, through: bool) -> UpdateDone:

@@ -190,14 +190,14 @@ class Supervisor:
 
     def _measure_alone(self, seconds: float) -> dict[str, float]:
         self._context.calls.drop()  # the run has succeeded: a death is no failure now
-        self._context.console.wait("engine alone, measured")
+        self._context.console.wait("speed of the idle engine")
         rates: list[float] = []
         failures: list[MoerlError] = []
         self.controller.measure_engines(seconds, rates.append, failures.append)
         self._loop(lambda: bool(rates or failures), lambda: None)
         for error in failures:
             self._context.say(f"no measurement of engine tokens/s alone: {error}")
-        self._context.console.ready("engine alone, measured")
+        self._context.console.ready("speed of the idle engine")
         return {"engine tokens/s alone": rates[0]} if rates else {}
 
 

@@ -1,16 +1,16 @@
-"""One batch of rollouts from its plan: forward passes without gradient, then its optimizer steps.
+"""Trains one batch of rollouts: forward passes without gradient, then the optimizer steps.
 
-A batch is one optimizer step, or `trainer.minibatches` of them (`moerl.data.batching`); each has
-the global denominators of its own groups.  Inputs of the loss that need a model, such as the
-proximal policy, come from forward passes before the first step (`moerl.trainer.passes.proximal`).
+A batch gives one optimizer step, or `trainer.minibatches` steps (`moerl.data.batching`); each step
+has the global denominators of its own groups.  Loss inputs that need a model, such as the proximal
+policy, come from forward passes before the first step (`moerl.trainer.passes.proximal`).
 
 The loss of an optimizer step is the plain sum of weight x token loss over all ranks and
-microbatches, with weights that depend on the plan alone.  Megatron's schedule would divide by a
-token count; its finaliser is called without one, so gradients stay sums and the split cannot change
-them.
+microbatches, and the weights depend on the plan alone.  Megatron's schedule would divide by a token
+count; its finaliser is called without a count, so gradients stay sums and do not depend on the
+split.
 
-Masks and losses belong to the last stage, routes to the stage that owns the layer; counts are
-summed over the whole trainer, each token and each row once.
+The last stage has masks and losses; the stage that owns a layer has its routes.  Counts are summed
+over the whole trainer, and each token and each row counts once.
 
 Legend: N sampled tokens of a microbatch.
 """
@@ -79,7 +79,7 @@ Advantages = Sequence[float | Array]  # by row of a plan
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of the parts of a batch."""
+    """Seconds spent in each part of a batch."""
 
     score: float = 0.0
     pack: float = 0.0
@@ -88,7 +88,7 @@ class _Times:
 
 
 class Learner:
-    """Model, optimizer and schedule of one rank; `step` trains one plan."""
+    """Model, optimizer and learning-rate schedule of one rank; `step` trains one plan."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class Learner:
         store: RecordReads,
         critic: Critic | None = None,
     ) -> None:
-        """Wrap the model, make its optimizer and reference models.
+        """Wrap the model, and make its optimizer and reference models.
 
-        critic: computes the advantages and is trained too (`moerl.trainer.learner.critic`).
+        critic: computes the advantages and trains with the policy (`moerl.trainer.learner.critic`).
         """
         self.critic = critic
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
-        self.load = torch.zeros(0, 0)  # of the last step, see `StepSums.load`
-        self.changed_frac = 0.0  # of adapted weights, by the last optimizer step
+        self.load = torch.zeros(0, 0)  # load of the experts in the last step, see `StepSums.load`
+        self.changed_frac = 0.0  # share of adapted weights that the last optimizer step changed
         self.model, self.parallel, self.config, self.store = model, parallel, config, store
-        # a user's objective that is not there ends the start, not the first step
+        # import a user's objective now: if it is missing, the start fails and not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         self.pair_cost = pair_cost(model.spec)
         optimizer = config.trainer.optimizer
@@ -116,7 +116,7 @@ class Learner:
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
         self.ref_models: dict[
             str, RefModel
-        ] = {}  # by role; on other ranks with ref_models.placement: separate
+        ] = {}  # by role; empty with ref_models.placement: separate
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
         self.base: BasePolicy | None = None
@@ -130,18 +130,18 @@ class Learner:
         connect(model, self.ddp, self.optimizer)
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
-        """Train one plan; returns the metrics of the step, equal on all ranks.
+        """Train one plan; returns the metrics of the step, which are equal on all ranks.
 
-        Raises RecordError for a record that breaks replay, ConfigError when its groups do not
-        divide, TrainerError when the loss or the gradient is not finite (the weights must then not
-        be used).
+        Raises RecordError for a record that breaks replay, ConfigError if the groups do not divide
+        into minibatches, and TrainerError if the loss or the gradient is not finite, after which
+        the weights must not be used.
         """
         begin, times = time.perf_counter(), _Times()
         parts = self._parts(plan)
         known = self._score_without_grad(plan, parts)
         advantages, metrics = self._advantages(plan, parts, known)
         times.score = time.perf_counter() - begin
-        self.schedule.step(1)  # before the updates: the first batch has the first warm-up rate
+        self.schedule.step(1)  # before the updates, so the first batch has the first warm-up rate
         total, norms, routers = StepSums(), [], []
         for part, scores in zip(parts, known, strict=True):
             total += self._accumulate(part, part.of(advantages), scores, times)
@@ -164,8 +164,8 @@ class Learner:
     def read_ahead(self, plan: BatchPlan, records: RecordReads) -> None:
         """Read the records of the first microbatch of each optimizer step of a plan.
 
-        Thread-safe: it computes nothing and changes nothing of the model.
-        Raises RecordError and BlobError, as the step would.
+        Thread-safe: this neither computes with the model nor changes it.
+        Raises RecordError and BlobError, as `step` does.
         """
         for part in self._parts(plan):
             batch = Batches(part.plan, self.config, self.parallel, records).pack(0)
@@ -178,7 +178,7 @@ class Learner:
         return split_plan(plan, trainer, seed=seed, pair=self.pair_cost)
 
     def gradients(self, plan: BatchPlan) -> StepSums:
-        """Accumulate the gradients of a plan and do not update; returns the joined sums."""
+        """Accumulate the gradients of a plan without an update; returns the joined sums."""
         part = Minibatch.whole(plan)
         (known,) = self._score_without_grad(plan, [part])
         advantages, _ = self._advantages(plan, [part], [known])
@@ -187,8 +187,9 @@ class Learner:
     def _score_without_grad(
         self, plan: BatchPlan, minibatches: Sequence[Minibatch]
     ) -> list[ReferenceLogprobs]:
-        """Forward passes over the whole batch, before it is trained; scores of separate reference
-        ranks come with the plan.
+        """Run the forward passes over the whole batch that precede its first optimizer step.
+
+        Scores of separate reference ranks come with the plan.  Returns one entry per minibatch.
         """
         config, known, read = self.config, [], []
         came = received(plan, config) if config.ref_models.placement == "separate" else {}
@@ -217,23 +218,23 @@ class Learner:
         minibatches: Sequence[Minibatch],
         references: Sequence[ReferenceLogprobs],
     ) -> tuple[Advantages, dict[str, float]]:
-        """Advantages by row of the whole plan, and their metrics."""
+        """(advantages by row of the whole plan, their metrics)."""
         algorithm, drift = self.config.algorithm, None
         if algorithm.advantage == "online_dpo" or algorithm.reward_kl_coef:
             drift = proximal.over_reference(minibatches, references, self.parallel)
         if self.critic is not None:
             return self.critic.advantages(plan, drift), {}
         if algorithm.advantage == "online_dpo":
-            assert drift is not None, "pairs are compared by their gains over the reference"
+            assert drift is not None, "online_dpo compares gains over the reference"
             return plan_pairs(algorithm, plan, [float(gain.sum()) for gain in drift])
         return plan_advantages(algorithm, plan, drift), {}
 
     def _accumulate(
         self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
     ) -> StepSums:
-        """Forward and backward of all microbatches of this rank; returns the joined sums.
+        """Run forward and backward of this rank's microbatches; returns the joined sums.
 
-        Raises TrainerError when their loss is not finite.
+        Raises TrainerError if the loss is not finite.
         """
         begin, sums = time.perf_counter(), self._no_sums()
         for ddp in self.ddp:
@@ -286,7 +287,7 @@ class Learner:
         return replace(load, load=load_both)
 
     def _update(self, step: int, times: _Times) -> list[float]:
-        """One optimizer step; returns the gradient norm before clipping if Megatron has one."""
+        """Take one optimizer step; returns the gradient norm before clipping if Megatron has it."""
         begin = time.perf_counter()
         self.before_update()
         norms = take_step(self.optimizer, f"step {step}")
@@ -304,9 +305,9 @@ class Learner:
         scheduled_passes: Iterator[ScheduledPass],
         ddp: DistributedDataParallel,
     ) -> tuple[Tensor, LossOf]:
-        """One call of Megatron's schedule: the output and its loss.
+        """Run one forward call of Megatron's schedule; returns the output and its loss function.
 
-        wide: compute also the entropy over the whole vocabulary.
+        wide: also compute the entropy over the whole vocabulary.
         """
         scheduled = next_pass(scheduled_passes)
         mode = Mode.OFF if self.model.replay is None else Mode.REPLAY
@@ -344,7 +345,7 @@ class Learner:
             sums.count_held(batch)
             if self.parallel.cp_rank == 0:
                 sums.loss += result.sums
-                # weights of the batch's start: later steps would count their own progress
+                # weights at the start of the batch: later steps would count their own progress
                 sums.scored.append(SampledScores.of(batch, tokens.prox, scores))
         return result.loss, no_tokens(device), {}
 
@@ -353,7 +354,7 @@ class Learner:
         if self.model.replay is not None:
             routed = batch.num_fed_in(forward.routed_slots(batch, self.parallel))
             sums.counts["fed_rows"] += routed * len(self.model.replay.chunks[chunk.index])
-        if chunk.index == len(self.model.chunks) - 1:  # what all chunks have read
+        if chunk.index == len(self.model.chunks) - 1:  # reads of all chunks
             sums.counts["replayed_rows"] += batch.read.routing_rows
             sums.counts["routing_bytes"] += batch.read.routing
             sums.count_experts(self.model.spec.moe_layers, batch.read.experts)
