@@ -12,12 +12,14 @@ parent folder.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_NAMES = random.Random()  # seeded by the system once: `secrets` asks it for each name
 _JOINED_BYTES = 1 << 20  # parts of a smaller file are joined and written at once
 
 
@@ -56,7 +58,7 @@ def atomic_parts(path: str, parts: Sequence[bytes | memoryview], *, mode: int) -
     then.
     """
     folder, _, name = path.rpartition("/")
-    fresh = f"{folder}/.{name}.{secrets.token_hex(4)}"
+    fresh = f"{folder}/.{name}.{_NAMES.getrandbits(32):08x}"
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:

@@ -255,9 +255,8 @@ class Rollout:
         pass reproduces the row from here on.
         """
         first, *later = self.versions
-        prompt_len = self.prompt_len
-        context = (part for part in self.routing if part.row_begin < prompt_len)
-        if first.kept_kv or any(part.version != first.version for part in context):
+        others = [part for part in self.routing if part.version != first.version]
+        if first.kept_kv or (others and others[0].row_begin < self.prompt_len):
             return 0
         return later[0].first if later else self.num_sampled
 

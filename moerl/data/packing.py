@@ -20,20 +20,22 @@ Example: prompt [5, 9], sampled [7, 2] next to a longer row (S = 4): tokens [5, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moerl.core.errors import RecordError
-from moerl.core.types import Array, BatchPlan, PolicyVersion, Rollout
+from moerl.core.types import Array, BatchPlan, MaskBlob, PolicyVersion, Rollout
 from moerl.data.grid import Grid, Run, Span
 from moerl.records import blob_ranges
 from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
-from moerl.records.sampling_mask import concat
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -81,44 +83,38 @@ class Microbatch:
     route_dtype: str  # uint8 or uint16
     store: RecordReads
     read: BytesRead
+    early: dict[tuple[tuple[int, ...], Span], Array] = field(default_factory=dict)
+    """Routes that were read with the other records, [L, n, K] by layers and slots."""
     ahead: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    """Routes that were read and checked before their pass, by model chunk and layer."""
+    """Routes that were checked before their pass, by model chunk and layer."""
 
     def routes(self, layers: Sequence[int], span: Span | None = None) -> dict[int, Tensor]:
         """Recorded expert ids by layer: {global 0-based layer: [slots * B, K], slot-major}.
 
         span: the slots to read (sequence parallelism); None = all slots.  Each call reads and
-        verifies the blob chunks that hold these layers and tokens.
+        verifies the blob chunks that hold these layers and tokens, unless `pack_microbatch` did.
         Raises RecordError (`routing_rows`, `routing_layers`) and BlobError.
         """
         if not layers:
             return {}
         num_rows, k = len(self.tokens), self.num_experts_per_token
         first, last = (0, self.tokens.shape[1]) if span is None else span
-        if not k:
-            raise RecordError("routing_rows", "no routing was recorded for this microbatch")
-        joined = np.empty((len(layers), last - first, num_rows, k), self.route_dtype)
-        joined[:] = np.arange(k)
-        for idx, rollout in enumerate(self.rollouts):
-            _check_tiles(rollout, k)
-            pieces = list(self.pieces(idx, first, last))
-            if not pieces:
-                continue
-            positions = [(begin, begin + count) for _, _, begin, count in pieces]
-            found = blob_ranges.read_routes(
-                self.store, rollout.routing, layers=layers, rows=positions
-            )
-            for number, layer in enumerate(layers):
-                at = 0
-                for row, slot, _, count in pieces:
-                    joined[number, slot - first : slot - first + count, row] = found[layer][
-                        at : at + count
-                    ]
-                    at += count
-                self.read.routing += found[layer].nbytes
-                self.read.routing_rows += at
-                self.read.count_experts(layer, found[layer])
-        flat = torch.from_numpy(joined).view(len(layers), (last - first) * num_rows, k)
+        _check_routed(k)
+        grid = np.empty((len(layers), last - first, num_rows, k), self.route_dtype)
+        grid[:] = np.arange(k)
+        pieces = self.pieces(first, last)
+        if pieces.num_rows:
+            found = self.early.pop((tuple(layers), (first, last)), None)
+            if found is None:
+                reads = _route_reads(self.rollouts, pieces, layers, k)
+                found = reads.decode(self.store.read_records(reads.reads))
+            row, slot = pieces.places()
+            grid[:, slot - first, row] = found
+            self.read.routing += found.nbytes
+            self.read.routing_rows += len(layers) * pieces.num_rows
+            for layer, ids in zip(layers, found, strict=True):
+                self.read.count_experts(layer, ids)
+        flat = torch.from_numpy(grid).view(len(layers), (last - first) * num_rows, k)
         return {layer: flat[idx] for idx, layer in enumerate(layers)}
 
     def attended(self, layer: int) -> Tensor:
@@ -139,9 +135,10 @@ class Microbatch:
         for run in self.runs:
             own = starts[run.rollout] + np.arange(run.begin, run.begin + run.num)
             found[run.row, run.slot : run.slot + run.num, 0] = own
+        every = self.pieces(0, slots)
         for idx, rollout in enumerate(self.rollouts):
             _check_indexer_tiles(rollout)
-            places = list(self.pieces(idx, 0, slots))
+            places = every.of(idx)
             chosen = blob_ranges.read_indexer(
                 self.store,
                 rollout.indexer,
@@ -157,20 +154,68 @@ class Microbatch:
 
     def num_fed_in(self, span: Span) -> int:
         """Number of fed-in tokens, without padding, in these slots of this rank."""
-        return sum(
-            count for idx in range(len(self.rollouts)) for *_, count in self.pieces(idx, *span)
-        )
+        return self.pieces(*span).num_rows
 
-    def pieces(self, rollout: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """(row, slot, first position, count) of the rollout's fed-in tokens in these slots."""
-        fed = self.rollouts[rollout].num_tokens - 1
-        each = len(self.runs) // (self.runs[-1].rollout + 1)  # runs per rollout, contiguous
-        for run in self.runs[rollout * each : (rollout + 1) * each]:
-            low, high = max(run.slot, first), min(run.slot + run.num, last)
-            begin = run.begin + low - run.slot
-            count = min(high - low, fed - begin)
-            if count > 0:
-                yield run.row, low, begin, count
+    def pieces(self, first: int, last: int) -> Pieces:
+        """The fed-in tokens in these slots of this rank."""
+        return Pieces.between(self.runs, [r.num_tokens - 1 for r in self.rollouts], first, last)
+
+
+class Pieces(NamedTuple):
+    """Consecutive fed-in tokens of rollouts in consecutive slots of a grid row: i64 arrays [P].
+
+    In the order of the rollouts.
+    """
+
+    rollout: Array
+    row: Array
+    slot: Array
+    begin: Array  # first position in the rollout
+    num: Array  # tokens
+
+    @classmethod
+    def between(cls, runs: Sequence[Run], fed: Sequence[int], first: int, last: int) -> Pieces:
+        """The parts of runs in these slots, without padding.  fed: fed-in tokens by rollout."""
+        rollout, row, slot, begin, num = np.array(runs, np.int64).reshape(-1, 5).T
+        real = rollout < len(fed)
+        rollout, row, slot, begin, num = (one[real] for one in (rollout, row, slot, begin, num))
+        low = np.maximum(slot, first)
+        begin = begin + low - slot
+        ends = np.minimum(slot + num, last)
+        count = np.minimum(ends - low, np.array(fed, np.int64)[rollout] - begin)
+        some = count > 0
+        return cls(*(one[some] for one in (rollout, row, low, begin, count)))
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of all pieces."""
+        return int(self.num.sum())
+
+    def of(self, rollout: int) -> list[tuple[int, int, int, int]]:
+        """(row, slot, begin, count) of one rollout's pieces."""
+        mine = self.rollout == rollout
+        columns = (self.row, self.slot, self.begin, self.num)
+        return list(zip(*(one[mine].tolist() for one in columns), strict=True))
+
+    def wanted(self, blobs: Sequence[T]) -> list[tuple[T, list[blob_ranges.Interval]]]:
+        """The blobs of each rollout with pieces, and its positions."""
+        found: dict[int, list[blob_ranges.Interval]] = {}
+        ends = self.begin + self.num
+        for rollout, begin, end in zip(
+            self.rollout.tolist(), self.begin.tolist(), ends.tolist(), strict=True
+        ):
+            found.setdefault(rollout, []).append((begin, end))
+        return [(blobs[rollout], rows) for rollout, rows in found.items()]
+
+    def places(self) -> tuple[Array, Array]:
+        """Row and slot of each token of all pieces."""
+        within = _within(self.num)
+        return np.repeat(self.row, self.num), np.repeat(self.slot, self.num) + within
+
+    def positions(self) -> Array:
+        """Position in its rollout of each token of all pieces."""
+        positions: Array = np.repeat(self.begin, self.num) + _within(self.num)
+        return positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,6 +235,8 @@ def pack_microbatch(
     loss: LossInputs | None = None,
     read_mask: bool = True,
     read_logprobs: bool = True,
+    layers: Sequence[int] = (),
+    share: tuple[int, int] = (0, 1),
     grid: Grid = Grid(),
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
@@ -197,6 +244,8 @@ def pack_microbatch(
     loss: None = zeros, for scoring passes.  read_logprobs: False leaves old_logprob NaN, for passes
     that do not read it.  A rank without rows, or a microbatch beyond `plan.num_microbatches`, gets
     padding and no sampled token.
+    layers: layers whose routes are read together with the other records, for the next call of
+    `Microbatch.routes`.  share: number of this rank's run of slots, and number of such runs.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
     `logprob_sign`) and BlobError.
     """
@@ -204,37 +253,55 @@ def pack_microbatch(
     rollouts = [rollout_at(plan, idx) for idx in order]
     fed = [rollout.num_tokens - 1 for rollout in rollouts]
     runs, lengths = grid.place(fed)
-    tokens, labels, positions = _lay_out(rollouts, runs, grid.shape(fed))
-    held, sampled_rows, intervals = _find_sampled(rollouts, runs, tokens.shape[1])
-    counts = [rollout.num_sampled for rollout in rollouts]
-    read = BytesRead()
-    mask = _read_mask(rollouts, intervals, store, read) if read_mask else None
+    shape = grid.shape(fed)
+    pieces = Pieces.between(runs, fed, 0, shape[1])
+    tokens, labels, positions = _lay_out(rollouts, runs, pieces, shape)
+    is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
+    held = _find_sampled(is_sampled, fed, pieces, shape[1])
+    counts, read, has_mask = held.counts, BytesRead(), read_mask and _are_truncated(rollouts)
+    masks = _masks(rollouts, held) if has_mask else []
+    sampled = blob_ranges.SampledReads(masks, rollouts if read_logprobs else ())
     top_k, route_dtype = _route_kind(plan)
+    span = (shape[1] // share[1] * share[0], shape[1] // share[1] * (share[0] + 1))
+    mine = pieces if share == (0, 1) else Pieces.between(runs, fed, *span)
+    routes = None
+    if layers and mine.num_rows:
+        routes = _route_reads(rollouts, mine, layers, top_k)
+    data = store.read_records([*sampled.reads, *(routes.reads if routes else ())])
+    end = len(data) - (routes.num_bytes if routes else 0)
+    records = sampled.decode(data[:end], store)
+    early = {} if routes is None else {(tuple(layers), span): routes.decode(data[end:])}
+    if masks:
+        read.mask += records.ids.nbytes + 8 * (len(records.offsets) - 1 + len(masks))
     temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
+    no_logprobs = torch.full((int(counts.sum()),), torch.nan, dtype=torch.float32)
     return Microbatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
         cu_seqlens=_cu_seqlens(lengths) if grid.packed else None,
-        sampled_rows=torch.from_numpy(sampled_rows),
-        held=torch.from_numpy(held),
-        sampled=_tensor([r.token_ids[r.loss_mask] for r in rollouts], np.int64),
-        old_logprob=_old_logprobs(rollouts, store if read_logprobs else None),
+        sampled_rows=torch.from_numpy(held.slots),
+        held=torch.from_numpy(held.tokens),
+        sampled=_tensor([_join([r.token_ids for r in rollouts], np.int32)[is_sampled]], np.int64),
+        old_logprob=torch.from_numpy(records.logprobs) if read_logprobs else no_logprobs,
         advantage=_spread(order, counts, loss.advantages if loss else None),
         weight=_spread(order, counts, loss.weights if loss else None),
-        lag=_tensor([_lags(r, plan.version) for r in rollouts], np.int64),
-        joined=_tensor([np.arange(r.num_sampled) >= r.joined_from for r in rollouts], np.bool_),
+        lag=torch.from_numpy(_lags(rollouts, counts, plan.version)),
+        joined=torch.from_numpy(
+            _within(counts) >= np.repeat([r.joined_from for r in rollouts], counts)
+        ),
         temperature=torch.from_numpy(np.repeat(temperatures, counts)),
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
-        mask_offsets=None if mask is None else torch.from_numpy(mask[0]),
-        mask_ids=None if mask is None else torch.from_numpy(mask[1]),
-        num_fed=_num_fed(runs, fed),
+        mask_offsets=torch.from_numpy(records.offsets) if has_mask else None,
+        mask_ids=torch.from_numpy(records.ids) if has_mask else None,
+        num_fed=pieces.num_rows,
         num_experts_per_token=top_k,
         rollouts=tuple(rollouts),
         runs=tuple(runs),
         route_dtype=route_dtype,
         store=store,
         read=read,
+        early=early,
     )
 
 
@@ -278,39 +345,50 @@ def rows_in(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
 
 
 def _lay_out(
-    rollouts: Sequence[Rollout], runs: Sequence[Run], shape: tuple[int, int]
+    rollouts: Sequence[Rollout], runs: Sequence[Run], pieces: Pieces, shape: tuple[int, int]
 ) -> tuple[Array, Array, Array]:
     """Tokens, labels and positions, [B, S] i64 each."""
     tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
-    for run in runs:
-        slots = slice(run.slot, run.slot + run.num)
-        positions[run.row, slots] = np.arange(run.begin, run.begin + run.num)
-        if run.rollout < len(rollouts):
-            ids = rollouts[run.rollout].token_ids[run.begin : run.begin + run.num + 1]
-            slots = slice(run.slot, run.slot + max(len(ids) - 1, 0))
-            tokens[run.row, slots] = ids[:-1]
-            labels[run.row, slots] = ids[1:]
+    _, row, slot, begin, num = np.array(runs, np.int64).reshape(-1, 5).T
+    within = _within(num)
+    positions[np.repeat(row, num), np.repeat(slot, num) + within] = np.repeat(begin, num) + within
+    ids = _join([rollout.token_ids for rollout in rollouts], np.int64)
+    at = _starts([rollout.num_tokens for rollout in rollouts])[pieces.rollout] + pieces.begin
+    fed = np.repeat(at, pieces.num) + _within(pieces.num)
+    places = pieces.places()
+    tokens[places], labels[places] = ids[fed], ids[fed + 1]
     return tokens, labels, positions
 
 
-def _find_sampled(
-    rollouts: Sequence[Rollout], runs: Sequence[Run], length: int
-) -> tuple[Array, Array, list[list[blob_ranges.Interval]]]:
-    """Sampled tokens of this rank: indices into 0..N-1, slots, and intervals by rollout."""
-    firsts = np.cumsum([0, *(rollout.num_sampled for rollout in rollouts)])
-    produced_at = [np.flatnonzero(rollout.loss_mask) - 1 for rollout in rollouts]
-    held, slots = [], []
-    intervals: list[list[blob_ranges.Interval]] = [[] for _ in rollouts]
-    for run in runs:
-        if run.rollout >= len(rollouts):
-            continue
-        positions = produced_at[run.rollout]
-        low, high = np.searchsorted(positions, [run.begin, run.begin + run.num]).tolist()
-        if low < high:
-            held.append(firsts[run.rollout] + np.arange(low, high))
-            slots.append(run.row * length + run.slot + positions[low:high] - run.begin)
-            intervals[run.rollout].append((low, high))
-    return _join(held, np.int64), _join(slots, np.int64), intervals
+class _Sampled(NamedTuple):
+    """Sampled tokens of some rollouts, and this rank's share of them."""
+
+    counts: Array  # [rollouts] i64
+    tokens: Array  # [M] i64 into 0..N-1
+    slots: Array  # [M] i64 into the flattened grid
+    intervals: list[list[blob_ranges.Interval]]  # for each rollout: of its sampled tokens, held
+
+
+def _find_sampled(is_sampled: Array, fed: Sequence[int], pieces: Pieces, length: int) -> _Sampled:
+    """is_sampled: [T] bool, the tokens of all rollouts, one behind the other.  length: slots."""
+    starts = _starts([num + 1 for num in fed])
+    before = np.concatenate([[0], np.cumsum(is_sampled)])  # sampled tokens before each token
+    firsts = before[starts]
+    counts = before[starts + np.array(fed, np.int64) + 1] - firsts
+    # the logits of a position produce the token behind it
+    produced = starts[pieces.rollout] + pieces.begin + 1
+    low, high = before[produced], before[produced + pieces.num]
+    at = np.repeat(produced, pieces.num) + _within(pieces.num)
+    row, slot = pieces.places()
+    intervals: list[list[blob_ranges.Interval]] = [[] for _ in fed]
+    own = firsts[pieces.rollout]
+    for rollout, begin, end in zip(
+        pieces.rollout.tolist(), (low - own).tolist(), (high - own).tolist(), strict=True
+    ):
+        if begin < end:
+            intervals[rollout].append((begin, end))
+    mine = is_sampled[at]
+    return _Sampled(counts, before[at][mine], (row * length + slot)[mine], intervals)
 
 
 def version_lag(trained: PolicyVersion, sampled: PolicyVersion) -> int:
@@ -338,34 +416,40 @@ def _tensor(arrays: Sequence[Array], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(_join(arrays, dtype))
 
 
-def _spread(
-    order: Sequence[int], counts: Sequence[int], values: Sequence[float | Array] | None
-) -> Tensor:
-    per_row = [np.asarray(0.0 if values is None else values[idx]) for idx in order]
-    parts = [np.broadcast_to(v, count) for v, count in zip(per_row, counts, strict=True)]
-    return _tensor(parts, np.float32)
+def _starts(counts: Sequence[int]) -> Array:
+    """First place of each of several runs of items, one behind the other."""
+    sizes = np.array(counts, np.int64)
+    return np.cumsum(sizes) - sizes
 
 
-def _old_logprobs(rollouts: Sequence[Rollout], store: RecordReads | None) -> Tensor:
-    """The engine's log-probabilities, [N] f32; NaN without a store."""
-    if store is None:
-        num = sum(rollout.num_sampled for rollout in rollouts)
-        return torch.full((num,), torch.nan, dtype=torch.float32)
-    return _tensor([blob_ranges.read_logprobs(store, rollout) for rollout in rollouts], np.float32)
+def _within(counts: Array) -> Array:
+    """0..count-1 for each count: [2, 3] -> 0 1 0 1 2."""
+    within: Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return within
+
+
+def _spread(order: Sequence[int], counts: Array, values: Sequence[float | Array] | None) -> Tensor:
+    """[N] f32: the value of each row for all its tokens, or its own array."""
+    rows = [0.0 if values is None else values[idx] for idx in order]
+    if any(isinstance(value, np.ndarray) for value in rows):
+        each = [np.broadcast_to(v, num) for v, num in zip(rows, counts, strict=True)]
+        return _tensor(each, np.float32)
+    return torch.from_numpy(np.repeat(np.array(rows, np.float64), counts).astype(np.float32))
 
 
 def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
-def _num_fed(runs: Sequence[Run], fed: Sequence[int]) -> int:
-    """Fed-in tokens of these runs, without padding."""
-    real = (run for run in runs if run.rollout < len(fed))
-    return sum(max(0, min(run.num, fed[run.rollout] - run.begin)) for run in real)
-
-
-def _lags(rollout: Rollout, trained: PolicyVersion) -> Array:
-    return np.array([version_lag(trained, version) for version in rollout.version_of_tokens()])
+def _lags(rollouts: Sequence[Rollout], counts: Array, trained: PolicyVersion) -> Array:
+    """[N] i64."""
+    lags, nums = [], []
+    for rollout, count in zip(rollouts, counts.tolist(), strict=True):
+        spans = rollout.versions
+        ends = [span.first for span in spans[1:]] + [count]
+        lags += [version_lag(trained, span.version) for span in spans]
+        nums += [end - span.first for span, end in zip(spans, ends, strict=True)]
+    return np.repeat(np.array(lags, np.int64), np.array(nums, np.int64))
 
 
 def _route_kind(plan: BatchPlan) -> tuple[int, str]:
@@ -378,24 +462,25 @@ def _route_kind(plan: BatchPlan) -> tuple[int, str]:
     return 0, "uint8"
 
 
-def _check_tiles(rollout: Rollout, top_k: int) -> None:
-    """Raise RecordError if routing does not cover rows 0..T-2 exactly once, or K differs."""
-    at = 0
-    for part in rollout.routing:
-        if part.row_begin != at or part.ids.shape[1] != part.row_end - part.row_begin:
-            break
-        at = part.row_end
-    if at != rollout.num_tokens - 1 or at != sum(part.ids.shape[1] for part in rollout.routing):
+def _check_cover(rollout: Rollout, top_k: int) -> None:
+    """Raise RecordError if routing does not reach from row 0 to T-2, or K differs.
+
+    `blob_ranges.RouteReads` refuses parts that do not follow each other.
+    """
+    parts = rollout.routing
+    begin, end = (parts[0].row_begin, parts[-1].row_end) if parts else (0, 0)
+    if begin or end != rollout.num_tokens - 1:
         raise RecordError(
             "routing_rows",
-            f"{rollout.rollout_id}: routing covers rows 0..{at} of {rollout.num_tokens - 1}",
+            f"{rollout.rollout_id}: routing covers rows {begin}..{end} of {rollout.num_tokens - 1}",
         )
-    other = [part.ids.shape[-1] for part in rollout.routing if part.ids.shape[-1] != top_k]
-    if other:
-        raise RecordError(
-            "routing_layers",
-            f"{rollout.rollout_id}: {other[0]} experts per token, the batch has {top_k}",
-        )
+    for part in parts:
+        if part.ids.shape[-1] != top_k:
+            raise RecordError(
+                "routing_layers",
+                f"{rollout.rollout_id}: {part.ids.shape[-1]} experts per token, the batch has "
+                f"{top_k}",
+            )
 
 
 def _check_indexer_tiles(rollout: Rollout) -> None:
@@ -410,32 +495,40 @@ def _check_indexer_tiles(rollout: Rollout) -> None:
         )
 
 
-def _read_mask(
-    rollouts: Sequence[Rollout],
-    intervals: Sequence[Sequence[blob_ranges.Interval]],
-    store: RecordReads,
-    read: BytesRead,
-) -> tuple[Array, Array] | None:
-    """(offsets, ids) of this rank's sampling mask, or None when no rollout was truncated.
+def _check_routed(top_k: int) -> None:
+    if not top_k:
+        raise RecordError("routing_rows", "no routing was recorded for this microbatch")
 
-    intervals: the sampled tokens (0..S-1) to read, by rollout.  Raises RecordError.
-    """
-    truncated = [rollout.sampling.truncates for rollout in rollouts]
-    if not any(truncated):
-        return None
-    if not all(truncated):
-        raise RecordError("mask_presence", "a microbatch mixes truncated and full sampling")
-    parts = []
-    for rollout, tokens in zip(rollouts, intervals, strict=True):
-        have = sum(blob.num_tokens for blob in rollout.sampling_mask)
-        if have != rollout.num_sampled or any(b.first for b in rollout.sampling_mask[:1]):
+
+def _route_reads(
+    rollouts: Sequence[Rollout], pieces: Pieces, layers: Sequence[int], top_k: int
+) -> blob_ranges.RouteReads:
+    _check_routed(top_k)
+    for rollout in rollouts:
+        _check_cover(rollout, top_k)
+    return blob_ranges.RouteReads(pieces.wanted([r.routing for r in rollouts]), layers)
+
+
+def _masks(
+    rollouts: Sequence[Rollout], held: _Sampled
+) -> list[tuple[Sequence[MaskBlob], list[blob_ranges.Interval]]]:
+    """The masks of this rank's sampled tokens."""
+    masks: list[tuple[Sequence[MaskBlob], list[blob_ranges.Interval]]] = []
+    for rollout, count, tokens in zip(rollouts, held.counts.tolist(), held.intervals, strict=True):
+        have = sum([blob.num_tokens for blob in rollout.sampling_mask])
+        if have != count or (rollout.sampling_mask and rollout.sampling_mask[0].first):
             raise RecordError(
                 "mask_rows",
-                f"{rollout.rollout_id}: {have} mask rows for {rollout.num_sampled} sampled tokens",
+                f"{rollout.rollout_id}: {have} mask rows for {count} sampled tokens",
             )
-        if not tokens:
-            continue
-        offsets, ids = blob_ranges.read_mask(store, rollout.sampling_mask, tokens=tokens)
-        read.mask += offsets.nbytes + ids.nbytes
-        parts.append((offsets, ids))
-    return concat(parts)
+        if tokens:
+            masks.append((rollout.sampling_mask, tokens))
+    return masks
+
+
+def _are_truncated(rollouts: Sequence[Rollout]) -> bool:
+    """Whether all rollouts have sampling masks.  Raises RecordError when some have."""
+    truncated = [rollout.sampling.truncates for rollout in rollouts]
+    if any(truncated) and not all(truncated):
+        raise RecordError("mask_presence", "a microbatch mixes truncated and full sampling")
+    return any(truncated)

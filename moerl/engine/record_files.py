@@ -34,6 +34,7 @@ FOLDER = "records"  # in the server's private folder
 INLINE_BYTES = 4096  # a smaller record is in its reference: a file would cost more
 LIMIT_BYTES = 16 << 30  # of files that the host has not read
 _INTEGERS = ("uint8", "uint16", "uint32", "int64")
+_ITEM_BYTES = {name: np.dtype(name).itemsize for name in (*_INTEGERS, "int32", "float32")}
 
 
 class StoredArray(msgspec.Struct, frozen=True):
@@ -52,6 +53,9 @@ class RecordReference(msgspec.Struct, frozen=True):
     parts: tuple[StoredArray, ...] = ()
     inline: bytes | None = None  # None: it is in the file
     refused: str = ""
+
+
+_REFERENCES = msgspec.json.Decoder(RecordReference)
 
 
 class RecordWriter:
@@ -128,18 +132,20 @@ class RecordReader:
         """
         if stored is None:
             return {}
-        path = self._folder / name_of(request_id)
+        path, has_file = f"{self._folder}/{name_of(request_id)}", True
         try:
             if not isinstance(stored, str):
                 raise ValueError(f"its reference is {stored!r:.80}")
-            reference = msgspec.json.decode(stored, type=RecordReference)
+            reference = _REFERENCES.decode(stored)
             if reference.refused:
                 raise ValueError(reference.refused)
+            has_file = reference.inline is None
             return _read(path, reference)
         except (OSError, ValueError, msgspec.DecodeError) as error:
             raise RecordError("record_file", f"{request_id}: {error}") from error
         finally:
-            _remove(path)
+            if has_file:
+                _remove(path)
 
     def sweep(self) -> int:
         """Remove files of aborted or cancelled calls; returns how many.  May run in a thread."""
@@ -170,7 +176,7 @@ def _narrowed(name: str, array: Array) -> tuple[StoredArray, Array]:
     return StoredArray(name, dtype, array.shape, lowest), np.ascontiguousarray(data)
 
 
-def _read(path: Path, reference: RecordReference) -> dict[str, Array]:
+def _read(path: str, reference: RecordReference) -> dict[str, Array]:
     """Raises OSError, and ValueError for bytes that are not those referred to."""
     sizes = [_num_bytes(part) for part in reference.parts]
     inline = reference.inline
@@ -186,7 +192,7 @@ def _read(path: Path, reference: RecordReference) -> dict[str, Array]:
     return arrays
 
 
-def _file_bytes(path: Path, size: int) -> bytes:
+def _file_bytes(path: str, size: int) -> bytes:
     with open(path, "rb", buffering=0, opener=private_opener) as file:
         found = os.fstat(file.fileno())
         private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
@@ -198,14 +204,14 @@ def _file_bytes(path: Path, size: int) -> bytes:
 
 
 def _num_bytes(part: StoredArray) -> int:
-    if part.dtype not in (*_INTEGERS, "int32", "float32") or min(part.shape, default=0) < 0:
+    if part.dtype not in _ITEM_BYTES or min(part.shape, default=0) < 0:
         raise ValueError(f"a part of dtype {part.dtype!r} and shape {part.shape}")
-    return math.prod(part.shape) * np.dtype(part.dtype).itemsize
+    return math.prod(part.shape) * _ITEM_BYTES[part.dtype]
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path | str) -> None:
     with contextlib.suppress(OSError):
-        path.unlink()
+        os.unlink(path)
 
 
 def _write_all(handle: int, data: memoryview) -> None:

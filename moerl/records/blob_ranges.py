@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from moerl.core.errors import RecordError
-from moerl.core.types import Array, IndexerBlob, MaskBlob, Rollout, RoutingBlob
+from moerl.core.types import Array, IndexerBlob, LogprobBlob, MaskBlob, Rollout, RoutingBlob
 from moerl.records import indexer
-from moerl.records.blob_store import RecordReads, Run
+from moerl.records.blob_store import RecordReads, Run, Wanted
 from moerl.records.header_check import check_logprobs, count_logprobs
 
 Interval = tuple[int, int]  # begin and end (exclusive) of consecutive tokens
@@ -42,32 +43,89 @@ def read_routes(
     numbers.  rows: intervals of fed-in tokens in the rollout's numbering, returned in the order
     given; they may cross segments.  None = all rows of the blobs.
     Example: tokens 4..5 and 0..1 of layer 2: `layers=[2], rows=[(4, 6), (0, 2)]` -> {2: [4, K]}.
-    Raises RecordError `routing_layers` (a layer was not recorded), `routing_rows` (tokens outside
-    the blobs, or blobs that do not tile); BlobError.
+    Raises as `read_all_routes`.
     """
-    if not blobs:
-        raise RecordError("routing_rows", "no routing was recorded for this rollout")
-    where = blobs[0].ids.uri
-    top_k, dtype = blobs[0].ids.shape[-1], blobs[0].ids.dtype
-    for before, part in pairwise(blobs):
-        if (part.row_begin, part.ids.dtype, part.ids.shape[-1]) != (before.row_end, dtype, top_k):
-            raise RecordError(
-                "routing_rows",
-                f"{part.ids.uri}: {part.ids.dtype} rows of {part.ids.shape[-1]} experts from token "
-                f"{part.row_begin}, want {dtype} of {top_k} from {before.row_end}",
-            )
-    first, last = blobs[0].row_begin, blobs[-1].row_end
-    rows = [(first, last)] if rows is None else rows
-    _check_intervals(rows, first, last, "routing_rows", where)
-    joined = np.empty((len(layers), sum(end - begin for begin, end in rows), top_k), dtype)
-    for part in blobs:
+    if rows is None and blobs:
+        rows = [(blobs[0].row_begin, blobs[-1].row_end)]
+    found = read_all_routes(store, [(blobs, rows or [])], layers=layers)
+    return dict(zip(layers, found, strict=True))
+
+
+def read_all_routes(
+    store: RecordReads,
+    wanted: Sequence[tuple[Sequence[RoutingBlob], Sequence[Interval]]],
+    *,
+    layers: Sequence[int],
+) -> Array:
+    """Expert ids of some layers and tokens of many rollouts: [L, n, K] u8 or u16.
+
+    wanted: blobs and rows as in `read_routes`, for each rollout; n counts the rows of all, in their
+    order.  All have one K and type.
+    Raises RecordError `routing_layers` (a layer was not recorded), `routing_rows` (tokens outside
+    the blobs, blobs that do not tile or differ in K or type); BlobError.
+    """
+    routes = RouteReads(wanted, layers)
+    return routes.decode(store.read_records(routes.reads))
+
+
+class RouteReads:
+    """The reads of routes, to be made in one call with others.  As `read_all_routes`."""
+
+    def __init__(
+        self,
+        wanted: Sequence[tuple[Sequence[RoutingBlob], Sequence[Interval]]],
+        layers: Sequence[int],
+    ) -> None:
+        """Raises RecordError; reads nothing."""
+        if not wanted or not wanted[0][0]:
+            raise RecordError("routing_rows", "no routing was recorded for this rollout")
+        like = wanted[0][0][0].ids
+        self.reads: list[Wanted] = []
+        self._top_k, self._dtype = like.shape[-1], like.dtype
+        self._num_layers, self._num_rows = len(layers), 0
+        # place in the result, place in the bytes, rows of the part, first of its rows, rows
+        self._copies: list[tuple[int, int, int, int, int]] = []
+        row_bytes = self._top_k * np.dtype(self._dtype).itemsize
+        places: dict[tuple[int, ...], list[int]] = {}  # of the layers, in blobs of some layers
+        self._read = 0  # rows in the bytes
+        for blobs, rows in wanted:
+            _check_tiles(blobs, self._top_k, self._dtype)
+            begin, end = blobs[0].row_begin, blobs[-1].row_end
+            _check_intervals(rows, begin, end, "routing_rows", blobs[0].ids.uri)
+            for part in blobs:
+                if part.layers not in places:
+                    places[part.layers] = _places(part, layers)
+                _check_shape(part)
+                self._add(part, places[part.layers], rows, row_bytes)
+            self._num_rows += sum([end - begin for begin, end in rows])
+
+    def _add(
+        self, part: RoutingBlob, places: Sequence[int], rows: Sequence[Interval], row_bytes: int
+    ) -> None:
         pieces = list(_cut(rows, part.row_begin, part.row_end))
-        ids = _read_part(store, part, layers, [interval for interval, _ in pieces])
+        count = sum([end - begin for (begin, end), _ in pieces])
         at = 0
         for (begin, end), place in pieces:
-            joined[:, place : place + end - begin] = ids[:, at : at + end - begin]
+            self._copies.append((self._num_rows + place, self._read, count, at, end - begin))
             at += end - begin
-    return dict(zip(layers, joined, strict=True))
+        if count:
+            self.reads.append((part.ids, _runs(part, places, pieces, row_bytes)))
+            self._read += self._num_layers * count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of `reads`."""
+        return self._read * self._top_k * np.dtype(self._dtype).itemsize
+
+    def decode(self, data: Array) -> Array:
+        """[L, n, K] u8 or u16, from the bytes of `reads`, joined."""
+        ids = data.view(self._dtype).reshape(self._read, self._top_k)
+        joined = np.empty((self._num_layers, self._num_rows, self._top_k), self._dtype)
+        for place, first, count, at, length in self._copies:
+            of_part = ids[first : first + self._num_layers * count]
+            of_part = of_part.reshape(self._num_layers, count, self._top_k)
+            joined[:, place : place + length] = of_part[:, at : at + length]
+        return joined
 
 
 def read_indexer(
@@ -118,23 +176,10 @@ def read_mask(
     (0..S-1), ascending and apart; None = all.
     Raises RecordError `mask_rows`; BlobError.
     """
-    if not blobs:
-        raise RecordError("mask_rows", "no sampling mask was recorded for this rollout")
-    for before, part in pairwise(blobs):
-        if part.first != before.first + before.num_tokens:
-            raise RecordError("mask_rows", f"{part.ids.uri}: mask rows start at {part.first}")
-    first, last = blobs[0].first, blobs[-1].first + blobs[-1].num_tokens
-    tokens = [(first, last)] if tokens is None else tokens
-    _check_intervals(tokens, first, last, "mask_rows", blobs[0].ids.uri)
-    if any(after[0] < before[1] for before, after in pairwise(tokens)):
-        raise RecordError("mask_rows", f"intervals {list(tokens)} are not ascending and apart")
-    lengths, ids = [np.zeros(1, np.int64)], [np.zeros(0, np.int32)]
-    for part in blobs:
-        local = [interval for interval, _ in _cut(tokens, part.first, part.first + part.num_tokens)]
-        part_lengths, part_ids = _read_kept(store, part, local)
-        lengths.append(part_lengths)
-        ids.append(part_ids)
-    return np.cumsum(np.concatenate(lengths)), np.concatenate(ids)
+    if tokens is None and blobs:
+        tokens = [(blobs[0].first, blobs[-1].first + blobs[-1].num_tokens)]
+    found = read_sampled(store, masks=[(blobs, tokens or [])])
+    return found.offsets, found.ids
 
 
 def read_logprobs(store: RecordReads, rollout: Rollout) -> Array:
@@ -142,6 +187,73 @@ def read_logprobs(store: RecordReads, rollout: Rollout) -> Array:
 
     Raises RecordError `length`, `logprob_finite`, `logprob_sign`; BlobError.
     """
+    return read_sampled(store, logprobs=[rollout]).logprobs
+
+
+class SampledRecords(NamedTuple):
+    """Records of sampled tokens of many rollouts, in their order."""
+
+    offsets: Array  # [n + 1] i64
+    ids: Array  # [nnz] i32
+    logprobs: Array  # [N] f32
+
+
+def read_sampled(
+    store: RecordReads,
+    *,
+    masks: Sequence[tuple[Sequence[MaskBlob], Sequence[Interval]]] = (),
+    logprobs: Sequence[Rollout] = (),
+) -> SampledRecords:
+    """Sampling masks and log-probabilities of many rollouts, each blob opened once.
+
+    masks: blobs and tokens as in `read_mask`, for each rollout.
+    Raises as `read_mask` and `read_logprobs`.
+    """
+    sampled = SampledReads(masks, logprobs)
+    return sampled.decode(store.read_records(sampled.reads), store)
+
+
+class SampledReads:
+    """The reads of masks and log-probabilities, to be made in one call with others.
+
+    As `read_sampled`.
+    """
+
+    def __init__(
+        self,
+        masks: Sequence[tuple[Sequence[MaskBlob], Sequence[Interval]]],
+        logprobs: Sequence[Rollout],
+    ) -> None:
+        """Raises RecordError; reads nothing."""
+        parts = [part for blobs, tokens in masks for part in _mask_parts(blobs, tokens)]
+        sealed = [part.values for rollout in logprobs for part in _sealed_logprobs(rollout)]
+        # The offsets say which ids belong to some tokens; all ids of a blob are read with them.
+        self._whole = all(rows == [(0, blob.num_tokens)] for blob, rows in parts)
+        self._parts, self._rollouts = parts, logprobs
+        self.reads = [_offsets_of(blob, rows) for blob, rows in parts]
+        if self._whole:
+            self.reads += [(blob.ids, ((0, blob.ids.num_bytes),)) for blob, _ in parts]
+        self.reads += [(ref, ((0, ref.num_bytes),)) for ref in sealed]
+        self._sealed_bytes = sum([ref.num_bytes for ref in sealed])
+
+    def decode(self, data: Array, store: RecordReads) -> SampledRecords:
+        """data: the bytes of `reads`, joined.  Reads the ids of masks, where some were wanted."""
+        parts = self._parts
+        size = 8 * sum([end - begin + 1 for _, rows in parts for begin, end in rows])
+        end = len(data) - self._sealed_bytes
+        lengths, bounds = _mask_lengths(parts, data[:size].view(np.int64))
+        if self._whole:
+            ids = _within(data[size:end].view(np.int32), parts, bounds)
+        else:
+            runs = [(4 * int(first), 4 * int(last)) for first, last in bounds]
+            ids = store.read_records(_per_part(parts, runs)).view(np.int32)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        logprobs = _joined_logprobs(data[end:].view(np.float32), self._rollouts)
+        return SampledRecords(offsets, ids, logprobs)
+
+
+def _sealed_logprobs(rollout: Rollout) -> tuple[LogprobBlob, ...]:
     parts, found = rollout.sealed_logprobs, count_logprobs(rollout)
     if found != rollout.num_sampled or (parts and len(rollout.logprobs)):
         raise RecordError(
@@ -149,43 +261,86 @@ def read_logprobs(store: RecordReads, rollout: Rollout) -> Array:
             f"{rollout.rollout_id}: {found} log-probabilities, {len(rollout.logprobs)} of them "
             f"inline, for {rollout.num_sampled} sampled tokens",
         )
-    read = [
-        store.read_runs(part.values, [(0, part.values.num_bytes)]).view(np.float32)
-        for part in parts
-    ]
-    values = np.concatenate(read) if read else rollout.logprobs
-    check_logprobs(values, rollout.rollout_id)
+    return parts
+
+
+def _joined_logprobs(sealed: Array, rollouts: Sequence[Rollout]) -> Array:
+    """Log-probabilities of all rollouts, checked.  sealed: of the rollouts that have them sealed,
+    in order.
+    """
+    values, at = sealed, 0
+    if any(len(rollout.logprobs) for rollout in rollouts):
+        pieces = []
+        for rollout in rollouts:
+            num = sum(part.num_tokens for part in rollout.sealed_logprobs)
+            pieces += [sealed[at : at + num], rollout.logprobs]
+            at += num
+        values = np.concatenate(pieces)
+    try:
+        check_logprobs(values, "")
+    except RecordError:
+        ends = np.cumsum([count_logprobs(rollout) for rollout in rollouts])
+        for rollout, own in zip(rollouts, np.split(values, ends[:-1]), strict=True):
+            check_logprobs(own, rollout.rollout_id)
     return values
 
 
-def _read_part(
-    store: RecordReads, blob: RoutingBlob, layers: Sequence[int], rows: Sequence[Interval]
-) -> Array:
-    """[L, n, K] of one part; rows counted from its first row."""
-    missing = sorted(set(layers) - set(blob.layers))
-    num_layers, num_rows, top_k = blob.ids.shape
-    if missing or num_layers != len(blob.layers):
+def _check_tiles(blobs: Sequence[RoutingBlob], top_k: int, dtype: str) -> None:
+    """Refuse parts that do not follow each other, or have another K or type."""
+    if not blobs:
+        raise RecordError("routing_rows", "no routing was recorded for this rollout")
+    at = blobs[0].row_begin
+    for part in blobs:
+        if (part.row_begin, part.ids.dtype, part.ids.shape[-1]) != (at, dtype, top_k):
+            raise RecordError(
+                "routing_rows",
+                f"{part.ids.uri}: {part.ids.dtype} rows of {part.ids.shape[-1]} experts from token "
+                f"{part.row_begin}, want {dtype} of {top_k} from {at}",
+            )
+        at = part.row_end
+
+
+def _check_shape(blob: RoutingBlob) -> None:
+    num_layers, num_rows, _ = blob.ids.shape
+    if num_layers != len(blob.layers):
         raise RecordError(
             "routing_layers",
-            f"{blob.ids.uri} holds {num_layers} layers, numbers {list(blob.layers)}; "
-            f"want {missing or list(layers)}",
+            f"{blob.ids.uri} holds {num_layers} layers, numbers {list(blob.layers)}",
         )
     if num_rows != blob.row_end - blob.row_begin:
         raise RecordError(
             "routing_rows",
             f"{blob.ids.uri} holds {num_rows} rows for tokens {blob.row_begin}..{blob.row_end}",
         )
-    row_bytes = top_k * np.dtype(blob.ids.dtype).itemsize
-    starts = [blob.layers.index(layer) * num_rows for layer in layers]
-    runs: list[Run] = [
+
+
+def _places(blob: RoutingBlob, layers: Sequence[int]) -> list[int]:
+    """Places of the layers in a blob."""
+    if missing := sorted(set(layers) - set(blob.layers)):
+        raise RecordError(
+            "routing_layers",
+            f"{blob.ids.uri} holds layers {list(blob.layers)}; want {missing}",
+        )
+    return [blob.layers.index(layer) for layer in layers]
+
+
+def _runs(
+    blob: RoutingBlob,
+    places: Sequence[int],
+    pieces: Sequence[tuple[Interval, int]],
+    row_bytes: int,
+) -> Sequence[Run]:
+    """Bytes of some rows of the layers at `places`, layer by layer."""
+    num_layers, num_rows, _ = blob.ids.shape
+    is_whole = len(pieces) == 1 and pieces[0][0] == (0, num_rows)
+    if is_whole and places == list(range(num_layers)):
+        return ((0, num_layers * num_rows * row_bytes),)
+    starts = [place * num_rows for place in places]
+    return [
         ((start + begin) * row_bytes, (start + end) * row_bytes)
         for start in starts
-        for begin, end in rows
+        for (begin, end), _ in pieces
     ]
-    count = sum(end - begin for begin, end in rows)
-    if not count:
-        return np.empty((len(layers), 0, top_k), blob.ids.dtype)
-    return store.read_runs(blob.ids, runs).view(blob.ids.dtype).reshape(len(layers), count, top_k)
 
 
 def _read_packed(
@@ -204,29 +359,85 @@ def _read_packed(
     for begin, end in rows:
         low = start + indexer.num_bytes(blob.row_begin, begin, top_k)
         runs.append((low, low + indexer.num_bytes(begin, end, top_k)))
-    flat = store.read_runs(blob.packed, runs)
+    flat = store.read_records([(blob.packed, runs)])
     ends = np.cumsum([end - begin for begin, end in runs])
     return [flat[stop - end + begin : stop] for (begin, end), stop in zip(runs, ends, strict=True)]
 
 
-def _read_kept(store: RecordReads, blob: MaskBlob, rows: Sequence[Interval]) -> tuple[Array, Array]:
-    """Lengths and ids of some sampling masks of one part; rows counted from its first row."""
-    if blob.offsets.shape != (blob.num_tokens + 1,):
+MaskPart = tuple[MaskBlob, list[Interval]]  # a blob, and its rows that are read
+
+
+def _mask_parts(blobs: Sequence[MaskBlob], tokens: Sequence[Interval]) -> list[MaskPart]:
+    """The blobs of some sampled tokens, with the intervals counted from their first rows."""
+    if not blobs:
+        raise RecordError("mask_rows", "no sampling mask was recorded for this rollout")
+    first = at = blobs[0].first
+    for part in blobs:
+        if part.first != at:
+            raise RecordError("mask_rows", f"{part.ids.uri}: mask rows start at {part.first}")
+        if part.offsets.shape != (part.num_tokens + 1,):
+            raise RecordError(
+                "mask_rows",
+                f"{part.offsets.uri}: offsets {part.offsets.shape} of {part.num_tokens}",
+            )
+        at += part.num_tokens
+    _check_intervals(tokens, first, at, "mask_rows", blobs[0].ids.uri)
+    if any(after[0] < before[1] for before, after in pairwise(tokens)):
+        raise RecordError("mask_rows", f"intervals {list(tokens)} are not ascending and apart")
+    found = []
+    for part in blobs:
+        rows = [piece for piece, _ in _cut(tokens, part.first, part.first + part.num_tokens)]
+        if rows:
+            found.append((part, rows))
+    return found
+
+
+def _offsets_of(blob: MaskBlob, rows: Sequence[Interval]) -> Wanted:
+    return blob.offsets, [(8 * begin, 8 * (end + 1)) for begin, end in rows]
+
+
+def _mask_lengths(parts: Sequence[MaskPart], flat: Array) -> tuple[Array, Array]:
+    """Lengths of the masks, and the first and last offset of each interval of rows, [intervals, 2].
+
+    flat: the offsets of all intervals, one more than rows each.
+    """
+    counts = np.array([end - begin + 1 for _, rows in parts for begin, end in rows], np.int64)
+    if not len(counts):
+        return np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+    lasts = np.cumsum(counts) - 1
+    lengths = np.delete(np.diff(flat), lasts[:-1])
+    bounds = np.stack([flat[lasts - counts + 1], flat[lasts]], axis=1)
+    sizes = np.array([blob.ids.shape[0] for blob, rows in parts for _ in rows])
+    if (lengths < 1).any() or (bounds[:, 0] < 0).any() or (bounds[:, 1] > sizes).any():
+        firsts = lasts - counts + 1 - np.arange(len(lasts))
+        rising = np.minimum.reduceat(lengths, firsts)
+        bad = (rising < 1) | (bounds[:, 0] < 0) | (bounds[:, 1] > sizes)
+        uris = [blob.offsets.uri for blob, rows in parts for _ in rows]
         raise RecordError(
-            "mask_rows", f"{blob.offsets.uri}: offsets {blob.offsets.shape} of {blob.num_tokens}"
+            "mask_rows", f"{uris[int(np.argmax(bad))]}: offsets do not rise within the ids"
         )
-    if not rows:
-        return np.zeros(0, np.int64), np.zeros(0, np.int32)
-    item, id_bytes = 8, 4
-    flat = store.read_runs(
-        blob.offsets, [(begin * item, (end + 1) * item) for begin, end in rows]
-    ).view(np.int64)
-    bounds = np.split(flat, np.cumsum([end - begin + 1 for begin, end in rows])[:-1])
-    lengths = np.concatenate([np.diff(one) for one in bounds])
-    if (lengths < 1).any() or int(flat.min()) < 0 or int(flat.max()) > blob.ids.shape[0]:
-        raise RecordError("mask_rows", f"{blob.offsets.uri}: offsets do not rise within the ids")
-    runs = [(int(one[0]) * id_bytes, int(one[-1]) * id_bytes) for one in bounds]
-    return lengths, store.read_runs(blob.ids, runs).view(np.int32)
+    return lengths, bounds
+
+
+def _within(ids: Array, parts: Sequence[MaskPart], bounds: Array) -> Array:
+    """The ids inside the offsets' bounds.  ids: all ids of the parts' blobs."""
+    sizes = np.array([blob.ids.shape[0] for blob, _ in parts], np.int64)
+    if (bounds == np.stack([np.zeros_like(sizes), sizes], axis=1)).all():
+        return ids
+    starts = np.cumsum(sizes) - sizes
+    return np.concatenate(
+        [ids[at + low : at + high] for at, (low, high) in zip(starts, bounds, strict=True)]
+    )
+
+
+def _per_part(parts: Sequence[MaskPart], runs: Sequence[Run]) -> list[Wanted]:
+    """runs: in bytes of the ids, one per interval of the parts."""
+    reads: list[Wanted] = []
+    at = 0
+    for blob, rows in parts:
+        reads.append((blob.ids, runs[at : at + len(rows)]))
+        at += len(rows)
+    return reads
 
 
 def _cut(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[tuple[Interval, int]]:

@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -38,6 +37,8 @@ _DIGEST_BYTES = 8
 _DTYPES = {np.dtype(name): name for name in ("uint8", "uint16", "int32", "int64", "float32")}
 
 Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
+Bytes = bytes | bytearray | memoryview
+Wanted = tuple[BlobRef, Sequence[Run]]  # an array, and its runs to read
 
 
 class Found(NamedTuple):
@@ -50,8 +51,8 @@ class Found(NamedTuple):
 class RecordReads(Protocol):
     """The methods of a store that a reader of records calls."""
 
-    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
-        """See `BlobStore.read_runs`."""
+    def read_records(self, wanted: Sequence[Wanted]) -> Array:
+        """See `BlobStore.read_records`."""
 
 
 class BlobStore:
@@ -67,10 +68,10 @@ class BlobStore:
 
         Raises BlobError when the name is taken, is not a plain file name, or the disk is full.
         """
-        target = self.root / name
-        if name != target.name or name.startswith("."):
+        if not name or name.startswith(".") or "/" in name:
             raise BlobError(f"blob name {name!r} is not a plain file name")
-        if target.exists():
+        target = f"{self.root}/{name}"
+        if os.path.lexists(target):
             raise BlobError(f"blob {name} is sealed already")
         refs: list[BlobRef] = []
         parts: list[bytes | memoryview] = []
@@ -80,10 +81,11 @@ class BlobStore:
             if data.dtype not in _DTYPES:
                 known = ", ".join(_DTYPES.values())
                 raise BlobError(f"blob {name}: dtype {data.dtype} is not one of {known}")
-            table = b"".join(_chunk_digests(_bytes_of(data)))
+            stored = _bytes_of(data)
+            table = b"".join(_chunk_digests(stored))
             # an empty array needs no alignment, and must not lie beyond the file's end
             gap = -end % _ALIGN if data.nbytes else 0
-            parts += [bytes(gap), _bytes_of(data), table]
+            parts += [bytes(gap), stored, table]
             refs.append(
                 BlobRef(
                     uri=f"blob://{self.node}/{name}",
@@ -95,15 +97,15 @@ class BlobStore:
             )
             end += gap + data.nbytes + len(table)
         try:
-            atomic_parts(str(target), parts, mode=0o600)
+            atomic_parts(target, parts, mode=0o600)
         except OSError as error:
             raise BlobError(f"blob {name} could not be written to {self.root}: {error}") from error
         return tuple(refs)
 
     def load(self, ref: BlobRef) -> Array:
         """The whole array behind a reference, mapped read-only, every chunk verified."""
-        with self._open(ref) as file:
-            table = self._table(file.fileno(), ref)
+        ((table,),) = self._fetch({ref.uri: [_table_span(ref)]})
+        check_table(table, ref)
         if ref.num_bytes == 0:
             return np.empty(ref.shape, ref.dtype)
         path = self._path(ref.uri)
@@ -112,30 +114,33 @@ class BlobStore:
         self.bytes_read += ref.num_bytes
         return data
 
-    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
-        """The bytes of the given runs, joined in the order given: [sum of lengths] u8, owned.
+    def read_records(self, wanted: Sequence[Wanted]) -> Array:
+        """The bytes of runs of many arrays, joined in the order given: [sum of lengths] u8, owned.
 
-        Reads and verifies the chunks that the runs touch, each once per call, and nothing else.
+        Reads and verifies the chunks that the runs touch, each once per array, and nothing else; a
+        blob is opened once, and runs that were asked for before in the call are not read again.
         Raises BlobError: a run outside the array, a missing, short or altered blob.
         """
-        size = ref.num_bytes
-        for begin, end in runs:
-            if not 0 <= begin <= end <= size:
-                raise BlobError(f"{ref.uri}: bytes {begin}..{end} asked for, 0..{size} exist")
-        with self._open(ref) as file:
-            if size <= CHUNK_BYTES:  # array and table in one read
-                data = self._read(file.fileno(), ref, 0, size + _table_bytes(ref))
-                return _cut_chunk(data, size, runs, ref)
-            joined = np.empty(sum(end - begin for begin, end in runs), np.uint8)
-            table = self._table(file.fileno(), ref)
-            for span, pieces in _spans(runs):
-                begin, end = span[0], min(span[1], ref.num_bytes)
-                data = self._read(file.fileno(), ref, begin, end)
-                _verify(data, table, begin, ref)
-                source = np.frombuffer(data, np.uint8)
-                for run, at in pieces:
-                    joined[at : at + run[1] - run[0]] = source[run[0] - begin : run[1] - begin]
-        return joined
+        seen: dict[tuple[BlobRef, tuple[Run, ...]], int] = {}
+        order = [seen.setdefault((ref, tuple(runs)), len(seen)) for ref, runs in wanted]
+        by_blob: dict[str, list[tuple[int, BlobRef, tuple[Run, ...]]]] = {}
+        spans: dict[str, list[Run]] = {}
+        for (ref, runs), number in seen.items():
+            by_blob.setdefault(ref.uri, []).append((number, ref, runs))
+            spans.setdefault(ref.uri, []).extend(_spans(ref, runs))
+        found: list[Sequence[Bytes]] = [()] * len(seen)
+        for arrays, views in zip(by_blob.values(), self._fetch(spans), strict=True):
+            rest = iter(views)
+            for number, ref, runs in arrays:
+                found[number] = _cut(ref, runs, rest)
+        parts = [part for number in order for part in found[number]]
+        alone = parts[0] if len(parts) == 1 else None
+        joined = alone if isinstance(alone, bytearray) else bytearray().join(parts)
+        return np.frombuffer(joined, np.uint8)
+
+    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
+        """`read_records` of one array."""
+        return self.read_records([(ref, runs)])
 
     def missing(self, uris: Iterable[str], patience_s: float = 0.0) -> set[str]:
         """The URIs that cannot be read; bytes of the others are checked when they are read."""
@@ -199,40 +204,34 @@ class BlobStore:
         """Remove a blob; a missing blob is no error (deletion is idempotent)."""
         self._path(uri).unlink(missing_ok=True)
 
-    def _open(self, ref: BlobRef) -> FileIO:
-        """The blob's file, long enough for the array and its table."""
-        try:
-            file = FileIO(f"{self.root}/{self._name(ref.uri)}")
-        except FileNotFoundError as error:
-            raise BlobError(f"{ref.uri} is not in {self.root}") from error
-        size = os.fstat(file.fileno()).st_size
-        need = ref.offset + ref.num_bytes + _table_bytes(ref)
-        if size < need:
-            file.close()
-            raise BlobError(f"{ref.uri} holds {size} bytes, {need} needed", ref.uri)
-        return file
-
-    def _read(self, fd: int, ref: BlobRef, begin: int, end: int) -> bytes:
-        """Bytes begin..end counted from the array's start."""
-        parts, at = [], begin
-        while at < end:
+    def _fetch(self, spans: Mapping[str, Sequence[Run]]) -> Iterator[list[memoryview]]:
+        """For each blob, the bytes begin..end of its file for each span, unverified."""
+        for uri, of_blob in spans.items():
+            begin, end = min(of_blob)[0], max([end for _, end in of_blob])
+            size = sum([end - begin for begin, end in of_blob])
+            file = self._open(uri, end)
             try:
-                part = os.pread(fd, end - at, ref.offset + at)
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                raise BlobError(f"{ref.uri} cannot be read: {error}", ref.uri) from error
-            if not part:
-                raise BlobError(f"{ref.uri} ends at byte {ref.offset + at}", ref.uri)
-            parts.append(part)
-            at += len(part)
-        self.bytes_read += end - begin
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+                if end - begin - size <= CHUNK_BYTES:  # side by side, as arrays are sealed
+                    data = memoryview(_read(file, uri, begin, end))
+                    found = [data[low - begin : high - begin] for low, high in of_blob]
+                else:
+                    found = [memoryview(_read(file, uri, low, high)) for low, high in of_blob]
+            finally:
+                os.close(file)
+            self.bytes_read += size
+            yield found
 
-    def _table(self, fd: int, ref: BlobRef) -> bytes:
-        table = self._read(fd, ref, ref.num_bytes, ref.num_bytes + _table_bytes(ref))
-        check_table(table, ref)
-        return table
+    def _open(self, uri: str, need: int) -> int:
+        """Descriptor of the blob's file, which has at least `need` bytes."""
+        try:
+            file = os.open(f"{self.root}/{self._name(uri)}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise BlobError(f"{uri} is not in {self.root}") from error
+        size = os.fstat(file).st_size
+        if size < need:
+            os.close(file)
+            raise BlobError(f"{uri} holds {size} bytes, {need} needed", uri)
+        return file
 
     def _path(self, uri: str) -> Path:
         return self.root / self._name(uri)
@@ -265,25 +264,52 @@ def holds(path: Path, size: int) -> bool:
         return False
 
 
-def check_table(table: bytes, ref: BlobRef) -> None:
+def check_table(table: Bytes, ref: BlobRef) -> None:
     """Raises BlobError when the digests of an array's chunks were altered."""
     if xxhash.xxh3_64_hexdigest(table) != ref.digest:
         raise BlobError(f"{ref.uri}: the table at {ref.offset} does not match its digest", ref.uri)
 
 
-def _cut_chunk(data: bytes, size: int, runs: Sequence[Run], ref: BlobRef) -> Array:
-    """Runs of an array of `size` bytes, at most one chunk: [sum of lengths] u8, owned.
+def _spans(ref: BlobRef, runs: Sequence[Run]) -> Sequence[Run]:
+    """Bytes of the blob's file that hold some runs of an array, and their digests.
 
-    data: the array's bytes, then its table.  Most records of short answers are so small, and a rank
-    reads hundreds of them per microbatch.
-    Raises BlobError, as `BlobStore.read_runs`.
+    Raises BlobError for runs outside the array.
     """
-    check_table(data[size:], ref)
-    _verify(memoryview(data)[:size], data[size:], 0, ref)
-    return np.frombuffer(b"".join([data[begin:end] for begin, end in runs]), np.uint8).copy()
+    size, at = ref.num_bytes, ref.offset
+    for low, high in runs:
+        if not 0 <= low <= high <= size:
+            raise BlobError(f"{ref.uri}: bytes {low}..{high} asked for, 0..{size} exist")
+    if size <= CHUNK_BYTES:  # array and table together
+        return ((at, at + size + _DIGEST_BYTES if size else at),)
+    chunks = (span for span, _ in _chunks(runs))
+    return [_table_span(ref), *((at + low, at + min(high, size)) for low, high in chunks)]
 
 
-def _spans(runs: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Run, int]]]]:
+def _cut(ref: BlobRef, runs: Sequence[Run], views: Iterator[memoryview]) -> Sequence[Bytes]:
+    """The runs of an array, from the bytes of its `_spans`, which are taken from `views`.
+
+    Raises BlobError when the bytes were altered.
+    """
+    size = ref.num_bytes
+    if size <= CHUNK_BYTES:  # as most records of short answers are: a rank reads hundreds of them
+        view = next(views)
+        data, table = view[:size], view[size:]
+        check_table(table, ref)
+        if xxhash.xxh3_64_digest(data) != table:
+            _verify(data, table, 0, ref)
+        return (data,) if runs == ((0, size),) else [data[low:high] for low, high in runs]
+    table = next(views)
+    check_table(table, ref)
+    joined = bytearray(sum(high - low for low, high in runs))
+    for (begin, _), places in _chunks(runs):
+        data = next(views)
+        _verify(data, table, begin, ref)
+        for (low, high), at in places:
+            joined[at : at + high - low] = data[low - begin : high - begin]
+    return (joined,)
+
+
+def _chunks(runs: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Run, int]]]]:
     """Whole-chunk spans that do not touch, each with its runs and their places in the result."""
     places, at = [], 0
     for run in runs:
@@ -303,7 +329,24 @@ def _spans(runs: Sequence[Run]) -> Iterator[tuple[Run, list[tuple[Run, int]]]]:
         places = places[count:]
 
 
-def _verify(data: bytes | memoryview, table: bytes, begin: int, ref: BlobRef) -> None:
+def _read(file: int, uri: str, begin: int, end: int) -> bytes:
+    """Bytes begin..end of a file.  Raises BlobError."""
+    parts, at = [], begin
+    while at < end:
+        try:
+            part = os.pread(file, end - at, at)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise BlobError(f"{uri} cannot be read: {error}", uri) from error
+        if not part:
+            raise BlobError(f"{uri} ends at byte {at}", uri)
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _verify(data: Bytes, table: Bytes, begin: int, ref: BlobRef) -> None:
     """Check whole chunks that start at byte `begin` of the array."""
     first = begin // CHUNK_BYTES
     for idx, digest in enumerate(_chunk_digests(data), first):
@@ -314,10 +357,14 @@ def _verify(data: bytes | memoryview, table: bytes, begin: int, ref: BlobRef) ->
             )
 
 
-def _chunk_digests(data: bytes | memoryview) -> Iterator[bytes]:
+def _chunk_digests(data: Bytes) -> list[bytes]:
+    if 0 < len(data) <= CHUNK_BYTES:
+        return [xxhash.xxh3_64_digest(data)]
     view = memoryview(data)
-    for at in range(0, len(view), CHUNK_BYTES):
-        yield xxhash.xxh3_64_digest(view[at : at + CHUNK_BYTES])
+    return [
+        xxhash.xxh3_64_digest(view[at : at + CHUNK_BYTES])
+        for at in range(0, len(view), CHUNK_BYTES)
+    ]
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -326,3 +373,9 @@ def _bytes_of(array: Array) -> memoryview:
 
 def _table_bytes(ref: BlobRef) -> int:
     return -(-ref.num_bytes // CHUNK_BYTES) * _DIGEST_BYTES
+
+
+def _table_span(ref: BlobRef) -> Run:
+    """Bytes of the file."""
+    begin = ref.offset + ref.num_bytes
+    return begin, begin + _table_bytes(ref)

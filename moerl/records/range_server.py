@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,7 @@ class _CallerBytes(io.RawIOBase):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
+    POST /spans with [begin, end] of the file under each name, answered by the joined bytes;
     POST /delete with names, /missing with the least size of each name.
     """
 
@@ -149,20 +151,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = self._path(self.path[1:])
         if not self._may():
             return
-        if path is None:
-            return self._answer(404)
-        try:
-            if "Range" not in self.headers:
-                return self._answer(200, path.read_bytes())
-            return self._answer(206, _read_spans(path, self.headers["Range"]))
-        except FileNotFoundError:
-            return self._answer(404)
-        except ValueError:
-            return self._answer(400)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return self._answer(400)  # the disk fails: the blob is as good as damaged
+        if "Range" not in self.headers:
+            return self._answer_read(200, lambda: _found(path).read_bytes())
+        asked = self.headers["Range"].removeprefix("bytes=").split(",")
+        self._answer_read(206, lambda: _read_spans(_found(path), [s.split("-") for s in asked]))
 
     def do_POST(self) -> None:
         if not self._may():  # before a byte of the body is read
@@ -176,12 +168,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return self._answer(400)
         paths = {name: self._path(name) for name in map(str, names)}
+        if self.path == "/spans":
+            return self._answer_read(
+                200, lambda: b"".join(_read_spans(_found(paths[n]), names[n]) for n in paths)
+            )
         if self.path == "/delete":
             for path in filter(None, paths.values()):
                 path.unlink(missing_ok=True)
         sizes = names if isinstance(names, dict) else {}
         gone = [n for n, path in paths.items() if path is None or not holds(path, sizes.get(n, 0))]
         self._answer(200, json.dumps(gone).encode())
+
+    def _answer_read(self, status: int, read: Callable[[], bytes]) -> None:
+        try:
+            body = read()
+        except FileNotFoundError:
+            return self._answer(404)
+        except (LookupError, TypeError, ValueError):
+            return self._answer(400)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return self._answer(400)  # the disk fails: the blob is as good as damaged
+        self._answer(status, body)
 
     def _may(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -211,16 +220,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Log nothing: a line per request would fill the log."""
 
 
-def _read_spans(path: Path, header: str) -> bytes:
-    """The joined bytes of `bytes=a-b,c-d`.
+def _found(path: Path | None) -> Path:
+    if path is None:
+        raise FileNotFoundError
+    return path
+
+
+def _read_spans(path: Path, spans: Iterable[Sequence[int | str]]) -> bytes:
+    """The joined bytes of the spans [begin, end].
 
     Raises ValueError for spans outside the file or, together, longer than it.
     """
     with path.open("rb") as file:
         left = file.seek(0, io.SEEK_END)
         parts = []
-        for span in header.removeprefix("bytes=").split(","):
-            begin, end = map(int, span.split("-"))
+        for span in spans:
+            begin, end = map(int, span)
             left -= end - begin
             if not 0 <= begin <= end or left < 0:
                 raise ValueError(f"{span} of {path.name}")

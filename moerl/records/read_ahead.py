@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from moerl.core.errors import MoerlError
 from moerl.core.types import Array, BlobRef
-from moerl.records.blob_store import RecordReads, Run
+from moerl.records.blob_store import RecordReads, Run, Wanted
 
 log = logging.getLogger(__name__)
 
-Kept = dict[tuple[str, int, tuple[Run, ...]], Array]  # by blob, place in it, and runs
+Key = tuple[tuple[BlobRef, tuple[Run, ...]], ...]
+Kept = dict[Key, Array]  # by the runs of a call
 
 
 class ReadAhead:
@@ -26,17 +27,20 @@ class ReadAhead:
 
     def __init__(self, store: RecordReads) -> None:
         self._store = store
-        self._hits = 0  # reads that early ones have answered, since `use`
+        self._hits = 0  # arrays that early calls have answered, since `use`
         self._kept: Kept = {}
         self._coming: Future[Kept] | None = None
         self._thread = ThreadPoolExecutor(1, "read-ahead")
 
-    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
-        """As `BlobStore.read_runs`.  The bytes of an early read are shared: do not change them."""
-        found = self._kept.get(_key(ref, runs))
+    def read_records(self, wanted: Sequence[Wanted]) -> Array:
+        """As `BlobStore.read_records`.  The bytes of an early call are shared: do not change them.
+
+        A call is answered early as a whole or not at all.
+        """
+        found = self._kept.get(_key(wanted)) if self._kept else None
         if found is None:
-            return self._store.read_runs(ref, runs)
-        self._hits += 1
+            return self._store.read_records(wanted)
+        self._hits += len(wanted)
         return found
 
     def begin(self, read: Callable[[RecordReads], None]) -> None:
@@ -50,7 +54,7 @@ class ReadAhead:
         self._kept = {} if coming is None else coming.result()
 
     def drop(self) -> int:
-        """Drop the bytes of `use`; returns the number of reads that they answered."""
+        """Drop the bytes of `use`; returns the number of arrays that they answered."""
         self._kept = {}
         return self._hits
 
@@ -62,9 +66,9 @@ class _Gathering:
         self.kept: Kept = {}
         self._store = store
 
-    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
-        read = self._store.read_runs(ref, runs)
-        self.kept[_key(ref, runs)] = read
+    def read_records(self, wanted: Sequence[Wanted]) -> Array:
+        read = self._store.read_records(wanted)
+        self.kept[_key(wanted)] = read
         return read
 
 
@@ -77,5 +81,5 @@ def _gather(store: RecordReads, read: Callable[[RecordReads], None]) -> Kept:
     return gathering.kept
 
 
-def _key(ref: BlobRef, runs: Sequence[Run]) -> tuple[str, int, tuple[Run, ...]]:
-    return ref.uri, ref.offset, tuple(runs)
+def _key(wanted: Sequence[Wanted]) -> Key:
+    return tuple((ref, tuple(runs)) for ref, runs in wanted)

@@ -1,11 +1,11 @@
 """Sealed bytes of other nodes, read from the range server next to every engine.
 
 The node of a URI is the address of its server (blob://10.9.0.1:17110/NAME), so a header is all that
-a reader needs; local blobs are read from their file.  One request fetches the digest table and
-every chunk that the runs touch, as plain concatenated bytes; the reader verifies them exactly as
-`BlobStore` does.  Each request carries the run's token.  A request to a silent server is repeated
-until a deadline, because a link may be down for a while; a blob that the server does not have is an
-error at once.
+a reader needs; local blobs are read from their file.  One request fetches the digest tables and
+every chunk that the runs touch, of many blobs, as plain concatenated bytes; the reader verifies
+them exactly as `BlobStore` does.  Each request carries the run's token.  A request to a silent
+server is repeated until a deadline, because a link may be down for a while; a blob that the server
+does not have is an error at once.
 
 With durability `shared` a blob has a copy in the run directory (`moerl.records.blob_copies`), which
 is read as soon as its node does not answer or does not have it: the copy has the same bytes and
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import math
@@ -27,24 +28,14 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from moerl.config.schema import Config
 from moerl.core.errors import BlobError
 from moerl.core.types import Array, BlobRef
 from moerl.records.blob_copies import Copies
-from moerl.records.blob_store import (
-    BlobStore,
-    Found,
-    Run,
-    _spans,
-    _table_bytes,
-    _verify,
-    check_table,
-)
+from moerl.records.blob_store import BlobStore, Found, Run
 from moerl.runtime.private_dir import private_dir
 from moerl.runtime.run_dir import RunDir
 
@@ -53,7 +44,8 @@ log = logging.getLogger(__name__)
 _TRY_S = 10.0  # time limit of one request, which is then repeated
 _PAUSE_S = 0.2
 _ASK_AGAIN_S = 60.0  # time in which copies are read instead of asking the node
-_BATCH = 256  # deletions per request
+_BATCH = 256  # deletions, or blobs to read, per request
+_BATCH_BYTES = 32 * 2**20  # of an answer to several reads
 _OWED_RETRY_S = 10.0  # seconds between retries of deletions
 _MISSING, _SHORT = 404, 400  # statuses: no such file; it ends before the range
 _OWED_S = 600.0  # age at which deletions are dropped
@@ -101,28 +93,49 @@ class ClusterBlobs(BlobStore):
         whole = self.read_runs(ref, [(0, ref.num_bytes)])
         return whole.view(ref.dtype).reshape(ref.shape)
 
-    def read_runs(self, ref: BlobRef, runs: Sequence[Run]) -> Array:
-        if self._is_here(ref.uri):
-            return super().read_runs(ref, runs)
-        for begin, end in runs:
-            if not 0 <= begin <= end <= ref.num_bytes:
-                raise BlobError(
-                    f"{ref.uri}: bytes {begin}..{end} asked for, 0..{ref.num_bytes} exist"
-                )
-        spans = [((low, min(high, ref.num_bytes)), pieces) for (low, high), pieces in _spans(runs)]
-        wanted = [(ref.num_bytes, ref.num_bytes + _table_bytes(ref)), *(span for span, _ in spans)]
-        data = self._fetch(ref, wanted)
-        table, at = data[: _table_bytes(ref)], _table_bytes(ref)
-        check_table(table, ref)
-        joined = np.empty(sum(end - begin for begin, end in runs), np.uint8)
-        for (low, high), pieces in spans:
-            chunk = data[at : at + high - low]
-            _verify(chunk, table, low, ref)
-            source = np.frombuffer(chunk, np.uint8)
-            for (begin, end), place in pieces:
-                joined[place : place + end - begin] = source[begin - low : end - low]
-            at += high - low
-        return joined
+    def _fetch(self, spans: Mapping[str, Sequence[Run]]) -> Iterator[list[memoryview]]:
+        found = self._fetch_together({u: s for u, s in spans.items() if not self._is_here(u)})
+        for uri, of_blob in spans.items():
+            if self._is_here(uri):
+                yield from super()._fetch({uri: of_blob})
+                continue
+            data = memoryview(found[uri] if uri in found else self._ask(uri, of_blob))
+            size = _size(of_blob)
+            if len(data) != size:
+                raise BlobError(f"{uri}: {len(data)} bytes came, {size} asked for", uri)
+            self.bytes_read += size
+            ends = itertools.accumulate(end - begin for begin, end in of_blob)
+            yield [
+                data[stop - end + begin : stop]
+                for (begin, end), stop in zip(of_blob, ends, strict=True)
+            ]
+
+    def _fetch_together(self, spans: Mapping[str, Sequence[Run]]) -> dict[str, memoryview]:
+        """Spans of many blobs, in few requests per node.
+
+        A blob is left out if its request failed: it is then asked for alone, which repeats requests
+        to a silent node, reads copies, and finds the blob that is damaged.
+        """
+        found: dict[str, memoryview] = {}
+        failed: set[str] = set()
+        for node, several in _batches(spans):
+            if len(several) < 2 or self._is_passed_over(node) or node in self._silent | failed:
+                continue
+            names = {_split(uri)[1]: spans[uri] for uri in several}
+            try:
+                status, data = self._request(node, "POST", "/spans", json.dumps(names), {})
+            except (OSError, http.client.HTTPException):
+                self._hang_up(node)
+                failed.add(node)
+                continue
+            if status != 200 or len(data) != sum(_size(spans[uri]) for uri in several):
+                continue
+            at, view = 0, memoryview(data)
+            for uri in several:
+                end = at + _size(spans[uri])
+                found[uri] = view[at:end]
+                at = end
+        return found
 
     def read(self, uri: str) -> bytes:
         return super().read(uri) if self._is_here(uri) else self._ask(uri, None)
@@ -204,15 +217,6 @@ class ClusterBlobs(BlobStore):
 
     def _is_here(self, uri: str) -> bool:
         return _split(uri)[0] == self.node
-
-    def _fetch(self, ref: BlobRef, spans: Sequence[Run]) -> bytes:
-        """The bytes of the spans, counted from the array's start, joined."""
-        size = sum(end - begin for begin, end in spans)
-        data = self._ask(ref.uri, [(ref.offset + begin, ref.offset + end) for begin, end in spans])
-        if len(data) != size:
-            raise BlobError(f"{ref.uri}: {len(data)} bytes came, {size} asked for", ref.uri)
-        self.bytes_read += size
-        return data
 
     def _ask(self, uri: str, spans: Sequence[Run] | None) -> bytes:
         """Spans of a file, or all of it (None): from its node, or else from its copy."""
@@ -347,3 +351,21 @@ def _split(uri: str) -> tuple[str, str]:
     if scheme != "blob" or not name or "/" in name:
         raise BlobError(f"{uri!r} is not blob://NODE/NAME")
     return node, name
+
+
+def _size(spans: Sequence[Run]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+def _batches(spans: Mapping[str, Sequence[Run]]) -> Iterator[tuple[str, list[str]]]:
+    """(node, blobs) of each request for several blobs."""
+    batch: dict[str, list[str]] = defaultdict(list)
+    size: dict[str, int] = defaultdict(int)
+    for uri, of_blob in spans.items():
+        node, num_bytes = _split(uri)[0], _size(of_blob)
+        if len(batch[node]) == _BATCH or size[node] + num_bytes > _BATCH_BYTES:
+            yield node, batch.pop(node)
+            del size[node]
+        batch[node].append(uri)
+        size[node] += num_bytes
+    yield from batch.items()

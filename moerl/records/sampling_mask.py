@@ -6,8 +6,6 @@ boundary rules differ between samplers, and one small update moves tokens to -in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from moerl.core.errors import RecordError
@@ -64,13 +62,3 @@ def check_csr(offsets: Array, ids: Array, sampled: Array, *, vocab_size: int) ->
 def _check_range(ids: Array, vocab_size: int) -> None:
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise RecordError("mask_range", f"a kept id lies outside 0..{vocab_size - 1}")
-
-
-def concat(masks: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Join CSR pieces of consecutive sampled tokens."""
-    if not masks:
-        return np.zeros(1, np.int64), np.zeros(0, np.int32)
-    starts = np.cumsum([0] + [len(ids) for _, ids in masks])
-    offsets = [np.zeros(1, np.int64)]
-    offsets += [part[1:] + start for (part, _), start in zip(masks, starts, strict=False)]
-    return np.concatenate(offsets), np.concatenate([ids for _, ids in masks])

@@ -260,7 +260,7 @@ def test_the_slices_of_ranks_are_those_of_the_whole(long: Long, cp_size: int, pa
         print(f"rank {rank}: {peak / 2**20:.1f} MiB of {most / 2**20:.1f} MiB")
         # what is held for all sampled tokens on each rank does not shrink
         assert peak <= 1.3 * most / cp_size + 100 * len(whole.sampled) + 2**19
-        for row, slot, begin, count in mine.pieces(0, 0, mine.tokens.shape[1]):
+        for row, slot, begin, count in mine.pieces(0, mine.tokens.shape[1]).of(0):
             slots, places = slice(slot, slot + count), slice(begin, begin + count)
             seen[places] += 1
             for name in ("tokens", "labels", "positions"):
@@ -293,7 +293,7 @@ def packed_slice(long: Long, grid: Grid, layers: tuple[int, ...]) -> tuple[Micro
 
 def compare_routes(mine: Microbatch, layers: tuple[int, ...], wanted: dict[int, Any]) -> None:
     found = mine.routes(layers)
-    for row, slot, begin, count in mine.pieces(0, 0, mine.tokens.shape[1]):
+    for row, slot, begin, count in mine.pieces(0, mine.tokens.shape[1]).of(0):
         assert row == 0
         for layer in layers:
             own = found[layer][slot : slot + count].numpy()

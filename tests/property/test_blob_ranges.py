@@ -131,6 +131,25 @@ def test_one_flipped_bit_is_refused_where_it_is_read(
             assert np.array_equal(got, whole[idx]), "damage elsewhere does not reach this slice"
 
 
+def test_arrays_of_many_blobs_are_read_together_and_once(store: BlobStore) -> None:
+    arrays = [[np.arange(5 + n), np.arange(3000 * n, dtype=np.int32)] for n in range(3)]
+    refs = [ref for n in arrays for ref in store.seal(f"t{next(NAMES)}", n)]
+    flat = [array.view(np.uint8) for pair in arrays for array in pair]
+    wanted = [(ref, [(0, ref.num_bytes // 2), (0, ref.num_bytes)]) for ref in reversed(refs * 2)]
+    before = store.bytes_read
+    found = store.read_records(wanted)
+    once = store.bytes_read - before
+    want = [np.concatenate([one[: len(one) // 2], one]) for one in reversed(flat * 2)]
+    assert np.array_equal(found, np.concatenate(want))
+    assert found.flags.writeable, "owned by the caller"
+    store.read_records(wanted[: len(refs)])
+    assert store.bytes_read - before == 2 * once, "the same runs are read once in a call"
+    other = replace(refs[3], digest="0123456789abcdef")
+    with pytest.raises(BlobError, match="does not match its digest"):
+        store.read_records([(refs[3], [(0, 4)]), (other, [(0, 4)])])
+    assert len(store.read_records([])) == 0
+
+
 def test_short_and_missing_blobs_are_refused(store: BlobStore) -> None:
     (part,), _ = routing(store, (0, 1), [5000], 2, "uint16", 1)
     with pytest.raises(BlobError, match="does not match its digest"):

@@ -46,6 +46,33 @@ def test_remote_reads_equal_local_ones(served: tuple[RangeServer, ClusterBlobs, 
     assert (copy.read_runs(ref, [(0, 8)]).view(np.int32) == [0, 1]).all()
 
 
+def test_many_blobs_come_in_one_request(
+    served: tuple[RangeServer, ClusterBlobs, BlobRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, reader, ref = served
+    folder = reader.root.parent / "node"
+    owner = ClusterBlobs(folder, server.node, TOKEN)
+    refs = [ref, *(r for n in "bcd" for r in owner.seal(n, [np.arange(9), np.arange(2000)]))]
+    wanted = [(one, [(0, 24), (one.num_bytes - 8, one.num_bytes)]) for one in refs * 2]
+    requests: list[str] = []
+    whole = ClusterBlobs._request
+
+    def noted(self: ClusterBlobs, node: str, method: str, path: str, *rest: object) -> object:
+        requests.append(f"{method} {path}")
+        return whole(self, node, method, path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ClusterBlobs, "_request", noted)
+    assert (reader.read_records(wanted) == owner.read_records(wanted)).all()
+    assert requests == ["POST /spans"]
+    (folder / "c").write_bytes((folder / "c").read_bytes()[:-1])
+    with pytest.raises(BlobError, match="/c: its node answered 400"):
+        reader.read_records(wanted)
+    (folder / "c").unlink()
+    with pytest.raises(BlobError, match="/c: its node answered 404"):
+        reader.read_records(wanted)
+    assert requests[1:] == ["POST /spans", "GET /a", "GET /b", "GET /c"] * 2, "alone, as asked for"
+
+
 def test_strangers_and_strange_names_get_nothing(
     served: tuple[RangeServer, ClusterBlobs, BlobRef], tmp_path: Path
 ) -> None:

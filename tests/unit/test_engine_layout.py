@@ -170,6 +170,8 @@ class Answers:
 
     def authenticate(self, token: str) -> None: ...
 
+    async def freeze_garbage(self) -> None: ...
+
     async def server_info(self) -> dict[str, Any]:
         return self._info
 

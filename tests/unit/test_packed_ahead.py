@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ class FourBatches:
         self.wrong, self.packed = wrong, list[int]()
         self.done = [threading.Event() for _ in range(self.num_microbatches)]
 
-    def pack(self, index: int) -> str:
+    def pack(self, index: int, layers: Sequence[int] = ()) -> str:
         self.packed.append(index)
         self.done[index].set()
         if index == self.wrong:

@@ -29,24 +29,24 @@ def sealed(store: BlobStore, name: str) -> BlobRef:
 def test_an_early_read_has_the_same_bytes_and_is_not_repeated(store: BlobStore) -> None:
     ref, other = sealed(store, "a"), sealed(store, "bb")
     ahead = ReadAhead(store)
-    ahead.begin(lambda records: records.read_runs(ref, RUNS))
+    ahead.begin(lambda records: records.read_records([(ref, RUNS)]))
     ahead.use()
     before = store.bytes_read
     for _ in range(2):  # two passes of a step
-        assert np.array_equal(ahead.read_runs(ref, tuple(RUNS)), store.read_runs(ref, RUNS))
+        assert np.array_equal(ahead.read_records([(ref, tuple(RUNS))]), store.read_runs(ref, RUNS))
     assert store.bytes_read - before == before * 2, "the early bytes were read again"
-    assert len(ahead.read_runs(ref, RUNS[:1])) == 100, "other runs are another read"
-    assert np.array_equal(ahead.read_runs(other, RUNS), store.read_runs(other, RUNS))
+    assert len(ahead.read_records([(ref, RUNS[:1])])) == 100, "other runs are another read"
+    assert np.array_equal(ahead.read_records([(other, RUNS)]), store.read_runs(other, RUNS))
     assert ahead.drop() == 2
 
 
 def test_a_step_sees_no_older_reads(store: BlobStore) -> None:
     ref = sealed(store, "a")
     ahead = ReadAhead(store)
-    ahead.begin(lambda records: records.read_runs(ref, RUNS))
+    ahead.begin(lambda records: records.read_records([(ref, RUNS)]))
     ahead.use()
     ahead.use()  # a step whose plan did not come ahead
-    ahead.read_runs(ref, RUNS)
+    ahead.read_records([(ref, RUNS)])
     assert ahead.drop() == 0
 
 
@@ -54,10 +54,10 @@ def test_reads_for_the_next_step_outlive_this_one(store: BlobStore) -> None:
     ref = sealed(store, "a")
     ahead = ReadAhead(store)
     ahead.use()
-    ahead.begin(lambda records: records.read_runs(ref, RUNS))
+    ahead.begin(lambda records: records.read_records([(ref, RUNS)]))
     assert ahead.drop() == 0
     ahead.use()
-    ahead.read_runs(ref, RUNS)
+    ahead.read_records([(ref, RUNS)])
     assert ahead.drop() == 1
 
 
@@ -68,12 +68,12 @@ def test_what_cannot_be_read_is_an_error_of_its_reader_alone(store: BlobStore) -
     ahead = ReadAhead(store)
 
     def read(records: RecordReads) -> None:
-        records.read_runs(good, RUNS)
-        records.read_runs(bad, RUNS)
+        records.read_records([(good, RUNS)])
+        records.read_records([(bad, RUNS)])
 
     ahead.begin(read)
     ahead.use()
-    ahead.read_runs(good, RUNS)
+    ahead.read_records([(good, RUNS)])
     with pytest.raises(BlobError, match="bb"):
-        ahead.read_runs(bad, RUNS)
+        ahead.read_records([(bad, RUNS)])
     assert ahead.drop() == 1

@@ -10,7 +10,7 @@ import pytest
 
 from moerl.core.errors import RecordError
 from moerl.core.types import Finish, GenerateRequest, ModelShape, PolicyVersion, SamplingParams
-from moerl.engine.host.reply_parser import InFlight, cut, parse
+from moerl.engine.host.reply_parser import Decoded, InFlight, cut, decode_together, parse
 
 VERSION = PolicyVersion(1, 4)
 SHAPE = ModelShape(
@@ -71,8 +71,51 @@ def parsed(
     held: dict[str, np.ndarray] | None = None,
     routing: bool = True,
 ) -> Any:
+    """The reply, alone; and what comes of it beside two others, decoded together, is the same."""
     held = records() if held is None else held
-    return parse(got, held, asked or ask(), version=VERSION, shape=SHAPE, routing=routing)
+    found = [
+        outcome(got, asked or ask(), held, routing, decoded)
+        for decoded in (Decoded(), decode_together([OTHER, (got, held), OTHER], SHAPE)[1])
+    ]
+    assert repr(found[0]) == repr(found[1])
+    if isinstance(found[0], RecordError):
+        raise found[0]
+    return found[1]
+
+
+def outcome(
+    got: dict[str, Any],
+    request: GenerateRequest,
+    held: dict[str, np.ndarray],
+    routing: bool,
+    decoded: Decoded,
+) -> Any:
+    try:
+        return parse(
+            got, held, request, version=VERSION, shape=SHAPE, routing=routing, decoded=decoded
+        )
+    except RecordError as error:
+        return error
+
+
+OTHER: tuple[dict[str, Any], dict[str, np.ndarray]] = (
+    {"output_ids": [1]},
+    {"routes": rows(3)[::-1], **kept([4, 1, 8])},
+)
+
+
+def test_replies_are_decoded_together() -> None:
+    plain = (reply(), records())
+    first, mine, last = decode_together([OTHER, plain, OTHER], SHAPE)
+    for routes, count in ((first.routes, 3), (mine.routes, 4), (last.routes, 3)):
+        assert routes is not None
+        assert routes.shape == (2, count, 2)
+    assert first.mask is not None
+    assert [part.tolist() for part in first.mask] == [[0, 3], [1, 4, 8]]
+    bad = (reply(), records(**kept([9, 7], [4])))
+    assert [one.mask for one in decode_together([plain, bad], SHAPE)] == [None, None]
+    bad = (reply(), records(routes=rows(4) + 8))
+    assert [one.routes for one in decode_together([plain, bad], SHAPE)] == [None, None]
 
 
 def test_truncated_reply() -> None:

@@ -51,6 +51,8 @@ class Silent:
 
     def authenticate(self, token: str) -> None: ...
 
+    async def freeze_garbage(self) -> None: ...
+
 
 def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
     """A server that starts, and does nothing."""

@@ -159,9 +159,10 @@ def test_records_are_beside_their_tokens_in_every_layout(
     assert [part.tolist() for part in found] == [kept[token] for token in batch.held.tolist()]
     layer, slots = LAYERS[1], batch.tokens.shape[1]
     routes = batch.routes(LAYERS)[layer].view(slots, len(batch.tokens), -1)
+    pieces = batch.pieces(0, slots)
     for idx, row in enumerate(rows):
         want = read_routes(store, row.routing, layers=[layer])[layer]
-        for place, slot, begin, count in batch.pieces(idx, 0, slots):
+        for place, slot, begin, count in pieces.of(idx):
             got = routes[slot : slot + count, place]
             assert got.tolist() == want[begin : begin + count].tolist()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -37,7 +37,7 @@ from moerl.core.types import (
 )
 from moerl.engine.host import reply_parser
 from moerl.engine.host.health import EngineHealth
-from moerl.engine.host.reply_parser import InFlight, Records, Reply, SharedPrompts
+from moerl.engine.host.reply_parser import Decoded, InFlight, Records, Reply, SharedPrompts
 from moerl.engine.host.sglang_client import BadRequest, EngineClient, FailedRequest, is_part
 from moerl.engine.host.weight_updates import WeightUpdater
 from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT, SAMPLED
@@ -46,13 +46,23 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.trace import Tracer
 
 _FEW_ROWS = 256  # of a record: at 48 layers a millisecond
+_TOGETHER = 32  # short replies that are decoded at once
 # Each part of a stream has all tokens so far, so long answers come in parts of more tokens: at most
 # _PARTS of them, and the bytes of all are at most _PARTS / 2 times those of the answer.
 _PARTS, _PART = 256, 8
 
-Seal = Callable[[int, dict[str, Any]], Coroutine[Any, Any, None]]  # place of the request, reply
+# places of the requests, and their replies
+Seal = Callable[[Sequence[tuple[int, dict[str, Any]]]], Coroutine[Any, Any, None]]
 Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
 Tell = Callable[[GenerateRequest, Array], None]
+
+
+class Came(NamedTuple):
+    """A reply that came."""
+
+    server_id: str  # of its request
+    request: GenerateRequest
+    reply: dict[str, Any]
 
 
 class Generation:
@@ -183,21 +193,25 @@ class Generation:
         records, slots = self._readable(), self._updates.slots
         body = self._body(requests, list(ids.values()))
 
-        async def seal(place: int, reply: dict[str, Any]) -> None:
+        async def seal(replies: Sequence[tuple[int, dict[str, Any]]]) -> None:
             self._expect(asker)
-            request, end_s = requests[place], time.time()
-            self._sent.pop(request.name, None)
-            self._updates.aborted += _was_aborted(reply)
-            decode = partial(
-                _decode, records, ids[request.name], reply, self._parser(reply, request, version)
-            )
-            if request.num_tokens + request.sampling.max_new_tokens <= _FEW_ROWS:
-                parsed = decode()  # a thread would cost more
+            end_s, asked = time.time(), [requests[place] for place, _ in replies]
+            for request, (_, reply) in zip(asked, replies, strict=True):
+                self._sent.pop(request.name, None)
+                self._updates.aborted += _was_aborted(reply)
+            came = [
+                Came(ids[request.name], request, reply)
+                for request, (_, reply) in zip(asked, replies, strict=True)
+            ]
+            parse = partial(self._parse, records, came, version, self._in_flight(version))
+            if _are_short(asked):
+                parsed = parse()  # a thread would cost more
             else:
                 async with self._decoding:
-                    parsed = await asyncio.to_thread(decode)
+                    parsed = await asyncio.to_thread(parse)
             self._expect(asker)
-            finish(request, self._segment(parsed, request, version, start_s, end_s))
+            for request, one in zip(asked, parsed, strict=True):
+                finish(request, self._segment(one, request, version, start_s, end_s))
 
         if slots is not None:
             body["lora_path"] = [slots.enter(version, len(requests))] * len(requests)
@@ -205,7 +219,7 @@ class Generation:
         records.expect(ids.values())
         self._health.enter(len(requests))
         try:
-            await self._exchange(body, seal, lambda place, ids: tell(requests[place], ids))
+            await self._exchange(requests, body, seal, tell)
         finally:
             for name in ids:
                 self._sent.pop(name, None)
@@ -224,18 +238,32 @@ class Generation:
         )
 
     async def _exchange(
-        self, body: dict[str, Any], seal: Seal, tell: Callable[[int, Array], None]
+        self, requests: Sequence[GenerateRequest], body: dict[str, Any], seal: Seal, tell: Tell
     ) -> None:
         """Run one batch on the server; each reply is sealed while the others run."""
         failure: EngineError | None = None
+        short: list[tuple[int, dict[str, Any]]] = []  # that came together, and wait to be sealed
+
+        async def seal_short() -> None:
+            while short:
+                some = short[:_TOGETHER]
+                del short[:_TOGETHER]
+                await seal(some)
+                await asyncio.sleep(0)  # others of this event loop have a turn
+
         try:
             async with asyncio.TaskGroup() as replies:
 
                 def took(place: int, reply: dict[str, Any]) -> None:
-                    if "stream_interval" in body["sampling_params"][place] and is_part(reply):
-                        tell(place, np.asarray(reply.get("output_ids", ()), np.int32))
+                    request = requests[place]
+                    if request.streams and is_part(reply):
+                        tell(request, np.asarray(reply.get("output_ids", ()), np.int32))
+                    elif not _are_short([request]):
+                        replies.create_task(seal([(place, reply)]))
                     else:
-                        replies.create_task(seal(place, reply))
+                        short.append((place, reply))
+                        if len(short) == 1:
+                            replies.create_task(seal_short())
 
                 try:
                     await self._health.guard(self._alive().generate(body, took))
@@ -264,22 +292,48 @@ class Generation:
             "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
         }
 
-    def _parser(
-        self, reply: dict[str, Any], request: GenerateRequest, version: PolicyVersion
-    ) -> Callable[[Records], Reply]:
-        """The check of a reply, to run in a thread; it allows the versions served until now."""
+    def _in_flight(self, version: PolicyVersion) -> InFlight | None:
+        """Updates that may have met a request of this version until now."""
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         mode = self._updates.mode
-        updates = InFlight(later, mode == IN_PLACE, mode == RETRACT_AUDIT)
-        return lambda records: reply_parser.parse(
-            reply,
-            records,
-            request,
-            version=version,
-            shape=self._shape,
-            routing=self._routing,
-            in_flight=updates if mode else None,
-        )
+        return InFlight(later, mode == IN_PLACE, mode == RETRACT_AUDIT) if mode else None
+
+    def _parse(
+        self,
+        files: RecordReader,
+        came: Sequence[Came],
+        version: PolicyVersion,
+        updates: InFlight | None,
+    ) -> list[Reply | RecordError]:
+        """Read and check the records of replies, perhaps in a thread."""
+        taken = [_take(files, one) for one in came]
+        whole = [
+            (one.reply, records)
+            for one, records in zip(came, taken, strict=True)
+            if not isinstance(records, RecordError)
+        ]
+        decoded = iter(reply_parser.decode_together(whole, self._shape) if len(whole) > 1 else ())
+        parsed: list[Reply | RecordError] = []
+        for one, records in zip(came, taken, strict=True):
+            if isinstance(records, RecordError):
+                parsed.append(records)
+                continue
+            try:
+                reply = reply_parser.parse(
+                    one.reply,
+                    records,
+                    one.request,
+                    version=version,
+                    shape=self._shape,
+                    routing=self._routing,
+                    in_flight=updates,
+                    decoded=next(decoded, Decoded()),
+                )
+            except RecordError as error:
+                parsed.append(error)
+            else:
+                parsed.append(reply)
+        return parsed
 
     def _segment(
         self,
@@ -298,7 +352,7 @@ class Generation:
             ]
         except BlobError as error:  # the disk is full
             return self._refuse(RecordError("blob", f"{request.rollout_id}: {error}"))
-        segment = replace(first, rest=tuple(rest))
+        segment = replace(first, rest=tuple(rest)) if rest else first
         self.tokens += sum(len(piece.output_ids) for piece in segment.pieces)
         return segment
 
@@ -457,12 +511,13 @@ def _parts(request: GenerateRequest) -> dict[str, Any]:
     return {"stream_interval": max(_PART, request.sampling.max_new_tokens // _PARTS)}
 
 
-def _decode(
-    records: RecordReader, name: str, reply: dict[str, Any], parse: Callable[[Records], Reply]
-) -> Reply | RecordError:
-    """Read and check the record of a reply, in a thread.  name: the server's id of the request."""
+def _are_short(requests: Iterable[GenerateRequest]) -> bool:
+    return all(r.num_tokens + r.sampling.max_new_tokens <= _FEW_ROWS for r in requests)
+
+
+def _take(files: RecordReader, came: Came) -> Records | RecordError:
     try:
-        return parse(records.take(name, _reason(reply).get(FIELD)))
+        return files.take(came.server_id, _reason(came.reply).get(FIELD))
     except RecordError as error:
         return error
 

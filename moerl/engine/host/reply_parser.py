@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,20 +78,21 @@ class SharedPrompts:
     """
 
     def __init__(self) -> None:
+        self._keys: dict[str, _PromptKey] = {}  # of expected requests, by name
         self._expected: Counter[_PromptKey] = Counter()
         self._several: set[_PromptKey] = set()  # prompts of two requests or more
         self._sealed: dict[_PromptKey, dict[PolicyVersion, tuple[Array, RoutingBlob]]] = {}
 
     def expect(self, request: GenerateRequest) -> None:
         """A request is sent."""
-        key = _prompt_key(request)
+        key = self._keys[request.name] = _prompt_key(request)
         self._expected[key] += 1
         if self._expected[key] > 1:
             self._several.add(key)
 
     def leave(self, request: GenerateRequest) -> None:
         """A request ended; call after its rows are sealed."""
-        key = _prompt_key(request)
+        key = self._keys.pop(request.name)
         self._expected[key] -= 1
         if not self._expected[key]:
             del self._expected[key]
@@ -101,20 +102,21 @@ class SharedPrompts:
     def split(self, request: GenerateRequest, rows: Array | None) -> int:
         """Number of leading rows to seal separately: the prompt's, if it has siblings here."""
         whole = rows is not None and request.num_sampled == 0 and request.rows_known == 0
-        return request.num_tokens - 1 if whole and _prompt_key(request) in self._several else 0
+        siblings = whole and self._keys[request.name] in self._several
+        return request.num_tokens - 1 if siblings else 0
 
     def find(
         self, request: GenerateRequest, version: PolicyVersion, rows: Array
     ) -> RoutingBlob | None:
         """The sealed rows of a sibling's prompt, if they equal `rows` [L, rows, K]."""
-        sealed = self._sealed.get(_prompt_key(request), {})
+        sealed = self._sealed.get(self._keys[request.name], {})
         held, blob = sealed.get(version, (None, None))
         return blob if held is not None and np.array_equal(held, rows) else None
 
     def keep(
         self, request: GenerateRequest, version: PolicyVersion, rows: Array, blob: RoutingBlob
     ) -> None:
-        self._sealed.setdefault(_prompt_key(request), {}).setdefault(version, (rows, blob))
+        self._sealed.setdefault(self._keys[request.name], {}).setdefault(version, (rows, blob))
 
 
 _PromptKey = tuple[str, str, bytes]
@@ -131,6 +133,71 @@ def first_row(request: GenerateRequest) -> int:
     return 0 if request.audit else request.rows_from
 
 
+class Decoded(NamedTuple):
+    """Arrays of one reply that were decoded and checked with others; None: they were not."""
+
+    routes: Array | None = None  # [L, rows, K] u8 or u16
+    mask: tuple[Array, Array] | None = None  # offsets [n + 1] i64, ids [nnz] i32
+
+
+def decode_together(
+    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape
+) -> list[Decoded]:
+    """Decode routes and masks of many short replies at once, as `parse` does for one.
+
+    A check costs as much for one reply of some tokens as for hundreds.  When one of the replies is
+    malformed none is decoded here: `parse` then refuses that one alone.
+    """
+    routes, masks = _routes_together(replies, shape), _masks_together(replies, shape)
+    return [Decoded(*pair) for pair in zip(routes, masks, strict=True)]
+
+
+def _routes_together(
+    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape
+) -> Sequence[Array | None]:
+    rows = [records.get("routes") for _, records in replies]
+    want = (shape.num_layers, shape.top_k)
+    if any(one is None or one.ndim != 3 or one.shape[1:] != want for one in rows):
+        return [None] * len(rows)
+    every = np.concatenate([one for one in rows if one is not None])
+    try:
+        ids = decode_engine_rows(
+            every,
+            num_rows=len(every),
+            num_layers=shape.num_layers,
+            moe_layers=shape.moe_layers,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+        )
+    except RecordError:
+        return [None] * len(rows)
+    return np.split(ids, np.cumsum([len(one) for one in rows if one is not None])[:-1], axis=1)
+
+
+def _masks_together(
+    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape
+) -> Sequence[tuple[Array, Array] | None]:
+    nothing: list[tuple[Array, Array] | None] = [None] * len(replies)
+    try:
+        outputs = [np.asarray(reply["output_ids"], np.int32) for reply, _ in replies]
+        lengths = [records["mask_lengths"] for _, records in replies]
+        kept = [records["mask_ids"] for _, records in replies]
+        sums = [one.sum() for one in lengths]
+        fits = zip(outputs, lengths, sums, kept, strict=True)
+        if not all(o.shape == n.shape and k.shape == (total,) for o, n, total, k in fits):
+            return nothing
+        offsets, ids = encode_rows(
+            np.concatenate(lengths),
+            np.concatenate(kept),
+            np.concatenate(outputs),
+            vocab_size=shape.vocab_size,
+        )
+    except (LookupError, TypeError, ValueError, OverflowError, RecordError):
+        return nothing
+    ends = np.cumsum([len(output) for output in outputs]).tolist()
+    return [_cut_mask((offsets, ids), begin, end) for begin, end in pairwise([0, *ends])]
+
+
 def parse(
     reply: dict[str, Any],
     records: Records,
@@ -140,10 +207,12 @@ def parse(
     shape: ModelShape,
     routing: bool,
     in_flight: InFlight | None = None,
+    decoded: Decoded = Decoded(),
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
-    records: arrays of the file that the reply refers to; empty without a file.
+    records: arrays of the file that the reply refers to; empty without a file.  decoded: those of
+    them that `decode_together` has checked.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: the request wanted rows.
     Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `request`
@@ -151,7 +220,7 @@ def parse(
     reasons of `moerl.records`.
     """
     try:
-        return _parsed(reply, records, request, version, shape, routing, in_flight)
+        return _parsed(reply, records, request, version, shape, routing, in_flight, decoded)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
 
@@ -164,6 +233,7 @@ def _parsed(
     shape: ModelShape,
     routing: bool,
     in_flight: InFlight | None,
+    decoded: Decoded,
 ) -> Reply:
     """`parse` without the check of types: a value of an unexpected type raises any exception."""
     meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
@@ -189,7 +259,7 @@ def _parsed(
     if routing:
         later = spans[1:] if in_flight and in_flight.returns_prefix else ()
         firsts = [span.first for span in later]
-        rows, audit, recomputed = _routing(records, request, num_new, shape, firsts)
+        rows, audit, recomputed = _routing(records, request, num_new, shape, firsts, decoded)
     positions: tuple[Array | None, Array | None] = None, None
     if routing and shape.index_topk:
         positions = _indexer(records, request, num_new, shape)
@@ -199,7 +269,7 @@ def _parsed(
         finish=finish,
         routing=rows,
         audit=audit,
-        mask=_mask(records, output, shape) if truncates else None,
+        mask=(decoded.mask or _mask(records, output, shape)) if truncates else None,
         cached_tokens=cached,
         indexer=positions[0],
         audit_indexer=positions[1],
@@ -287,7 +357,7 @@ def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[Ver
     An empty first span says that older weights filled a part of the prompt's KV cache.
     """
     reported = meta.get("weight_versions") or []
-    allowed = [str(version) for version in in_flight.versions]
+    allowed = {str(version): version for version in in_flight.versions}
     names = [str(span.get("version")) for span in reported]
     ends = [0, *(span.get("end") for span in reported)]
     tiled = [span.get("start") for span in reported] == ends[:-1] and ends[-1] == num_new
@@ -295,9 +365,9 @@ def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[Ver
     is_empty_first = len(reported) > 1 and ends[1] == 0
     grows = tiled and all(a < b for a, b in pairwise(ends[is_empty_first:]))
     if not grows or names != [name for name in allowed if name in names]:
-        raise RecordError("version", f"spans {reported}; want {num_new} tokens of {allowed}")
+        raise RecordError("version", f"spans {reported}; want {num_new} tokens of {[*allowed]}")
     spans = [
-        VersionSpan(start, PolicyVersion.parse(name), in_flight.keeps_kv and idx > 0)
+        VersionSpan(start, allowed[name], in_flight.keeps_kv and idx > 0)
         for idx, (start, name) in enumerate(zip(ends, names, strict=False))
     ]
     return tuple(spans[is_empty_first:])
@@ -315,7 +385,9 @@ def _logprobs(meta: dict[str, Any], records: Records, output: Array, *, truncate
     if values is None or len(values) != len(output):
         have = "none" if values is None else len(values)
         raise RecordError("length", f"{have} log-probabilities for {len(output)} tokens")
-    logprobs = np.asarray([np.nan if value is None else value for value in values], np.float32)
+    if not isinstance(values, np.ndarray):
+        values = [np.nan if value is None else value for value in values]
+    logprobs = np.asarray(values, np.float32)
     if not np.isfinite(logprobs).all():
         raise RecordError("logprob_finite", "a log-probability is not finite")
     if float(logprobs.max()) > _ROUNDING:
@@ -329,6 +401,7 @@ def _routing(
     num_new: int,
     shape: ModelShape,
     firsts: Sequence[int],
+    decoded: Decoded,
 ) -> tuple[Array, Array | None, tuple[Array, ...]]:
     """Rows of the call, of its prefix with audit, and of the prefix of each later span."""
     begin, split = first_row(request), request.rows_from
@@ -337,16 +410,21 @@ def _routing(
     rows = records.get("routes")
     if rows is None:
         raise RecordError("routing_rows", f"{request.rollout_id}: the reply has no routing rows")
-    ids = decode_engine_rows(
-        rows,
-        num_rows=own + sum(prefixes),
-        num_layers=shape.num_layers,
-        moe_layers=shape.moe_layers,
-        top_k=shape.top_k,
-        num_experts=shape.num_experts,
-    )
-    cuts = np.cumsum([own, *prefixes])[:-1]
-    ids, *recomputed = (np.ascontiguousarray(part) for part in np.split(ids, cuts, axis=1))
+    ids, num_rows = decoded.routes, own + sum(prefixes)
+    if ids is None or ids.shape[1] != num_rows:
+        ids = decode_engine_rows(
+            rows,
+            num_rows=num_rows,
+            num_layers=shape.num_layers,
+            moe_layers=shape.moe_layers,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+        )
+    recomputed: list[Array] = []
+    if prefixes:
+        ids, *recomputed = np.split(ids, np.cumsum([own, *prefixes])[:-1], axis=1)
+        recomputed = [np.ascontiguousarray(part) for part in recomputed]
+    ids = np.ascontiguousarray(ids)
     if begin == split:
         return ids, None, tuple(recomputed)
     audit = np.ascontiguousarray(ids[:, :split])

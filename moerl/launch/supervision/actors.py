@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -150,6 +151,8 @@ class EngineActor(ActorServer):
             devices,
         )
         super().__init__(self._host)
+        gc.collect()
+        gc.freeze()  # a full collection of the imported modules' objects stops the host for 60 ms
 
     async def _failed(self, method: str, error: MoerlError) -> None:
         """A host whose other nodes are gone ends, and is placed again with them."""

@@ -167,11 +167,10 @@ class Learner:
         Thread-safe: this neither computes with the model nor changes it.
         Raises RecordError and BlobError, as `step` does.
         """
+        replay = self.model.replay if self.config.replay.routing == "R3" else None
         for part in self._parts(plan):
-            batch = Batches(part.plan, self.config, self.parallel, records).pack(0)
-            if self.model.replay is not None and self.config.replay.routing == "R3":
-                for layers in self.model.replay.chunks:
-                    batch.routes(layers, forward.routed_slots(batch, self.parallel))
+            batches = Batches(part.plan, self.config, self.parallel, records)
+            batches.pack(0, replay.layers if replay is not None else ())
 
     def _parts(self, plan: BatchPlan) -> tuple[Minibatch, ...]:
         trainer, seed = self.config.trainer, self.config.run.seed

@@ -53,8 +53,9 @@ def routed_slots(batch: Microbatch, parallel: Parallel) -> Span:
 def read_routes(model: Model, batch: Microbatch, microbatch: int, parallel: Parallel) -> None:
     """Read and check the routes of all chunks for `load_routes`.  Raises as `RouteReplay.load`."""
     assert model.replay is not None, "the model was built without replay"
+    every = batch.routes(model.replay.layers, routed_slots(batch, parallel))
     for chunk, layers in enumerate(model.replay.chunks):
-        routes = batch.routes(layers, routed_slots(batch, parallel))
+        routes = {layer: every[layer] for layer in layers}
         model.replay.check(microbatch, routes, chunk)
         batch.ahead[chunk] = routes
 

@@ -145,10 +145,11 @@ class _OwnRoutes:
         """[slots * B] bool in router order -> [positions, rollouts] u8, 0 on other ranks."""
         grid = rows.view(self._span[1] - self._span[0], -1)
         result = torch.zeros(self._shape, dtype=torch.uint8)
-        for rollout in range(len(self._batch.rollouts)):
-            for row, slot, begin, count in self._batch.pieces(rollout, *self._span):
-                first = slot - self._span[0]
-                result[begin : begin + count, rollout] = grid[first : first + count, row]
+        pieces = self._batch.pieces(*self._span)
+        row, slot = pieces.places()
+        result[pieces.positions(), pieces.rollout.repeat(pieces.num)] = grid[
+            slot - self._span[0], row
+        ].to(torch.uint8)
         return result
 
     def agreement(

@@ -91,7 +91,8 @@ def recorded_routes(model: Model, parallel: Parallel) -> LoadRoutes:
     def read(batch: Microbatch, microbatch: int) -> None:
         forward.read_routes(model, batch, microbatch, parallel)
 
-    return LoadRoutes(load, read)
+    assert model.replay is not None, "the model was built without replay"
+    return LoadRoutes(load, read, model.replay.layers)
 
 
 def recorded_positions(model: Model) -> LoadRoutes:

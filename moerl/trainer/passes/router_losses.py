@@ -93,9 +93,9 @@ class RouterLosses:
         """
         first, last = forward.routed_slots(batch, self.parallel)
         grid = torch.full((last - first, len(batch.tokens)), -1)
-        for rollout in range(len(batch.rollouts)):
-            for row, slot, _, count in batch.pieces(rollout, first, last):
-                grid[slot - first : slot - first + count, row] = rollout
+        pieces = batch.pieces(first, last)
+        row, slot = pieces.places()
+        grid[slot - first, row] = torch.from_numpy(pieces.rollout.repeat(pieces.num))
         device, sequence = self.parallel.device, grid.flatten()
         self._sequence[microbatch] = upload(sequence, device)
         self._real[microbatch] = upload((sequence >= 0).nonzero()[:, 0], device)

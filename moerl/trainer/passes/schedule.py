@@ -44,6 +44,7 @@ class LoadRoutes:
     load: Callable[[Microbatch, int, Chunk], None]  # before each pass of a chunk
     read: Callable[[Microbatch, int], None] = lambda batch, number: None
     """In the thread that packs, so on records alone: what `load` would read."""
+    layers: Sequence[int] = ()  # whose routes `read` wants
 
 
 class ScheduledPass(NamedTuple):
@@ -88,7 +89,8 @@ class Batches:
         self.num_microbatches = len(self._numbers)
         self.shape = step_shape(plan, config.trainer, parallel)
 
-    def pack(self, microbatch: int) -> Microbatch:
+    def pack(self, microbatch: int, layers: Sequence[int] = ()) -> Microbatch:
+        """layers: whose routes are read together with the other records."""
         return pack_microbatch(
             self.plan,
             self.parallel.dp_rank,
@@ -97,6 +99,8 @@ class Batches:
             loss=self._loss,
             read_mask=self._read_mask,
             read_logprobs=self.parallel.is_last_stage,
+            layers=layers,
+            share=(self.parallel.tp_rank, self.parallel.tp_size),
             grid=forward.grid_of(
                 self.parallel, packed=self._config.trainer.packing, shape=self.shape
             ),
@@ -190,9 +194,10 @@ class PackedAhead:
             self._begun += 1
 
     def _pack(self, index: int) -> Microbatch:
-        batch = self.batches.pack(index)
-        if self._load is not None:
-            self._load.read(batch, index)
+        if self._load is None:
+            return self.batches.pack(index)
+        batch = self.batches.pack(index, self._load.layers)
+        self._load.read(batch, index)
         return batch
 
 
