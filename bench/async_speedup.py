@@ -105,7 +105,6 @@ def settings(depth: int, steps: int, task: Path) -> list[str]:
         "sampling.top_p=1.0",
         f"rollout.groups_per_step={GROUPS}",
         f"rollout.group_size={SIBLINGS}",
-        "rollout.groups_per_request=1",
         f"rollout.buffer_depth={depth}",
         "rollout.max_lag=8",
         "trainer.parallel.dp=1",

@@ -12,10 +12,10 @@ from one_rank import one_rank
 from torch import Tensor
 
 from moerl.config.schema import Config
-from moerl.controller.rollout_builder import sampling_params
 from moerl.core.types import BatchPlan, Episode, EpisodeGroup, PolicyVersion, Score, Turn
 from moerl.data.batching import plan_batch
 from moerl.data.packing import Microbatch
+from moerl.episodes.turn import sampling_params
 from moerl.launch.run_context import RunContext
 from moerl.records import BlobStore
 from tests.helpers.synthetic import RolloutSpec, random_rollout

@@ -282,7 +282,6 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             group_size=GROUP,
             max_lag=2 * DEPTH,
             buffer_depth=DEPTH,
-            groups_per_request=1,
             max_groups_in_flight=episodes,
         ),
         sampling=SamplingConfig(max_new_tokens=MAX_TOKENS),

@@ -3,7 +3,7 @@
     python bench/open_episodes.py [--episodes 2000] [--seconds 240] [--scale 1.0] [--workers 1]
         [--json FILE]
 
-The real AgentProducer, PooledTurns, ScoringStage and recording of turns, in the process and the two
+The real Producer, TurnRouter, ScoringStage and recording of turns, in the process and the two
 event loops of a run.  Engines and environments are stubs that wait: an environment 0 to 60 s per
 turn (lognormal, median 5 s), an engine 0 to 8 s, so most episodes last a minute, some several.
 Their waits are drawn by the name of the turn, so the time that an episode would take alone is their
@@ -52,10 +52,11 @@ from controller_load import (
 )
 from waiting_environment import Waiting, all_waits_s
 
-from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.environments.environment_episodes import EnvironmentEpisodes, OpenEnvironment
 from moerl.agents.environments.environment_pool import EnvironmentPool
+from moerl.agents.episode_types import Policy
 from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import (
     Config,
@@ -67,13 +68,12 @@ from moerl.config.schema import (
     TinyModel,
     TrainerConfig,
 )
-from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode, TurnEngine
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
 from moerl.core.messages import CommitUpdate, UpdateDone
-from moerl.core.types import GenerateRequest, ModelShape, Prompt, SamplingParams
+from moerl.core.types import GenerateRequest, ModelShape, Prompt
+from moerl.episodes.open_episode import OpenEpisode, Outcome
 
 GROUP = 8
 MEAN_TOKENS, MAX_TOKENS, CONTEXT = 200, 1000, 32768
@@ -165,23 +165,21 @@ class Timed:
     most: int = 0
     times: list[tuple[float, float, float]] = field(default_factory=list)  # begin, taken, alone
 
-    async def start(self, engine: TurnEngine) -> None:
-        await self.runner.start(engine)
+    async def start(self) -> None:
+        await self.runner.start()
 
-    async def play(
-        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
-    ) -> PlayedEpisode:
-        begin = time.monotonic()
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        name, begin = episode.name, time.monotonic()
         self.open_now += 1
         self.most = max(self.most, self.open_now)
         try:
-            played = await self.runner.play(name, prompt, held_out)
+            outcome = await self.runner.run(episode)
         finally:
             self.open_now -= 1
             alone = self.waits.alone.pop(name, 0.0) + self.waits.scale * all_waits_s(name)
-        if not played.failure:
+        if not outcome.failure:
             self.times.append((begin, time.monotonic() - begin, alone))
-        return played
+        return outcome
 
     def end(self, name: str) -> None:
         self.runner.end(name)
@@ -226,15 +224,15 @@ def tokens_of(folder: Path) -> PromptTokens:
 
 def config_of(episodes: int, scale: float, workers: int) -> Config:
     groups = max(1, episodes // GROUP)
-    agent = AgentConfig(
+    task = TaskConfig(
         environment="waiting_environment:Waiting",
-        options={"scale": scale},
+        environment_options={"scale": scale},
         environment_workers=max(1, workers),
         wall_s=36000.0,
     )
     return Config(
         run=RunConfig(steps=10**6),
-        task=TaskConfig(agent=agent),
+        task=task,
         rollout=RolloutConfig(
             groups_per_step=max(1, groups // 8),
             group_size=GROUP,
@@ -255,10 +253,9 @@ async def load(episodes: int, seconds: float, scale: float, workers: int) -> dic
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = tokens_of(folder / "model")
-        sampling = SamplingParams(MAX_TOKENS)
-        settings = PolicySettings(tokens, PlainAnswers(), sampling, CONTEXT, audit=False)
+        policy = Policy(tokens, StopFinder(tokens), PlainAnswers(), CONTEXT)
         pool = EnvironmentPool(config.task) if workers else StubEnvironments(scale)
-        runner = Timed(EnvironmentEpisodes(config.task, settings, pool), waits)
+        runner = Timed(EnvironmentEpisodes(config.task, policy, pool), waits)
         engines = {i: TurnStubEngine(i, traffic, waits, tokens.vocab_size) for i in range(ENGINES)}
         blobs = Records(folder / "blobs", "n0")
         services = Services(
@@ -275,7 +272,7 @@ async def load(episodes: int, seconds: float, scale: float, workers: int) -> dic
             saved_steps=trainer.saved,
             on_step=lambda report: None,
             on_rewind=lambda step: None,
-            agents=runner,
+            agents={"": runner},
         )
         controller = Controller(config, services)
         controller.engines_started()

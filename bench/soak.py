@@ -67,7 +67,6 @@ SAMPLED = ("engine-0", "trainer rank", "scorer", "controller", "root", "engine-0
 SETTINGS = [
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "checkpoint.every=10",
     "supervision.backoff_s=0.1",
     "supervision.max_restarts=5",

@@ -29,8 +29,6 @@ from one_rank import one_rank
 from small_moe import SPEC as SMALL_MOE
 
 from moerl.config.schema import Config, ObserveConfig, RunConfig, TrainerConfig
-from moerl.controller.rollout_builder import PartialEpisode
-from moerl.controller.turn_rows import TurnRows
 from moerl.core.types import (
     BatchPlan,
     Episode,
@@ -43,7 +41,9 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
+from moerl.episodes.rows import TurnRows
 from moerl.records import BlobStore
+from tests.helpers.scripted_episode import ScriptedEpisode
 from tests.helpers.synthetic import RolloutSpec, random_reply
 
 if TYPE_CHECKING:
@@ -122,23 +122,23 @@ def operations(lengths: Sequence[int], sampled: int) -> float:
     return SPEC.layers * rows + sampled * SPEC.hidden * SPEC.vocab_size
 
 
-def play(store: BlobStore, name: str, turns: int) -> PartialEpisode:
+def play(store: BlobStore, name: str, turns: int) -> ScriptedEpisode:
     """An episode of random turns."""
     rng = np.random.default_rng([turns, *name.encode()])
     prompt = Prompt(0, tuple(rng.integers(0, SPEC.vocab_size, PROMPT).tolist()), "", None, {})
     sampling = SamplingParams(SAMPLED, top_p=0.95, top_k=64)
     spec = RolloutSpec(SHAPE, SAMPLED, sampling, versions=(START,), kept_mean=8)
-    episode = PartialEpisode(name, prompt, sampling, audit=False, max_turns=turns)
-    while True:
+    episode = ScriptedEpisode(name, prompt, sampling)
+    for number in range(turns):
+        if number:
+            episode.reply(rng.integers(0, SPEC.vocab_size, REPLY).tolist())
         episode.add(random_reply(store, rng, episode.request(), spec))
-        if episode.finished:
-            return episode
-        episode.reply(rng.integers(0, SPEC.vocab_size, REPLY).tolist())
+    return episode
 
 
-def make_plan(played: Sequence[PartialEpisode], form: TurnRows) -> BatchPlan:
+def make_plan(played: Sequence[ScriptedEpisode], form: TurnRows) -> BatchPlan:
     episodes = tuple(
-        Episode(one.episode_id, tuple(map(Turn, one.rows(form))), Score(float(idx % 2)))
+        Episode(one.name, tuple(map(Turn, one.rows(form))), Score(float(idx % 2)))
         for idx, one in enumerate(played)
     )
     group = EpisodeGroup(0, played[0].prompt, episodes)

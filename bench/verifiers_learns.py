@@ -30,7 +30,7 @@ SETTINGS = [
     "digits-by-agent",
     "run.steps=50",
     "task.agent.workers=1",
-    "task.agent.max_turns=1",
+    "task.max_turns=1",
     "task.limits.processes=512",
     "sampling.max_new_tokens=1",
     "rollout.groups_per_step=16",

@@ -1,7 +1,7 @@
 """An environment that lives: it has a state, waits, and says what the policy reads next.
 
-    moerl train quickstart task.agent.environment=examples.live_environment:Locks \
-        task.agent.max_turns=6 rollout.groups_per_step=4 run.steps=40 --run locks
+    moerl train quickstart task.environment=examples.live_environment:Locks \
+        task.max_turns=6 rollout.groups_per_step=4 run.steps=40 --run locks
 
 One object is one episode.  moerl asks it with three coroutines, in a worker process that holds many
 of them on one event loop: wait with `await`, never with `time.sleep`.  Turns are recorded token by
@@ -25,7 +25,7 @@ from moerl.agents.environments.episode_environment import (
 
 
 class Locks:
-    """One episode.  Arguments come from `task.agent.options`."""
+    """One episode.  Arguments come from `task.environment_options`."""
 
     def __init__(self, wait_s: float = 0.01) -> None:
         self.wait_s = wait_s
@@ -35,7 +35,7 @@ class Locks:
         """What the policy reads first: here the prompt as it is.
 
         start: prompt, messages, the right answer, fields of the data set, and the tools of
-        `task.agent.tools`, which `Observation(tools=...)` would offer.
+        `task.tools`, which `Observation(tools=...)` would offer.
         """
         self.right = str(start.answer)
         return Observation(start.messages)

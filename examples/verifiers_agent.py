@@ -1,6 +1,6 @@
 """A worker that plays episodes of a verifiers environment, as it is installed.
 
-    moerl train digits-by-agent task.agent.workers=1 task.agent.call_format=qwen25 \
+    moerl train digits-by-agent task.agent.workers=1 task.call_format=qwen25 \
       'task.agent.command=[python, examples/verifiers_agent.py, TASKSET]' --run with-verifiers
 
 Give the Python of an environment that has verifiers 0.4 in place of `python`, which is moerl's own.

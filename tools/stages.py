@@ -40,7 +40,7 @@ _WEIGHTS = (
     " moerl/records moerl/layout moerl/engine moerl/kernels moerl/weight_sync moerl/algorithms"
     " moerl/trainer moerl/audit moerl/observe moerl/planning moerl/launch moerl/sandbox"
 )
-_TRAINER = f"{_WEIGHTS} moerl/controller"
+_TRAINER = f"{_WEIGHTS} moerl/controller moerl/episodes"
 
 
 @dataclass(frozen=True, slots=True)

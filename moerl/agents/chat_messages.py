@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from moerl.core.types import Prompt
+
 Json = dict[str, object]
 
 
@@ -126,3 +128,10 @@ def _call_for_template(call: MessageCall, *, text_arguments: bool) -> Json:
         "id": call.id,
         "function": {"name": call.function.name, "arguments": arguments},
     }
+
+
+def first_messages(prompt: Prompt) -> tuple[list[Json], Json]:
+    """Messages with which an episode begins, in OpenAI's form, and the prompt's other fields."""
+    extra = dict(prompt.extra)
+    messages = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
+    return list(messages), extra

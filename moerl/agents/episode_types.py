@@ -1,18 +1,18 @@
-"""What an open episode is given, and what it gives: limits, the policy, ends, answers, its end."""
+"""Limits of an episode, the policy, and ends and answers of its turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moerl.agents.chat_messages import MessageCall
 from moerl.agents.gateway.answer_stream import PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
-from moerl.agents.turn_forest import RecordedTurn
-from moerl.controller.agent_episodes import TurnEngine
-from moerl.core.types import Array, Grammar, GraphTurn, Rollout, SamplingParams
+from moerl.config.schema import TaskConfig
+from moerl.core.types import Array, Grammar, Rollout
+from moerl.episodes.finished_episode import RecordedTurn
 
 Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
 
@@ -29,27 +29,22 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy as episodes see it: shared by all of them."""
+    """The policy as episodes of a task see it, besides its engines."""
 
-    engine: TurnEngine
     tokens: PromptTokens
     finder: StopFinder
     parser: AnswerParser
-    sampling: SamplingParams  # of the recipe; max_new_tokens: most tokens of a turn
-    audit: bool = False  # see GenerateRequest
-    logprobs: Callable[[Rollout], Array] | None = None  # of a finished rollout, from its records
+    context_tokens: int  # the longest sequence
+    logprobs: Callable[[Rollout], Array] | None = None  # of a turn, for clients that want them
     no_grammar: str = ""  # why grammars are refused; empty: they are taken
-    held_out: bool = False  # turns belong to an evaluation, and are not trained
 
-    def of(self, held_out: SamplingParams | None) -> Policy:
-        """The policy of an episode.  held_out: the distribution of an evaluation, if it is one."""
-        if held_out is None:
-            return self
-        return replace(self, sampling=held_out, audit=False, held_out=True)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return frozenset(self.sampling.stop_token_ids)
+    def limits(self, task: TaskConfig) -> EpisodeLimits:
+        return EpisodeLimits(
+            context_tokens=self.context_tokens,
+            turns=task.turn_limit,
+            sampled_tokens=task.sampled_limit,
+            wall_s=task.wall_limit_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +80,3 @@ class TurnAnswer:
     def output_ids(self) -> list[int]:
         ids: list[int] = self.turn.sampled.output_ids.tolist()
         return ids
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedEpisode:
-    """turns: in the order in which they ended; graph: all that were asked for, in that order.
-
-    wasted: blobs to which no turn refers, for deletion.
-    """
-
-    name: str
-    turns: tuple[RecordedTurn, ...]
-    graph: tuple[GraphTurn, ...]
-    counts: dict[str, int]
-    wasted: frozenset[str]

@@ -19,9 +19,8 @@ from hashlib import blake2b
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
-from moerl.controller.turn_rows import SampledTurn, SharedIds, join
-from moerl.core.errors import RecordError
-from moerl.core.types import Array, Rollout
+from moerl.core.types import Array
+from moerl.episodes.finished_episode import RecordedTurn
 
 
 class Origin(StrEnum):
@@ -36,58 +35,8 @@ class Origin(StrEnum):
     NEW = "new"  # another conversation without an answer: a sub-agent, a summary
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordedTurn:
-    """A finished turn.  Its prompt begins with `inherited` tokens of its parent.
-
-    These are all tokens of the parent, or all but its last one: a stop token that the template
-    replaces by another.  sampled: what its own calls delivered.
-    """
-
-    index: int
-    before: RecordedTurn | None
-    inherited: int
-    origin: Origin
-    name: str
-    sampled: SampledTurn
-    ids: SharedIds
-    num_tokens: int
-
-    @property
-    def parent(self) -> int | None:
-        return None if self.before is None else self.before.index
-
-    @property
-    def token_ids(self) -> Array:
-        """The conversation at its end."""
-        return self.ids.first(self.num_tokens)
-
-    @property
-    def continues(self) -> bool:
-        """Whether its prompt begins with all tokens of its parent."""
-        return self.before is not None and self.inherited == self.before.num_tokens
-
-    @property
-    def rollout(self) -> Rollout:
-        """Its row, with the rows of the turns whose tokens it begins with.
-
-        It is as long as the conversation and made at each call.
-        """
-        return join(self.name, [*self._chain(), self.sampled])
-
-    def _chain(self) -> list[SampledTurn]:
-        """The turns whose routing rows it need not deliver again, oldest first, untrained."""
-        found: list[SampledTurn] = []
-        turn: RecordedTurn | None = self
-        while turn is not None and turn.continues:
-            turn = turn.before
-            assert turn is not None
-            found.append(replace(turn.sampled, trained=False))
-        return found[::-1]
-
-
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class MatchedRequest:
     """A request as the forest recognises it.
 
     covered: number of its messages, or of its characters, that the parent holds.
@@ -110,9 +59,9 @@ class TurnForest:
         self._answers_any_tools: set[bytes] = set()
         self._texts: dict[tuple[int, bytes], RecordedTurn] = {}  # by length and digest; the newest
         self._seen: set[bytes] = set()  # requests
-        self._continued: Counter[int] = Counter()  # requests that continue a turn
+        self._continued: Counter[str] = Counter()  # requests that continue a turn
 
-    def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> TurnRequest:
+    def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> MatchedRequest:
         """Recognise a request."""
         begins = blake2b(tools_key(tools), digest_size=16).digest(), b""
         keys = [message.key for message in messages]
@@ -127,9 +76,9 @@ class TurnForest:
             origin = Origin.REWRITTEN
         else:
             origin = self._place_of(parent)
-        return TurnRequest(parent, covered, origin, (whole[-1], plain[-1]))
+        return MatchedRequest(parent, covered, origin, (whole[-1], plain[-1]))
 
-    def match_text(self, prompt: str) -> TurnRequest:
+    def match_text(self, prompt: str) -> MatchedRequest:
         """The deepest turn whose prompt and answer begin this text."""
         parent, covered, begin, running = None, 0, 0, blake2b(digest_size=16)
         for end in sorted({length for length, _ in self._texts if length <= len(prompt)}):
@@ -138,44 +87,26 @@ class TurnForest:
             if (found := self._texts.get((end, running.digest()))) is not None:
                 parent, covered = found, end
         digest = _next(b"text", _bytes(prompt))
-        return TurnRequest(parent, covered, self._place_of(parent), (digest, digest), prompt)
+        return MatchedRequest(parent, covered, self._place_of(parent), (digest, digest), prompt)
 
-    def match_tokens(self, ids: Array) -> TurnRequest:
+    def match_tokens(self, ids: Array) -> MatchedRequest:
         """The deepest turn whose tokens begin these."""
-        deepest_first = sorted(self.turns, key=lambda turn: (-turn.num_tokens, -turn.index))
+        deepest_first = sorted(self.turns, key=lambda turn: turn.num_tokens)[::-1]
         parent = next((turn for turn in deepest_first if _begins(ids, turn.token_ids)), None)
         digest = _next(b"tokens", np.asarray(ids, np.int32).tobytes())
-        return TurnRequest(parent, 0, self._place_of(parent), (digest, digest))
+        return MatchedRequest(parent, 0, self._place_of(parent), (digest, digest))
 
-    def begin(self, request: TurnRequest) -> TurnRequest:
+    def begin(self, request: MatchedRequest) -> MatchedRequest:
         """A turn of this request begins; an equal request after it is `repeated`."""
         if request.parent is not None:
-            self._continued[request.parent.index] += 1
+            self._continued[request.parent.name] += 1
         if request.digests[0] in self._seen:
             return replace(request, origin=Origin.REPEATED)
         self._seen.add(request.digests[0])
         return request
 
-    def add(
-        self, request: TurnRequest, answer: ChatMessage | str, name: str, sampled: SampledTurn,
-        inherited: int,
-    ) -> RecordedTurn:  # fmt: skip
-        """answer: as the client sees it; or text, where text was asked for.
-
-        Raises RecordError when the turn does not continue its parent.
-        """
-        ids = _extended(request.parent, inherited, sampled)
-        prompt_ids = ids.first(len(sampled.prompt_ids))
-        turn = RecordedTurn(
-            index=len(self.turns),
-            before=request.parent,
-            inherited=inherited,
-            origin=request.origin,
-            name=name,
-            sampled=replace(sampled, prompt_ids=prompt_ids),
-            ids=ids,
-            num_tokens=ids.used,
-        )
+    def add(self, request: MatchedRequest, answer: ChatMessage | str, turn: RecordedTurn) -> None:
+        """answer: as the client sees it; or text, where text was asked for."""
         self.turns.append(turn)
         if isinstance(answer, str) and request.text:
             text = _bytes(request.text + answer)
@@ -185,28 +116,11 @@ class TurnForest:
             with_tools, plain = (_next(digest, answer.key) for digest in request.digests)
             self._answers[with_tools] = turn
             self._answers_any_tools.add(plain)
-        return turn
 
     def _place_of(self, parent: RecordedTurn | None) -> Origin:
         if parent is None:
             return Origin.NEW if self._seen else Origin.FIRST
-        return Origin.BRANCHED if self._continued[parent.index] else Origin.CONTINUED
-
-
-def _extended(parent: RecordedTurn | None, inherited: int, sampled: SampledTurn) -> SharedIds:
-    """The tokens at the end of a turn, in the array of its parent where that ends with it.
-
-    Raises RecordError.
-    """
-    prompt = sampled.prompt_ids
-    if parent is not None and not _begins(prompt, parent.token_ids[:inherited]):
-        raise RecordError("turns", f"the turn at {len(prompt)} does not continue its parent")
-    if parent is not None and parent.ids.used == inherited:
-        ids = parent.ids
-    else:
-        ids = SharedIds(prompt[:inherited])
-    ids.append(np.concatenate([prompt[inherited:], sampled.output_ids]))
-    return ids
+        return Origin.BRANCHED if self._continued[parent.name] else Origin.CONTINUED
 
 
 def _chain(begin: bytes, keys: Sequence[bytes]) -> list[bytes]:

@@ -4,13 +4,13 @@ All are against mu, the engine's recorded log-probability.  With theta the curre
 the weights at the start of the step, theta/mu = (theta/prox) (prox/mu): an objective with
 `ratio: proximal` holds the first factor and a weighing correction (`importance`, `tis_*`,
 `icepop`) the second, w = prox/mu; with `ratio: engine` the objective holds both, and only masks
-(`mis_*`, `opsm`, `lag`) may be added.  `moerl.config.algorithms` refuses a weight that counts
-twice.
+(`mis_*`, `opsm`, `lag`) and a weight by age alone (`lag_decay`) may be added.
+`moerl.config.algorithms` refuses a weight that counts twice.
 
 Corrections multiply: weights as factors, masks as a logical and.  They are never in the graph.  A
 rejected token still counts in every denominator, so rejecting shrinks a gradient and does not
-scale up the rest.  Each correction reports its own `cut`: where the weight was truncated, or the
-token rejected.
+scale up the rest.  Each correction reports its own `cut`: where the weight was truncated or
+decayed, or the token rejected.
 
 Legend: N sampled tokens, Q sequences, d = prox - mu in nats, w = exp(d).
 """
@@ -33,7 +33,7 @@ class Correction:
     """Result of one correction for each token."""
 
     weight: Tensor  # [N], detached, >= 0; 0 = rejected
-    cut: Tensor  # [N] bool: truncated or rejected here
+    cut: Tensor  # [N] bool: truncated, decayed or rejected here
 
 
 def importance(t: Tokens, s: AlgorithmConfig) -> Correction:
@@ -113,6 +113,15 @@ def lag(t: Tokens, s: AlgorithmConfig) -> Correction:
     """
     cut = t.lag > s.lag_cap
     return Correction((~cut).to(t.logprob.dtype), cut)
+
+
+def lag_decay(t: Tokens, s: AlgorithmConfig) -> Correction:
+    """lag_decay_base^lag: the older the weights that sampled a token, the less it counts.
+
+    A factor of age alone, so it combines with a weight by prox / mu.  cut: tokens that have a lag.
+    """
+    weight = torch.pow(s.lag_decay_base, t.lag.to(t.engine.dtype))
+    return Correction(weight, t.lag > 0)
 
 
 def m2(t: Tokens, s: AlgorithmConfig) -> Correction:

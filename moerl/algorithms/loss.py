@@ -52,7 +52,7 @@ SUM_NAMES = (
     "moved_k3",  # sum over tokens of x - 1 - log x, x = theta / prox
     "rejected",  # tokens with weight 0
     "rejected_seqs",  # sequences, by the share of their tokens
-    *(f"cut/{name}" for name in CORRECTIONS),  # tokens that the correction truncated or rejected
+    *(f"cut/{name}" for name in CORRECTIONS),  # tokens that the correction cut
     *(f"cut_seqs/{name}" for name in CORRECTIONS),  # cut sequences, by the share of their tokens
 )
 

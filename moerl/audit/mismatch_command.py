@@ -39,11 +39,12 @@ from moerl.config.checks import check, check_model
 from moerl.config.clusters import placement, visible_devices
 from moerl.config.schema import Precision
 from moerl.config.task_mixture import entries_of
-from moerl.controller.rollout_builder import PartialRollout, generate, sampling_params
-from moerl.core.errors import ConfigError, EngineError, TrainerError
+from moerl.core.errors import ConfigError, EngineError, RecordError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
 from moerl.distributed.torchrun import TorchrunJob
+from moerl.episodes.rows import join
+from moerl.episodes.turn import TurnInFlight, sampling_params
 from moerl.launch.model_folders import with_tiny_model
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
 from moerl.records.header_check import check as check_rollout
@@ -185,19 +186,22 @@ async def _sample(context: RunContext, host: Any, num_tokens: int) -> list[Rollo
     config, model, prompts = context.config, context.model_shape(), context.prompts()
     sampling = {task.label: sampling_params(task.sampling, model) for task in entries_of(config)}
     rollouts: list[Rollout] = []
-    sampled, index, count = 0, 0, config.rollout.groups_per_request
+    sampled, index, count = 0, 0, 16
     responses = 0
     while sampled < num_tokens:
-        partials = [
-            PartialRollout(f"{prompt.index}.{j}", prompt, sampling[prompt.task], audit=False)
+        turns = [
+            TurnInFlight(f"{prompt.index}.{j}", prompt_ids, sampling[prompt.task], audit=False)
             for prompt in map(prompts.prompt, range(index, index + count))
+            for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
             for j in range(config.rollout.group_size)
         ]
         index += count
-        _, refused = await generate(partials, host.generate)
-        for error in refused.values():
-            raise error
-        for rollout in (partial.rollout() for partial in partials):
+        replies = await host.generate([turn.request() for turn in turns])
+        for turn, reply in zip(turns, replies, strict=True):
+            if isinstance(reply, RecordError):
+                raise reply
+            turn.add(reply)
+            rollout = join(turn.name, [turn.sampled(turn.sampling)])
             check_rollout(rollout, model)
             rollouts.append(rollout)
             sampled += rollout.num_sampled

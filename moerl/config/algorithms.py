@@ -92,6 +92,7 @@ CORRECTIONS = _table(
     mis_geometric=Entry("corrections:mis_geometric", ("mis_geometric_low", "mis_geometric_high")),
     opsm=Entry("corrections:opsm", ("off_policy_delta",)),
     lag=Entry("corrections:lag", ("lag_cap",)),
+    lag_decay=Entry("corrections:lag_decay", ("lag_decay_base",)),
     m2=Entry("corrections:m2", ("m2_limit",), ("proximal_pass",)),
 )
 KLS = _table(

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moerl.config.agent_checks import check_agent
 from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
+from moerl.config.episode_checks import check_episodes
 from moerl.config.functions import check_importable, functions
 from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
@@ -26,8 +26,9 @@ from moerl.config.schema import (
     RolloutConfig,
     SamplingConfig,
 )
+from moerl.config.task_kinds import SOURCE
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.config.task_tables import ENVIRONMENTS, REWARDS, SOURCES, check_isolation
+from moerl.config.task_tables import REWARD_NAMES, REWARDS, SOURCES, check_isolation
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.core.errors import ConfigError, ModelError
@@ -82,12 +83,13 @@ def check(config: Config, *, starts: bool = True) -> None:
     check_optimizer_settings(config.trainer)
     check_lora(config)
     _check_tasks(config)
-    check_agent(config)
+    check_episodes(config)
     _check_sync(config)
     _check_sizes(config)
     _check_evaluation(config)
     _check_rollout(config.rollout)
     _check_late_siblings(config)
+    _check_stale_siblings(config)
     _check_start(config)
     check_cluster(config)
     check_transport(config)
@@ -319,6 +321,15 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         raise ConfigError(
             "rollout.cancel_lag", rollout.cancel_lag, f"use at most max_lag = {rollout.max_lag}"
         )
+    if rollout.admission == "unbounded" and (
+        rollout.fixed_lag >= 0 or rollout.selection == "strict"
+    ):
+        raise ConfigError(
+            "rollout.admission",
+            "unbounded",
+            "later groups may fill the buffer while a fixed lag and selection=strict wait for the "
+            "next ones; use bounded",
+        )
     quorum = rollout.group_quorum
     if not quorum:
         return
@@ -338,15 +349,39 @@ def _check_late_siblings(config: Config) -> None:
         "there are none without rollout.group_quorum": not rollout.group_quorum,
         "selection=strict would wait for them": rollout.selection == "strict",
         "their lag is not fixed: rollout.fixed_lag=-1 is needed": rollout.fixed_lag >= 0,
-        "algorithm.advantage=online_dpo pairs siblings of one batch": (
-            config.algorithm.advantage == "online_dpo"
-        ),
-        "peers bring their rewards, not those of their steps that process_mean and process_std "
-        "compare": config.algorithm.advantage in ("process_mean", "process_std"),
+        **_reasons_against_peers(config),
     }
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError("rollout.late_siblings", "carry", f"{reason}; use drop")
+
+
+def _check_stale_siblings(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.stale_siblings == "group":
+        return
+    reasons = {
+        "selection=strict trains whole groups in the order of the prompts": (
+            rollout.selection == "strict"
+        ),
+        "with a fixed lag no sibling is older than another: rollout.fixed_lag=-1 is needed": (
+            rollout.fixed_lag >= 0
+        ),
+        **_reasons_against_peers(config),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError("rollout.stale_siblings", "drop", f"{reason}; use group")
+
+
+def _reasons_against_peers(config: Config) -> dict[str, bool]:
+    """Reasons why siblings that are not in the batch (`EpisodeGroup.peers`) are not enough."""
+    advantage = config.algorithm.advantage
+    return {
+        "algorithm.advantage=online_dpo pairs siblings of one batch": advantage == "online_dpo",
+        "peers bring their rewards, not those of their steps that process_mean and process_std "
+        "compare": advantage in ("process_mean", "process_std"),
+    }
 
 
 def _check_ref_models(config: Config) -> None:
@@ -451,25 +486,18 @@ def _check_task(task: TaskEntry) -> None:
     if task.name in _FILES:
         if not _has_file(task.name, task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
-        if not task.reward and not (task.agent.plays and task.agent.reward == "agent"):
-            raise ConfigError("task.reward", "", f"use {functions(REWARDS)}")
-    if task.reward and task.reward not in REWARDS:
-        check_importable("task.reward", task.reward, list(REWARDS))
-    if task.environment and task.environment not in ENVIRONMENTS:
-        check_importable("task.environment", task.environment, list(ENVIRONMENTS))
-    if (task.max_turns > 1) != bool(task.environment):
-        raise ConfigError(
-            "task.environment",
-            task.environment,
-            "task.max_turns > 1 needs an environment that answers, and one turn needs none",
-        )
+        if task.reward in ("", SOURCE) and not task.brings_reward:
+            raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
+    if task.reward and task.reward not in REWARD_NAMES:
+        check_importable("task.reward", task.reward, REWARD_NAMES)
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
     if task.extract != "tags" and task.name != "reasoning_gym":
         raise ConfigError(
             "task.extract", task.extract, "only task.name=reasoning_gym reads it; leave it out"
         )
-    if task.system and not task.chat_template and task.name not in _FILES:
+    has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
+    if task.system and not has_messages:
         raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
     check_isolation(task)
 

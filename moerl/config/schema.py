@@ -24,7 +24,8 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 from moerl.config.lora_settings import LoraConfig
-from moerl.config.task_programs import AgentConfig, TaskLimits
+from moerl.config.task_kinds import TaskKind, kind_of_environment
+from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
@@ -70,8 +71,8 @@ class TaskConfig:
     path: str = ""
     # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}
     columns: dict[Column, str] = field(default_factory=dict)
-    # exact_match | math_verify | position_steps | turn_gains | package.module:function; empty = the
-    # task's own
+    # exact_match | math_verify | position_steps | turn_gains | package.module:function | source (of
+    # the source of prompts); empty = the program's or environment object's own, else source
     reward: str = ""
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
@@ -89,10 +90,49 @@ class TaskConfig:
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
     read_paths: list[str] = field(default_factory=list)  # bwrap: further files that they see
-    # calculator | check_digits | package.module:function; answers between turns, with max_turns > 1
+    # Answers between turns (docs/environments.md).  Text: calculator | check_digits |
+    # package.module:function; objects: package.module:Class | sandbox_tools | http
     environment: str = ""
-    max_turns: Count = 1  # turns of the policy in one episode
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    environment_options: dict[str, Any] = field(default_factory=dict)  # arguments of the object
+    environment_workers: Count = 1  # processes that hold the open environment objects
+    environment_s: Positive = 120.0  # of each answer of an object; then the episode has failed
+    # Tools in a sandbox that an object may offer; a box for each episode that calls one
+    tools: list[ToolName] = field(default_factory=list)
+    tool_s: Positive = 20.0  # of each call; then it is ended, and the policy is told
+    agent: AgentConfig = field(default_factory=AgentConfig)  # a program instead of an environment
+    # Limits of an episode.  0 = 1 turn for a single answer, 64 for programs and objects
+    max_turns: Natural = 0
+    max_sampled_tokens: Natural = 0  # of all turns; 0 = 65,536 for programs and objects, else none
+    context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes
+    # Then it is ended, and the episode has failed; 0 = 3600 for programs and objects, else none
+    wall_s: NonNegative = 0.0
+    # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
+    call_format: str = ""
+    reasoning_format: str = ""
+
+    @property
+    def kind(self) -> TaskKind:
+        """Player of the episodes; a program comes before an environment."""
+        return TaskKind.PROGRAM if self.agent.command else kind_of_environment(self.environment)
+
+    @property
+    def brings_reward(self) -> bool:
+        """Whether the program or the environment object gives the reward."""
+        return self.kind.speaks_messages and not self.reward
+
+    @property
+    def turn_limit(self) -> int:
+        return self.max_turns or (1 if self.kind is TaskKind.SINGLE_ANSWER else 64)
+
+    @property
+    def sampled_limit(self) -> int:
+        """Tokens; 0 = none."""
+        return self.max_sampled_tokens or (65536 if self.kind.speaks_messages else 0)
+
+    @property
+    def wall_limit_s(self) -> float:
+        """0 = none."""
+        return self.wall_s or (3600.0 if self.kind.speaks_messages else 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,8 +153,13 @@ class RolloutConfig:
     oversample: Count = 1  # times group_size are generated, resampled on correct (GRPO-RoC)
     max_lag: Natural = 4  # versions: no trained token is older than this
     buffer_depth: Natural = 2  # batches of finished groups to hold; 0 = synchronous
-    groups_per_request: Count = 8  # groups sent to an engine in one call
+    # Groups that start: bounded by buffer_depth, or as many as engines take; then groups that are
+    # too old at their turn are rejected
+    admission: Literal["bounded", "unbounded"] = "bounded"
     max_groups_in_flight: Count = 64  # over all engines
+    # An episode that has sampled this many tokens continues after a death of the controller, from
+    # its last reply; 0 = every episode, -1 = none
+    journal_tokens: Annotated[int, Meta(ge=-1)] = 2048
     # A prompt goes to the engine that has cached at least half of it (and 64 tokens), unless that
     # engine has this many groups more than the least busy one; -1 = always the least busy one
     prefix_slack: Annotated[int, Meta(ge=-1)] = 2
@@ -141,6 +186,9 @@ class RolloutConfig:
     # Groups in generation with a token older than this many versions are cancelled and generated
     # again; -1 = max_lag, beyond which no group is trained
     cancel_lag: Annotated[int, Meta(ge=-1)] = -1
+    # A sibling that is too old for the next step costs its group, or is dropped from it; its reward
+    # still counts in the baseline if it has one
+    stale_siblings: Literal["group", "drop"] = "group"
     # Node-local folder of the controller's journal; empty = the run directory
     journal_dir: str = ""
     # Failures that the journal survives; node: loss of every process, shared: also loss of a node
@@ -297,6 +345,7 @@ class AlgorithmConfig:
     mis_geometric_high: Limit = 1.001
     off_policy_delta: NonNegative = 0.0  # opsm: nats per token, mean over a sequence
     lag_cap: Natural = 0  # lag: versions
+    lag_decay_base: Share = 0.9  # lag_decay: weight of a token that is one version old
     m2_limit: Positive = 0.04  # m2: largest mean of (proximal - engine)^2 over the batch, nats^2
     dpo_beta: Positive = 0.1  # online_dpo: scale of log-probability gains in the preference
     constant_tokens: Natural = 0  # constant: the denominator, times the number of episodes

@@ -1,9 +1,9 @@
-"""Settings of the programs of a task: their limits, and an agent that plays the episodes."""
+"""Settings of the programs of a task: their limits, tools, and the agent that plays episodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -46,38 +46,13 @@ ToolName = Literal["python", "shell", "read_file", "write_file"]
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The player of each episode (docs/agents.md): an external program through OpenAI's interface,
-    or a stateful environment that answers the policy.
-    """
+    """An external program that plays the episodes through OpenAI's interface (docs/agents.md)."""
 
     # Program and arguments; python is moerl's own interpreter
     command: list[str] = field(default_factory=list)
     # Programs that play many episodes each; 0 = a program for every episode
     workers: Natural = 0
-    # sandbox_tools | http | package.module:Class; instead of a program
-    environment: str = ""
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of the environment's class
-    environment_workers: Count = 1  # processes that hold the open environments
-    environment_s: Positive = 120.0  # of each answer of an environment; then the episode has failed
-    # Tools in a sandbox that an environment may offer; a box for each episode that calls one
-    tools: list[ToolName] = field(default_factory=list)
-    tool_s: Positive = 20.0  # of each call; then it is ended, and the policy is told
-    # agent: a program's last line of output is {"reward": NUMBER}, an environment gives it with its
-    # answers; task: task.reward
-    reward: Literal["agent", "task"] = "agent"
-    # SGLang's names of parsers of tool calls and reasoning; empty = they stay text
-    call_format: str = ""
-    reasoning_format: str = ""
     # Clients may ask for answers of a grammar, if sampling masks are replayed; false: never
     grammars: bool = True
     # Other models that a program may call through its gateway, by the name that it uses
     models: dict[str, OtherModelConfig] = field(default_factory=dict)
-    max_turns: Count = 64
-    max_sampled_tokens: Count = 65536  # of all turns of an episode
-    context_tokens: Natural = 0  # of prompt and answer of a turn; 0 = what the model takes
-    wall_s: Positive = 3600.0  # then it is ended, and the episode has failed
-
-    @property
-    def plays(self) -> bool:
-        """Whether an agent plays the episodes."""
-        return bool(self.command or self.environment)

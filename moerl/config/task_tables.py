@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moerl.config.schema import TaskConfig
+from moerl.config.task_kinds import READY_ENVIRONMENTS, SOURCE
 from moerl.core.errors import ConfigError
 
 PACKAGE = "moerl.data"
@@ -34,7 +35,7 @@ class RewardEntry:
 class SourceEntry:
     """A class with `size` and `item(index)`, made with (task settings, seed).
 
-    reward: the function (prompt, response) -> number of a task that names no reward.
+    reward: the function (prompt, response) -> number of a task whose reward is empty or `source`.
     files: description of `task.path` for a source that reads its prompts from files.
     """
 
@@ -51,11 +52,13 @@ REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
         "turn_gains": RewardEntry("rewards:turn_gains", scores_steps=True),
     }
 )
+REWARD_NAMES = (*REWARDS, SOURCE)
 STEP_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.scores_steps)
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {"calculator": "environments:calculator", "check_digits": "environments:check_digits"}
 )
 """Functions (prompt, responses so far) -> text between turns, by name."""
+ENVIRONMENT_NAMES = (*ENVIRONMENTS, *READY_ENVIRONMENTS, "package.module:Class")
 SOURCES: Mapping[str, SourceEntry] = MappingProxyType(
     {
         "sort_digits": SourceEntry("tasks:SortDigits", reward="rewards:right_positions"),

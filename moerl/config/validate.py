@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from moerl.config.bounds import LARGEST
+from moerl.config.dropped_keys import dropped_key
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide_value
 from moerl.core.errors import ConfigError
@@ -47,7 +48,8 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
         if key not in known:
             where = above.rstrip(".") or "the configuration"
             shown = hide_value(field, value)
-            raise ConfigError(field, shown, f"unknown key; {where} has {', '.join(known)}")
+            why = dropped_key(field) or f"unknown key; {where} has {', '.join(known)}"
+            raise ConfigError(field, shown, why)
         if is_dataclass(known[key]):
             _check_section(field, known[key], value)
             continue

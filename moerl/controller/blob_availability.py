@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence, Set
 
 from moerl.controller.context import Context
 from moerl.controller.producer import Producer
-from moerl.controller.rollout_builder import group_refs, group_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.types import EpisodeGroup
 from moerl.records.blob_store import Found, sizes_of
+from moerl.records.record_uris import group_refs, group_uris
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +136,9 @@ class BlobAvailability:
         prefix = f"blob://{node}/"
 
         def is_named() -> bool:
-            partials = (*self._producer.partials(), *self._scoring_stage.partials())
-            uris = group_uris(*self.trainable()).union(*(one.blob_uris() for one in partials))
+            uris = group_uris(*self.trainable())
+            uris = uris.union(*(episode.uris for episode in self._producer.episodes()))
+            uris = uris.union(*(episode.uris for episode in self._scoring_stage.partials()))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():

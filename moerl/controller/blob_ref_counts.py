@@ -12,9 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from moerl.controller.rollout_builder import group_uris
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
+from moerl.records.record_uris import group_uris
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class BlobRefCounts:
         self._others: Counter[str] = Counter()  # references beyond the first, per blob
         self._lock = threading.Lock()
         self._held: frozenset[str] = frozenset()  # rollouts whose blobs are being read
-        self._late: list[EpisodeGroup] = []  # left the buffer while their blobs were read
+        # Arguments of `forget` for groups whose blobs were being read
+        self._late: list[tuple[EpisodeGroup, EpisodeGroup | None]] = []
 
     def share(self, uris: Iterable[str]) -> None:
         """Add one reference to each of these blobs."""
@@ -57,12 +58,15 @@ class BlobRefCounts:
         """Protect the blobs of exactly these groups from deletion until the next call."""
         self._held = frozenset(r.rollout_id for group in groups for r in group.rollouts())
         late, self._late = self._late, []
-        for group in late:
-            self.forget(group)
+        for group, part in late:
+            self.forget(group, part)
 
-    def forget(self, group: EpisodeGroup) -> None:
-        """Delete the blobs of a group that left the buffer."""
+    def forget(self, group: EpisodeGroup, part: EpisodeGroup | None = None) -> None:
+        """Delete the blobs of a group that left the buffer.
+
+        part: the siblings of the group that stay; their blobs are kept.
+        """
         if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
-            self._late.append(group)
+            self._late.append((group, part))
             return
-        self.release(group_uris(group))
+        self.release(group_uris(group) - (group_uris(part) if part else set()))

@@ -9,7 +9,12 @@ Bounding that by L = min(max_lag, depth) gives the capacity
 
 (AReaL, arXiv 2505.24298, derives a capacity from an aggregate staleness bound; this one counts
 positions).  Completion out of order can still make a group stale: it is checked again when a plan
-is made, and a stale group is regenerated under its id.
+is made, and a stale group is regenerated under its id, or trained without its stale siblings
+(`rollout.stale_siblings`).
+
+Without this bound (`rollout.admission: unbounded`) groups start as long as engines take them, and
+those that are stale when a plan is made are rejected.  Then at most `in_flight` + (max_lag + 1) * B
+groups are live: of more ready groups the last would be stale at their turn, whatever their weights.
 
 Ready groups that a step takes (`selection`):
 
@@ -25,18 +30,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 
 from moerl.core.ids import IdSet, Ranges, ranges
-from moerl.core.types import EpisodeGroup
+from moerl.core.types import Episode, EpisodeGroup
 
 
 class GroupBuffer:
     """Groups of one run by id: started, ready, consumed.  Ids are prompt indices."""
 
     def __init__(
-        self, groups_per_step: int, max_lag: int, depth: int, *, selection: str = "oldest"
+        self,
+        groups_per_step: int,
+        max_lag: int,
+        depth: int,
+        *,
+        selection: str = "oldest",
+        in_flight: int | None = None,
     ) -> None:
+        """in_flight: most groups in generation, for unbounded admission; None: it is bounded."""
+        self._in_flight = in_flight
         self.groups_per_step, self.max_lag, self.depth = groups_per_step, max_lag, depth
         self._select = _SELECTIONS[selection]
         self.next_step = 0  # step of the next plan
@@ -114,7 +128,12 @@ class GroupBuffer:
     def capacity(self, engine_step: int) -> int:
         """Number of groups that may start now on an engine that serves `engine_step`."""
         lag = self.next_step - engine_step
-        bound = (min(self.max_lag, self.depth) - lag + 1) * self.groups_per_step
+        if self._in_flight is None:
+            bound = (min(self.max_lag, self.depth) - lag + 1) * self.groups_per_step
+        elif lag <= self.max_lag:
+            bound = self._in_flight + (self.max_lag + 1) * self.groups_per_step
+        else:
+            bound = 0
         return max(0, bound - self.live)
 
     def start(self) -> int:
@@ -167,6 +186,25 @@ class GroupBuffer:
         self.dropped_stale += len(stale)
         return stale
 
+    def with_stale_siblings(self) -> list[tuple[EpisodeGroup, EpisodeGroup]]:
+        """Ready groups with a sibling older than max_lag, each with the group that stays.
+
+        The rewards of dropped siblings stay in the baseline (`EpisodeGroup.peers`).  Groups with
+        too few other siblings (`fewest_siblings`) are left out: they are stale as a whole.
+        """
+        found = []
+        for group in self.ready():
+            if self.next_step - self._oldest_of(group) > self.max_lag:
+                part = _without_older(group, self.next_step - self.max_lag)
+                if len(part.episodes) >= fewest_siblings(group.group_id):
+                    found.append((group, part))
+        return found
+
+    def exchange(self, group: EpisodeGroup) -> None:
+        """Replace the ready group of this id, which has lost siblings."""
+        self._ready[group.group_id] = group
+        self._oldest.pop(group.group_id, None)
+
     def due(self) -> list[EpisodeGroup] | None:
         """The result that `pop` would return now."""
         chosen = self._select(self)
@@ -215,6 +253,26 @@ class GroupBuffer:
     def strict(self) -> list[int]:
         due = sorted([*self._ready, *self._started, *self._again])[: self.groups_per_step]
         return due if all(group_id in self._ready for group_id in due) else []
+
+
+def fewest_siblings(group_id: int) -> int:
+    """Siblings below which a group is not trained.
+
+    A baseline needs two; the baseline of late siblings has the others' rewards.
+    """
+    return 2 if group_id >= 0 else 1
+
+
+def _without_older(group: EpisodeGroup, step: int) -> EpisodeGroup:
+    """The group without siblings that have a token of weights before `step`."""
+
+    def is_old(episode: Episode) -> bool:
+        return any(turn.rollout.oldest.step < step for turn in episode.turns)
+
+    old = [episode for episode in group.episodes if is_old(episode)]
+    rewards = [episode.score.reward for episode in old if episode.score is not None]
+    kept = tuple(episode for episode in group.episodes if episode not in old)
+    return replace(group, episodes=kept, peers=(*group.peers, *rewards))
 
 
 _SELECTIONS = {

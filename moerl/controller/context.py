@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from moerl.config import Config
 from moerl.config.task_mixture import entries_of
-from moerl.controller.agent_episodes import EpisodeRunner
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.planned_batches import PlannedBatches
-from moerl.controller.rollout_builder import Environment
 from moerl.controller.scorer_timeout import ScorerWithTimeout
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
 from moerl.core.messages import Engine, Scorer
 from moerl.core.types import ModelShape, Prompt
+from moerl.episodes.open_episode import EpisodeRunner
 from moerl.records import BlobStore
 
 
@@ -50,7 +49,7 @@ class Services:
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
-    agents: EpisodeRunner | None = None  # plays the episodes of tasks with an agent
+    agents: Mapping[str, EpisodeRunner] = field(default_factory=dict)  # of tasks that have one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +58,6 @@ class Context:
 
     config: Config
     services: Services  # with a scorer that has a timeout
-    environment: Environment
     pool: EnginePool
     sync_targets: SyncTargets
     buffer: GroupBuffer
@@ -82,9 +80,6 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     return Context(
         config=config,
         services=replace(services, scorer=scorer),
-        environment=Environment(
-            scorer, services.decode, services.encode, services.model.context_tokens
-        ),
         pool=EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release),
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
@@ -92,6 +87,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
             rollout.max_lag,
             rollout.buffer_depth,
             selection=rollout.selection,
+            in_flight=(rollout.max_groups_in_flight if rollout.admission == "unbounded" else None),
         ),
         batches=PlannedBatches(services.journal, services.saved_steps),
         ref_counts=ref_counts,

@@ -1,9 +1,9 @@
 """The controller: loops that produce, score and learn, around one bounded buffer.
 
 The controller sees headers only; routes, masks, logits and weights go point to point.  `producer`
-sends requests and joins segments, `scoring_stage` checks, scores and admits groups, `engine_pool`
-tracks engines, and `trainer_handler` answers the trainer.  The controller is one process with one
-event loop, and it alone writes versions.
+starts and closes groups of episodes, `turn_router` samples their turns, `scoring_stage` checks,
+scores and admits groups, `engine_pool` tracks engines, and `trainer_handler` answers the trainer.
+The controller is one process with one event loop, and it alone writes versions.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Collection
 
 from moerl.config import Config
-from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Services, make_context
+from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.evaluation import Evaluator
-from moerl.controller.held_out_episodes import RunningAgents
 from moerl.controller.journal.recovered_state import RecoveredState
-from moerl.controller.pooled_turns import PooledTurns
+from moerl.controller.player import Player
 from moerl.controller.producer import Producer
 from moerl.controller.ref_score_queue import RefScoreQueue
-from moerl.controller.rollout_builder import group_uris
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.task_group import trim_memory_loop
 from moerl.controller.trainer_handler import TrainerHandler
+from moerl.controller.turn_router import TurnRouter
 from moerl.core.messages import Engine
+from moerl.records.record_uris import group_uris
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +50,10 @@ class Controller:
         context = make_context(config, services, pool_changed=pool_changed and trainer_alive)
         self.context = context
         self.scoring_stage = ScoringStage(context)
-        agents = None
-        if services.agents is not None:
-            agents = RunningAgents(services.agents, PooledTurns(context))
-        self.producer = (
-            Producer(context, self.scoring_stage)
-            if agents is None
-            else AgentProducer(context, self.scoring_stage, agents)
-        )
-        self._evaluator = Evaluator(context, agents)
+        engines = EngineChoice(context.pool, config.rollout, context.step_metrics)
+        self._player = Player(context, TurnRouter(context, engines))
+        self.producer = Producer(context, self._player, engines, self.scoring_stage)
+        self._evaluator = Evaluator(context, self._player)
         self._availability = BlobAvailability(context, self.producer, self.scoring_stage)
         self._ref_models = RefScoreQueue(context, self._availability)
         self.trainer = TrainerHandler(
@@ -129,10 +124,9 @@ class Controller:
         await self.context.tasks.failure
 
     async def stop(self) -> None:
-        tasks, agents = self.context.tasks, self.context.services.agents
-        if agents is not None:
-            tasks.stopping = True
-            await agents.close()  # also withdraws their turns from the engines
+        tasks = self.context.tasks
+        tasks.stopping = True
+        await self._player.close()  # also withdraws turns from the engines
         await tasks.stop()
         self.context.services.journal.close()
 
@@ -172,7 +166,6 @@ class Controller:
         is_new_run = self.context.batches.done == 0 and not self.context.pool.incarnation
         self.context.pool.join(index, engine, is_new_run=is_new_run)
         self.context.sync_targets.join(index, tp)
-        self.producer.add(index)
         log.info("engine %d (tp %d) has joined", index, tp)
 
     def engine_excluded(self, index: int) -> None:
@@ -188,6 +181,7 @@ class Controller:
         while not sync_targets.is_free(index):
             await self.context.tasks.wait_change(1.0)
         pool.remove(index)
+        self.producer.remove(index)
         log.info("engine %d has left", index)
 
     async def records_leave(self, node: str) -> None:

@@ -18,11 +18,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from moerl.controller.rollout_builder import own_uris
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.messages import Answers, Engine
 from moerl.core.types import Array, GenerateRequest, Segment
+from moerl.records.record_uris import own_uris
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class EngineCalls:
         self._limit_s, self._drop, self._stalled = progress_timeout_s, drop, stalled
         self._waiting: dict[str, Take] = {}
         self._listeners: dict[str, Callable[[Array], None]] = {}  # of requests that stream
-        self._cancelled: dict[str, Callable[[int], None]] = {}
+        self._cancelled: dict[str, Callable[[Reply], None]] = {}
         self._outbox: list[GenerateRequest] = []
         self._wake_sender, self._wake_receiver = asyncio.Event(), asyncio.Event()
         self._started, self._closed = False, False
@@ -63,13 +63,24 @@ class EngineCalls:
         self._seen = 0.0  # last progress that the host has reported
 
     # --- for those who ask ------------------------------------------------------------------------
-    def send(self, requests: Sequence[GenerateRequest], take: Take) -> None:
-        """take: receives each reply once, by the name of its request."""
+    def send(
+        self,
+        requests: Sequence[GenerateRequest],
+        take: Take,
+        heard: Callable[[Array], None] | None = None,
+    ) -> None:
+        """take: receives each reply once, by the name of its request.
+
+        heard: receives the tokens so far of a request that streams, with each message that has
+        some.
+        """
         if self._closed:
             raise EngineError(f"engine {self._index} was replaced")
         if not self._waiting:
             self._progress_at = asyncio.get_running_loop().time()
         self._waiting |= dict.fromkeys((request.name for request in requests), take)
+        if heard is not None:
+            self._listeners |= dict.fromkeys((request.name for request in requests), heard)
         self._outbox += requests
         self._wake_sender.set()
         self._wake_receiver.set()
@@ -77,17 +88,6 @@ class EngineCalls:
             self._started = True
             self._tasks.spawn(self._send_all())
             self._tasks.spawn(self._receive_all())
-
-    async def stream(
-        self, request: GenerateRequest, heard: Callable[[Array], None]
-    ) -> Segment | RecordError:
-        """`ask` for one request.  heard: its tokens so far, with each message that has some."""
-        self._listeners[request.name] = heard
-        try:
-            (reply,) = await self.ask([request])
-        finally:
-            del self._listeners[request.name]
-        return reply
 
     async def ask(self, requests: Sequence[GenerateRequest]) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails.
@@ -115,14 +115,14 @@ class EngineCalls:
             raise
         return [replies[request.name] for request in requests]
 
-    def cancel(self, names: Sequence[str], sampled: Callable[[int], None] | None = None) -> None:
+    def cancel(self, names: Sequence[str], late: Callable[[Reply], None] | None = None) -> None:
         """Abort requests whose replies are not wanted.
 
-        sampled: told how many tokens of them the engine had sampled.
+        late: receives what the engine had sampled, with its blobs; None: they are dropped.
         """
-        gone = [name for name in names if self._waiting.pop(name, None)]
+        gone = [name for name in names if self._take_of(name)]
         if gone:
-            self._cancelled |= dict.fromkeys(gone, sampled or _ignore)
+            self._cancelled |= dict.fromkeys(gone, late or self._drop_reply)
             self._tasks.spawn(self._abort(gone))
 
     def close(self, cause: str) -> None:
@@ -181,18 +181,25 @@ class EngineCalls:
             if heard := self._listeners.get(name):
                 heard(output_ids)
         for place, (name, reply) in enumerate(answers.replies, 1):
-            if take := self._waiting.pop(name, None):
+            if take := self._take_of(name):
                 take(name, reply)
             else:
-                self._drop(own_uris(reply))
-                self._cancelled.pop(name, _ignore)(_num_sampled(reply))
+                self._cancelled.pop(name, self._drop_reply)(reply)
             if place % _AT_ONCE == 0:
                 await asyncio.sleep(0)
 
+    def _drop_reply(self, reply: Reply) -> None:
+        self._drop(own_uris(reply))
+
     def _fail(self, names: Iterable[str], error: EngineError) -> None:
         for name in names:
-            if take := self._waiting.pop(name, None):
+            if take := self._take_of(name):
                 take(name, error)
+
+    def _take_of(self, name: str) -> Take | None:
+        """The receiver of a reply, which gets it once."""
+        self._listeners.pop(name, None)
+        return self._waiting.pop(name, None)
 
     async def _abort(self, names: Sequence[str]) -> None:
         with contextlib.suppress(EngineError):  # then it fails them too, or drops their replies
@@ -239,11 +246,3 @@ class EngineCalls:
         await asyncio.sleep(_PARTIALS_S)
         cause = f"engine {self._index} made no progress for {self._limit_s:g} s"
         self._fail(names, EngineError(cause))
-
-
-def _ignore(_tokens: int) -> None:
-    return None
-
-
-def _num_sampled(reply: Reply) -> int:
-    return reply.num_sampled if isinstance(reply, Segment) else 0

@@ -1,4 +1,4 @@
-"""The controller's view of the engines: state, version, weight updates, and prefix caches.
+"""The controller's view of the engines: state, version, and weight updates.
 
     UP         accepts requests
     RESTING    failed a call but is alive: used again after a pause
@@ -13,13 +13,6 @@ of a discarded history until the next publish.
 `SyncTargets`: the engines that the trainer publishes to.  A trainer starts with the configured
 ones; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`), and
 is in effect when it asks again.  A leaving engine is not ended before that.
-
-`PrefixIndex`: which engine has a prompt's leading tokens in its prefix cache.  Prompts are stored
-as digests of their leading tokens, at every `CHUNK` tokens and at their end, and forgotten with the
-engine's version, because an update empties its cache.  Evictions are not seen: a wrong guess costs
-one prefill, never correctness.  A group goes to the engine with the longest known prefix, if that
-is at least half of the prompt and one chunk, unless that engine has too many groups more than the
-least busy one (the two thresholds of SGLang's cache-aware router, the second counted in groups).
 """
 
 from __future__ import annotations
@@ -29,20 +22,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import TypeVar
-
-import numpy as np
-import xxhash
 
 from moerl.config.schema import EngineConfig, RolloutConfig
 from moerl.controller.engine_calls import ANSWER_S, EngineCalls
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
-from moerl.core.errors import EngineError, ProtocolError, RecordError
+from moerl.core.errors import EngineError, ProtocolError
 from moerl.core.messages import (
     AskEngine,
     CommitUpdate,
@@ -55,7 +44,7 @@ from moerl.core.messages import (
     SyncTarget,
     UpdateDone,
 )
-from moerl.core.types import Array, GenerateRequest, PolicyVersion, Segment
+from moerl.core.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +76,8 @@ class EngineState:
     calls: EngineCalls
     version: PolicyVersion = _MODEL_FOLDER
     phase: EnginePhase = EnginePhase.UP
-    generating: int = 0  # groups in its calls
+    generating: int = 0  # requests in its calls
+    groups: int = 0  # unfinished groups that began on it
     draining: bool = False  # an update is pending: no new requests
     held_until: float = 0.0  # monotonic seconds until which an evaluation delays updates
     behind: bool = False  # missed a publish, so it must be published to
@@ -126,7 +116,7 @@ class EnginePool:
     def describe(self) -> str:
         """Engines that do not accept requests, in words."""
         return "; ".join(
-            f"engine {index} is {member.phase} at {member.version}, {member.generating} groups"
+            f"engine {index} is {member.phase} at {member.version}, {member.generating} requests"
             for index, member in self.members.items()
         )
 
@@ -139,12 +129,12 @@ class EnginePool:
         """
         member = self.members[index]
         rivals = [
-            other.generating
+            other.groups
             for place, other in self.members.items()
             if self._is_drained(other) or (self.serves(place) and other.version >= member.version)
         ]
         even = math.ceil((sum(rivals) + wanted) / max(1, len(rivals)))
-        return max(0, min(wanted, even - member.generating))
+        return max(0, min(wanted, even - member.groups))
 
     @staticmethod
     def _is_drained(member: EngineState) -> bool:
@@ -282,7 +272,7 @@ class EnginePool:
                 if member.behind
                 else member.phase,
                 "version": str(member.version),
-                "groups": member.generating,
+                "requests": member.generating,
             }
             for index, member in sorted(self.members.items())
         ]
@@ -290,21 +280,6 @@ class EnginePool:
     def engine(self, index: int) -> Engine:
         """Raises EngineError when it left the run."""
         return self._member(index).engine
-
-    async def generate(
-        self, index: int, requests: Sequence[GenerateRequest], limit_s: float
-    ) -> list[Segment | RecordError]:
-        """Replies to all requests, in order.
-
-        Raises EngineError when one fails, and after limit_s, when the engine stops too.
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._member(index).calls.ask(requests)
-        except TimeoutError as error:
-            raise EngineError(
-                f"engine {index} did not answer {len(requests)} requests within {limit_s:g} s"
-            ) from error
 
     def _state(self, index: int, engine: Engine, *, behind: bool = False) -> EngineState:
         return EngineState(engine, self._calls(index, engine), behind=behind)
@@ -327,7 +302,7 @@ class EnginePool:
     # --- weight updates -------------------------------------------------------------------------
     async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
         """Before an update: wait for a running evaluation; with `drain` for all requests; with a
-        fixed lag also until `to_come` is 0.
+        fixed lag for all groups that began here, and until `to_come` is 0.
 
         Raises EngineError after rollout.drain_timeout_s.
         """
@@ -341,14 +316,15 @@ class EnginePool:
         def unsettled() -> int:
             if member.phase != EnginePhase.UP:
                 return 0  # it failed; its groups continue elsewhere
-            return member.generating + (to_come(member.version) if exact else 0)
+            return member.groups + to_come(member.version) if exact else member.generating
 
         member.draining = not exact
         begin = asyncio.get_running_loop().time()
         while unsettled():
             if asyncio.get_running_loop().time() - begin > config.drain_timeout_s:
+                kind = "groups" if exact else "requests"
                 raise EngineError(
-                    f"engine {index}: {unsettled()} groups did not finish within "
+                    f"engine {index}: {unsettled()} {kind} did not finish within "
                     f"rollout.drain_timeout_s = {config.drain_timeout_s:g} s before an update"
                 )
             await self._tasks.wait_change(1.0)
@@ -459,47 +435,3 @@ class SyncTargets:
 
 def engines_of(sizes: Mapping[int, int]) -> Engines:
     return tuple(SyncTarget(index, sizes[index]) for index in sorted(sizes))
-
-
-CHUNK = 64  # tokens
-
-
-class PrefixIndex:
-    """Prompts that each engine prefilled under its current weights."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[PolicyVersion, set[bytes]]] = {}
-
-    def sent(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> None:
-        """Record that the engine, serving `version`, will prefill this prompt."""
-        held, digests = self._known.get(engine, (version, set()))
-        if held != version:
-            digests = set()
-        digests.update(digest for _, digest in _leads(prompt))
-        self._known[engine] = version, digests
-
-    def forget(self, engine: int) -> None:
-        """The engine left the run."""
-        self._known.pop(engine, None)
-
-    def length(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> int:
-        """Number of leading tokens of a prompt that the engine prefilled under this version."""
-        held, digests = self._known.get(engine, (None, set[bytes]()))
-        if held != version:
-            return 0
-        known = 0
-        for length, digest in _leads(prompt):
-            if digest not in digests:
-                break
-            known = length
-        return known
-
-
-def _leads(prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """(length, digest) of the prompt's prefixes, shortest first; the last is the whole prompt."""
-    tokens: Array = np.asarray(prompt, np.int32)
-    state = xxhash.xxh3_64()
-    ends = [*range(0, len(tokens), CHUNK), len(tokens)]
-    for begin, end in pairwise(ends):
-        state.update(tokens[begin:end].tobytes())
-        yield end, state.digest()

@@ -3,8 +3,9 @@
 An evaluation runs on the least busy engine as soon as that serves a version that is due.  Weight
 updates of that engine wait for it, at most `evaluation.hold_s`, while other engines and the trainer
 continue; after that the evaluation is cancelled and counted, so no figure mixes versions.  At most
-`evaluation.max_requests` of its requests, or episodes of agents, run at a time, next to training
-requests.  The weights after the last step are always evaluated.
+`evaluation.max_requests` of its episodes run at a time, next to episodes that are trained.  An
+episode that fails is played once more; an episode that fails twice has no reward.  The weights
+after the last step are always evaluated.
 """
 
 from __future__ import annotations
@@ -13,42 +14,92 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
+
+import numpy as np
 
 from moerl.config.schema import EvaluationConfig
 from moerl.config.task_mixture import TaskEntry, by_label
 from moerl.controller.context import Context
-from moerl.controller.generated import Generated
-from moerl.controller.held_out_episodes import HeldOutEpisodes, HeldOutPrompt, RunningAgents
-from moerl.controller.pooled_turns import EnginePin
-from moerl.controller.rollout_builder import (
-    PartialEpisode,
-    Replies,
-    blob_uris,
-    generate,
-    sampling_params,
-)
+from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
-from moerl.core.types import (
-    Episode,
-    Finish,
-    GenerateRequest,
-    PolicyVersion,
-    SamplingParams,
-    Segment,
-)
+from moerl.core.types import Episode, Finish, PolicyVersion, SamplingParams
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode
+from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
+from moerl.episodes.turn import sampling_params
 
 log = logging.getLogger(__name__)
 _Z95 = 1.96  # of a normal distribution
-Scored = list[tuple[Generated, float]]  # answers to one prompt, with their rewards
+Scored = list[tuple[FinishedEpisode, float]]  # answers to one prompt, with their rewards
+
+
+class _HeldOut:
+    """The episodes of one evaluation, every turn on one engine at one version."""
+
+    def __init__(
+        self, player: Player, config: EvaluationConfig, pin: EnginePin, deadline: float
+    ) -> None:
+        self._player, self._config, self._pin, self._deadline = player, config, pin, deadline
+        self._places = asyncio.Semaphore(config.max_requests)
+        self._open: set[OpenEpisode] = set()
+        self.sealed: set[str] = set()  # blobs of all episodes, failed ones too
+        self.counts = {"eval/played_again": 0.0, "eval/failed": 0.0}
+
+    async def play(self, specs: Sequence[EpisodeSpec]) -> list[FinishedEpisode]:
+        """The episodes that have not failed twice, in order.  Raises EngineError."""
+        playing = asyncio.gather(*map(self._one, specs))
+        either: tuple[asyncio.Future[Any], ...] = (playing, self._pin.broken)
+        left_s = self._deadline + self._config.hold_s - time.monotonic()
+        try:
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                limit = f"twice evaluation.hold_s = {self._config.hold_s:g} s"
+                self._pin.breaks(EngineError(f"its episodes took longer than {limit}"))
+        finally:
+            if not playing.done():  # nothing is played again
+                self._pin.breaks(EngineError("it was stopped"))
+            for episode in list(self._open):
+                self._player.end(episode)
+            played = await playing
+        if self._pin.broken.done():
+            raise self._pin.broken.result()
+        found = [one for one in played if one is not None]
+        self.counts["eval/failed"] = float(len(played) - len(found))
+        return found
+
+    async def _one(self, spec: EpisodeSpec) -> FinishedEpisode | None:
+        async with self._places:
+            for name in (spec.name, f"{spec.name}-again"):
+                if time.monotonic() > self._deadline:
+                    limit = f"evaluation.hold_s = {self._config.hold_s:g} s"
+                    self._pin.breaks(EngineError(f"{limit} have passed"))
+                if self._pin.broken.done():
+                    return None
+                self.counts["eval/played_again"] += name != spec.name
+                played = await self._play(replace(spec, name=name))
+                if not played.failure:
+                    return played
+                if played.failure != ENDED:
+                    log.warning("held-out: %s: %s", name, played.detail)
+            return None
+
+    async def _play(self, spec: EpisodeSpec) -> FinishedEpisode:
+        episode = self._player.open(spec)
+        self._open.add(episode)
+        try:
+            return await self._player.play(episode)
+        finally:
+            self._open.discard(episode)
+            self.sealed |= episode.uris
 
 
 class Evaluator:
     """One evaluation at a time; `start` spawns its loop."""
 
-    def __init__(self, context: Context, agents: RunningAgents | None) -> None:
+    def __init__(self, context: Context, player: Player) -> None:
         config, services = context.config, context.services
         self._config = config.evaluation
         self._entries: dict[str, TaskEntry] = by_label(config)
@@ -63,7 +114,7 @@ class Evaluator:
             context.step_metrics,
             context.tasks,
         )
-        self._environment, self._agents = context.environment, agents
+        self._player = player
         self._last_step = config.run.steps
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
@@ -77,8 +128,7 @@ class Evaluator:
         return not self._config.every or (self._ended is not None and self._ended >= version)
 
     async def _run(self) -> None:
-        if self._agents is not None:
-            await self._agents.started.wait()
+        await self._player.started.wait()
         while not self._tasks.stopping:
             index = self._due()
             if index is None:
@@ -118,89 +168,38 @@ class Evaluator:
         self, index: int, version: PolicyVersion, deadline: float
     ) -> dict[str, float]:
         """Raises EngineError, RecordError or ScoreError when the evaluation is not complete."""
-        asked, sealed = self._asked(version), set[str]()
-        plays = {label for label, entry in self._entries.items() if entry.agent.plays}
-        counts: dict[str, float] = {}
+        pin = EnginePin(index, version)
+        held_out = _HeldOut(self._player, self._config, pin, deadline)
         try:
-            texts = [one for one in asked if one.prompt.task not in plays]
-            answers: list[Generated] = [
-                *await self._answer(index, version, texts, deadline, sealed)
-            ]
-            if self._agents is not None:
-                pin = EnginePin(index, version)
-                episodes = HeldOutEpisodes(self._agents, self._config, pin, deadline, sealed)
-                answers += await episodes.play([one for one in asked if one.prompt.task in plays])
-                counts = episodes.counts
+            answers = await held_out.play(self._specs(version, pin))
             by_prompt = groupby(answers, key=lambda answer: answer.prompt.index)
             scored = [await self._score(list(group)) for _, group in by_prompt]
         finally:
-            for uri in sealed:
+            for uri in held_out.sealed:
                 self._blobs.delete(uri)
-        return {"eval/step": float(version.step)} | counts | self._figures(scored)
+        return {"eval/step": float(version.step)} | held_out.counts | self._figures(scored)
 
-    def _asked(self, version: PolicyVersion) -> list[HeldOutPrompt]:
-        """The answers that an evaluation wants, those to one prompt in a row."""
+    def _specs(self, version: PolicyVersion, pin: EnginePin) -> list[EpisodeSpec]:
+        """The episodes that an evaluation wants, those of one prompt in a row."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
-        count, samples = self._config.prompts * len(self._entries), self._config.samples
+        count = self._config.prompts * len(self._entries)
         return [
-            HeldOutPrompt(f"eval-{version}-{place}.{sample}", prompt, self._sampling[prompt.task])
-            for place, prompt in enumerate(map(held_out.prompt, range(count)))
-            for sample in range(samples)
-        ]
-
-    async def _answer(
-        self,
-        index: int,
-        version: PolicyVersion,
-        asked: Sequence[HeldOutPrompt],
-        deadline: float,
-        sealed: set[str],
-    ) -> list[PartialEpisode]:
-        """The answers of tasks without an agent; sealed: receives the blobs of all replies."""
-        partials = [
-            PartialEpisode(
-                one.name,
-                one.prompt,
-                one.sampling,
-                audit=False,
-                max_turns=self._entries[one.prompt.task].max_turns,
+            EpisodeSpec(
+                name=f"eval-{version}-{place}.{sample}",
+                prompt=prompt,
+                sampling=self._sampling[prompt.task],
+                prompt_ids=prompt_ids,
+                max_turns=self._entries[prompt.task].turn_limit,
+                held_out=True,
+                pin=pin,
             )
-            for one in asked
+            for place, prompt in enumerate(map(held_out.prompt, range(count)))
+            for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
+            for sample in range(self._config.samples)
         ]
-        for begin in range(0, len(partials), self._config.max_requests):
-            batch = partials[begin : begin + self._config.max_requests]
-            if time.monotonic() > deadline:
-                raise EngineError(f"evaluation.hold_s = {self._config.hold_s:g} s have passed")
-            await self._ask(index, version, batch, sealed)
-        return partials
 
-    async def _ask(
-        self,
-        index: int,
-        version: PolicyVersion,
-        partials: Sequence[PartialEpisode],
-        sealed: set[str],
-    ) -> None:
-        """sealed: receives the blobs of all replies, good or not."""
-
-        def call(requests: Sequence[GenerateRequest]) -> Awaitable[Replies]:
-            # an update interrupts it after hold_s; a call to a hanging engine ends then too
-            return self._pool.generate(index, requests, 2 * self._config.hold_s)
-
-        while pending := [partial for partial in partials if not partial.finished]:
-            replies, refused = await generate(pending, call)
-            sealed.update(blob_uris(*replies))
-            for error in refused.values():
-                raise error
-            segments = [reply for reply in replies if isinstance(reply, Segment)]
-            versions = {piece.version for segment in segments for piece in segment.pieces}
-            if versions != {version} or not all(p.turns[-1].finished for p in pending):
-                raise EngineError(f"engine {index} took an update while it was evaluated")
-            listening = [partial for partial in pending if partial.listens]
-            await asyncio.gather(*map(self._environment.answer, listening))
-
-    async def _score(self, answers: Sequence[Generated]) -> Scored:
+    async def _score(self, answers: Sequence[FinishedEpisode]) -> Scored:
         """answers: to one prompt.  Raises RecordError, ScoreError."""
         scores = [answer.own_score for answer in answers if answer.own_score is not None]
         if len(scores) < len(answers):

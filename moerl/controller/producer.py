@@ -1,8 +1,10 @@
-"""Sends groups to engines so that all are busy, and joins replies into whole rollouts.
+"""Starts groups and closes them: every sibling is an episode that the player plays.
 
-Each rollout is handled when its own reply comes.  Finished samples of an engine that dies are kept
-and its groups continue on another engine; a weight update that interrupts requests leaves partial
-rollouts, which are sent again with their tokens so far.  A refused record costs its rollout only.
+A group starts when the buffer has room for it on some engine.  What starts together travels
+together: the first turns of its siblings go to one engine in one message.  The group closes when
+its episodes have ended, or a quorum of them.  An episode that fails ends its siblings, and the
+group is replaced; where its program or worker has died, the group is played again.  A refused
+record costs its episode only.
 """
 
 from __future__ import annotations
@@ -10,73 +12,88 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moerl.config.task_mixture import by_label
+from moerl.controller.buffer import fewest_siblings
 from moerl.controller.context import Context
-from moerl.controller.engine_pool import CHUNK, EnginePhase, EngineState, PrefixIndex
-from moerl.controller.generated import Sealed
-from moerl.controller.group_flight import Arrived, GroupFlight
-from moerl.controller.rollout_builder import (
-    PartialEpisode,
-    blob_uris,
-    generate,
-    own_uris,
-    prompt_uris,
-    sampling_params,
-    sealed_uris,
-)
+from moerl.controller.engine_choice import EngineChoice
+from moerl.controller.group_in_flight import GroupInFlight
+from moerl.controller.player import Player
 from moerl.controller.scoring_stage import ScoringStage
-from moerl.core.errors import EngineError, RecordError, ScoreError
+from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.ids import group_of, name_rollout
-from moerl.core.types import Segment
+from moerl.core.types import GraphTurn, Prompt
+from moerl.episodes.finished_episode import ENDED, LOST, FinishedEpisode, sealed_uris
+from moerl.episodes.open_episode import EnginePin, EpisodeSpec, Home, OpenEpisode
+from moerl.episodes.turn import sampling_params
 
 log = logging.getLogger(__name__)
 
-Partials = list[PartialEpisode]
+_AT_ONCE = 16  # groups that start before other tasks run
+_MOST_BAD = 16  # prompts in a row that cannot be used: then a setting is wrong
 
 
 class Producer:
-    """Starts groups on engines; passes generated or refused groups to the scoring stage."""
+    """Starts groups; passes groups that have ended to the scoring stage."""
 
-    def __init__(self, context: Context, scoring_stage: ScoringStage) -> None:
-        services = context.services
+    def __init__(
+        self,
+        context: Context,
+        player: Player,
+        engines: EngineChoice,
+        scoring_stage: ScoringStage,
+    ) -> None:
+        services, rollout = context.services, context.config.rollout
         self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
-        self._tasks_by_label = by_label(context.config)
+        self._entries = by_label(context.config)
         self._sampling = {
             label: sampling_params(entry.sampling, services.model)
-            for label, entry in self._tasks_by_label.items()
+            for label, entry in self._entries.items()
         }
         self._buffer, self._pool, self._tasks = context.buffer, context.pool, context.tasks
         self._step_metrics, self._ref_counts = context.step_metrics, context.ref_counts
-        self._environment, self._scoring_stage = context.environment, scoring_stage
+        self._player, self._engines, self._scoring_stage = player, engines, scoring_stage
+        self._journal, self._turn_log = services.journal, services.journal.turns
+        self._bad_prompts = 0  # in a row
+        self._groups: dict[int, GroupInFlight] = {}
+        self._siblings = rollout.group_size * rollout.oversample
         self.life = 0  # number of earlier controllers; their calls may still seal blobs
-        self._orphans: dict[int, Partials] = {}  # groups whose engine died
-        self._prefix_index = PrefixIndex()
-        self._handed: dict[int, tuple[int, Partials]] = {}  # group -> engine that has its prompt
-        self._in_flight = 0  # groups in generation
-        self._flights: list[GroupFlight] = []
-        self._siblings = context.config.rollout.group_size * context.config.rollout.oversample
 
     def start(self) -> None:
-        for index in self._pool.members:
-            self.add(index)
+        self._tasks.spawn(self._player.router.run())
+        self._tasks.spawn(self._produce())
 
-    def add(self, index: int) -> None:
-        """Keep a new engine busy until it leaves."""
-        self._tasks.spawn(self._produce(index))
+    def remove(self, index: int) -> None:
+        """An engine has left."""
+        self._engines.forget(index)
 
-    def partials(self) -> Iterator[Sealed]:
-        """Episodes of the groups in generation."""
-        for partials in (*(flight.partials for flight in self._flights), *self._orphans.values()):
-            yield from partials
+    def episodes(self) -> Iterator[OpenEpisode]:
+        """Episodes of the groups in flight, running or ended."""
+        for group in self._groups.values():
+            yield from group.episodes
 
     def open_episodes(self) -> dict[str, float]:
-        """Episodes of agents by what they wait for, as docs/metrics.md names them."""
-        return {}
+        """Episodes of tasks with an agent by what they wait for, as docs/metrics.md names them."""
+        if not any(entry.kind.speaks_messages for entry in self._entries.values()):
+            return {}
+        groups = [g for g in self._groups.values() if self._speaks_messages(g)]
+        running = [episode for group in groups for episode in group.running]
+        queued = self._player.router.waiting
+        engine = sum(any(call.member for call in episode.calls) for episode in running)
+        queue = sum(
+            episode.name in queued and not any(call.member for call in episode.calls)
+            for episode in running
+        )
+        return {
+            "agent/open/engine": float(engine),
+            "agent/open/queue": float(queue),
+            "agent/open/program": float(len(running) - engine - queue),
+            "agent/open/siblings": float(sum(len(group.ended) for group in groups)),
+        }
 
     def wanted(self, engine_step: int) -> int:
         """Groups that an engine serving `engine_step` should still start."""
@@ -87,270 +104,247 @@ class Producer:
     async def measure(self, seconds: float) -> float:
         """Tokens/s of idle engines on fresh prompts, with both replays; the results are dropped."""
         begin, tokens, index = time.monotonic(), 0, 0
-        rollout = self._config.rollout
 
         async def once(engine: int, first: int) -> int:
-            prompts = [self.prompts.prompt(first + i) for i in range(rollout.groups_per_request)]
-            partials = [
-                PartialEpisode(
-                    f"measure-{prompt.index}-{j}", prompt, self._sampling[prompt.task], audit=False
-                )
+            pin = EnginePin(engine, self._pool.members[engine].version)
+            prompts = [self.prompts.prompt(first + place) for place in range(_AT_ONCE)]
+            playing = (
+                self._player.play(self._player.open(spec), one_turn=True)
                 for prompt in prompts
-                for j in range(self._siblings)
-            ]
-            replies, _ = await generate(partials, self._pool.members[engine].calls.ask)
-            for uri in blob_uris(*replies):
+                for spec in self._specs(_numbered(prompt.index, self._siblings), prompt, pin=pin)
+            )
+            ended = await asyncio.gather(*playing)
+            for uri in sealed_uris(ended):
                 self._blobs.delete(uri)
-            return sum(p.num_sampled for p in partials)
+            return sum(episode.num_sampled for episode in ended)
 
         while (busy := [e for e in self._pool.members if self._pool.serves(e)]) and (
             time.monotonic() - begin < seconds
         ):
-            step = rollout.groups_per_request
-            calls = [once(e, index + place * step) for place, e in enumerate(busy)]
-            index += len(calls) * step
+            calls = [once(e, index + place * _AT_ONCE) for place, e in enumerate(busy)]
+            index += len(calls) * _AT_ONCE
             tokens += sum(await asyncio.gather(*calls))
         return tokens / (time.monotonic() - begin)
 
-    async def _produce(self, index: int) -> None:
-        member = self._pool.members[index]
-        while not (self._tasks.stopping or member.leaving):
-            groups = self._next_groups(index)
-            if groups:
-                self._in_flight += len(groups)
-                member.generating += len(groups)
-                for group_id, partials in groups.items():
-                    self._tasks.spawn(self._generate(index, group_id, partials))
-                self._tasks.notify()  # another engine may be the least busy one now
-                await asyncio.sleep(0)  # thousands may start at once: let other tasks run
-            else:
-                await self._tasks.wait_change(1.0)
-        self._prefix_index.forget(index)
-
-    def _next_groups(self, index: int) -> dict[int, Partials]:
-        """Groups to send to an engine now; groups of dead engines come first."""
-        if not self._pool.serves(index):
-            return {}
-        rollout = self._config.rollout
-        room = min(rollout.groups_per_request, rollout.max_groups_in_flight - self._in_flight)
-        members = self._pool.members
-        version = members[index].version
-        left = [g for g, ps in self._orphans.items() if all(p.newest <= version for p in ps)]
-        if count := min(room, self._pool.share(index, len(left))):
-            return {group_id: self._orphans.pop(group_id) for group_id in sorted(left)[:count]}
-        mine = [
-            group_id
-            for group_id, (home, _) in self._handed.items()
-            if home == index or home not in members or not self._pool.serves(home)
-        ]
-        if mine:
-            return {group_id: self._handed.pop(group_id)[1] for group_id in sorted(mine)[:room]}
-        wanted = self.wanted(version.step)
-        if min(room, wanted) <= 0:  # checked first, because computing a share visits all engines
-            return {}
-        return self._start(index, min(room, self._pool.share(index, wanted)))
-
-    def _start(self, index: int, count: int) -> dict[int, Partials]:
-        """Start groups; those whose prompt is cached elsewhere are handed to that engine."""
-        groups: dict[int, Partials] = {}
-        for _ in range(count):
-            group_id = self._buffer.start()
-            partials = self._partials(group_id)
-            home = self._home(index, partials[0].prompt.token_ids)
-            if home == index:
-                groups[group_id] = partials
-            else:
-                self._handed[group_id] = home, partials
-                self._step_metrics.routed_groups += 1
-        if len(groups) < count:
-            self._tasks.notify()
-        return groups
-
-    def _home(self, index: int, prompt: Sequence[int]) -> int:
-        """The engine with the longest cached prefix; `index` if there is none or it is too busy."""
-        rollout, members = self._config.rollout, self._pool.members
-        slack = rollout.prefix_slack
-        if slack < 0 or len(members) == 1 or rollout.fixed_lag >= 0:  # no prefix routing
-            return index
-        waiting = Counter(home for home, _ in self._handed.values())
-        best, home = max(len(prompt) // 2, CHUNK - 1), index
-        for other in (index, *members):  # `index` first, so that it wins ties
-            member = members[other]
-            busier = member.generating + waiting[other] - members[index].generating
-            if not self._pool.serves(other) or member.version < members[index].version:
+    def cancel_stale(self) -> None:
+        """Stop playing groups, or siblings, with tokens too old for the next step to come."""
+        rollout, step = self._config.rollout, self._buffer.next_step
+        limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
+        through = rollout.in_flight_mode in ("in_place", "retract")
+        for group in self._groups.values():
+            stale = group.older_than(step - limit, runs_through_updates=through)
+            if not stale or group.is_stale:
                 continue
-            known = self._prefix_index.length(other, member.version, prompt)
-            if known > best and busier <= slack:
-                best, home = known, other
-        return home
+            ended = group.running
+            untrainable = group.older_than(step - rollout.max_lag, runs_through_updates=through)
+            if self._goes_on_without(group, {*untrainable, *(e for e in ended if e in stale)}):
+                ended = [episode for episode in ended if episode in stale]
+                self._step_metrics.dropped_stale_siblings += len(ended)
+                for episode in ended:
+                    group.drop(episode)
+            else:
+                group.is_stale = True
+            for episode in ended:
+                episode.count_lost = self._step_metrics.tokens_cancelled
+            self._end(ended)
+
+    def _goes_on_without(self, group: GroupInFlight, stale: Collection[OpenEpisode]) -> bool:
+        """Whether enough siblings are left beside stale ones.
+
+        Stale siblings that have ended are scored with the others, for the baseline; the buffer
+        drops them.
+        """
+        rollout = self._config.rollout
+        quorum = rollout.group_quorum if group.group_id >= 0 else 0
+        fewest = quorum or fewest_siblings(group.group_id)
+        return rollout.stale_siblings == "drop" and len(group.episodes) - len(stale) >= fewest
+
+    # --- start ------------------------------------------------------------------------------------
+    async def _produce(self) -> None:
+        await self._player.start()
+        while not self._tasks.stopping:
+            for _ in range(_AT_ONCE):
+                if not self._start_group():
+                    await self._tasks.wait_change(1.0)
+                    break
+            else:
+                await asyncio.sleep(0)  # thousands may start at once: let other tasks run
+
+    def _start_group(self) -> bool:
+        """False: no engine may begin a group now."""
+        if len(self._groups) >= self._config.rollout.max_groups_in_flight:
+            return False
+        index = self._engines.for_group(self.wanted)
+        if index is None:
+            return False
+        group_id = self._buffer.start()
+        tries = self._buffer.tries.pop(group_id, 0)
+        try:
+            prompt = self.prompts.prompt(group_id)
+        except ConfigError as error:
+            self._set_aside(group_id, error)
+            return True
+        self._bad_prompts = 0
+        home = self._engines.settle(index, prompt.token_ids)
+        names = [name_rollout(group_id, i, self.life, tries) for i in range(self._siblings)]
+        specs = self._specs(names, prompt, home)
+        group = GroupInFlight(group_id, prompt, home, list(map(self._player.open, specs)))
+        self._groups[group_id] = group
+        for episode in group.episodes:
+            self._tasks.spawn(self._play(group, episode))
+        return True
+
+    def _set_aside(self, group_id: int, error: ConfigError) -> None:
+        """Replace a line of the data that cannot be used by the next; many in a row end the run.
+
+        Raises ConfigError.
+        """
+        self._bad_prompts += 1
+        if self._bad_prompts >= _MOST_BAD:
+            raise error
+        log.warning("prompt %d is set aside: %s", group_id, error)
+        self._step_metrics.bad_prompts += 1
+        self._journal.dropped(group_id)
+        self._buffer.discard(group_id)
 
     def _still_needed(self) -> int:
         """Groups that the remaining steps can still train; the last steps start no surplus."""
         left = self._config.run.steps - self._buffer.next_step
         return max(0, left * self._config.rollout.groups_per_step - self._buffer.live)
 
-    async def _generate(self, index: int, group_id: int, partials: Partials) -> None:
-        """Generate a group on one engine; requests that an update interrupts are resumed there."""
-        member = self._pool.members[index]
-        self._prefix_index.sent(index, member.version, partials[0].prompt.token_ids)
-        flight = GroupFlight(group_id, partials, member.calls, self._ref_counts)
-        self._flights.append(flight)
-        try:
-            self._send(member, flight, [partial for partial in partials if not partial.finished])
-            while (arrived := await flight.next()) is not None:
-                self._handle(member, flight, *arrived)
-                if flight.is_caught_up and self._closes(flight):
-                    self._close(flight)
-        except ScoreError as error:
-            flight.cancel()
-            self._scoring_stage.drop_unscored(flight.group_id, flight.partials, error)
-            flight.partials = []
-        finally:
-            self._flights.remove(flight)
-            self._leave(member)
-        if any(not partial.finished for partial in flight.partials):  # it continues on any engine
-            self._orphans[flight.group_id] = flight.partials
-            self._tasks.notify()
+    def _specs(
+        self,
+        names: Sequence[str],
+        prompt: Prompt,
+        home: Home | None = None,
+        pin: EnginePin | None = None,
+    ) -> list[EpisodeSpec]:
+        entry, rollout = self._entries[prompt.task], self._config.rollout
+        first = EpisodeSpec(
+            name="",
+            prompt=prompt,
+            sampling=self._sampling[prompt.task],
+            prompt_ids=np.asarray(prompt.token_ids, np.int32),
+            max_turns=1 if pin is not None else entry.turn_limit,
+            audit=self._config.replay.audit and pin is None,
+            slice_tokens=0 if pin is not None else rollout.slice_tokens,
+            home=home,
+            pin=pin,
+        )
+        return [replace(first, name=name) for name in names]
 
-    def _send(self, member: EngineState, flight: GroupFlight, partials: Partials) -> None:
-        """Ask for the next tokens, unless the group continues elsewhere."""
-        is_up = member.phase == EnginePhase.UP and member.calls is flight.calls
-        if is_up and not (member.leaving and self._pool.interrupts):
-            flight.send(partials, member.version.step)
+    # --- play and close ---------------------------------------------------------------------------
+    async def _play(self, group: GroupInFlight, episode: OpenEpisode) -> None:
+        ended = await self._player.play(episode)
+        while ended.refused is not None and group.goes_on and not group.is_dropped(episode.name):
+            self._scoring_stage.refuse_one(group.group_id, ended.episode_id, ended.refused)
+            self._forget_turns(ended)
+            name, uris = self._next_try(ended), frozenset(episode.uris)
+            other = self._player.open(replace(episode.spec, name=name, inherited=uris))
+            group.exchange(episode, other)
+            episode = other
+            ended = await self._player.play(episode)
+        self._count(group, ended)
+        self._has_ended(group, ended)
+        await asyncio.sleep(0)  # replies of one message end several siblings: close with all
+        self._close_if_due(group)
 
-    def _handle(
-        self, member: EngineState, flight: GroupFlight, partial: PartialEpisode, reply: Arrived
-    ) -> None:
-        """A reply of the engine to one rollout, or of the environment."""
-        if isinstance(reply, ScoreError):
-            raise reply
-        if isinstance(reply, EngineError):
-            self._rescue(member, reply)
+    def _next_try(self, ended: FinishedEpisode) -> str:
+        group_id, sibling = group_of(ended.episode_id), int(ended.episode_id.split(".")[1])
+        return name_rollout(group_id, sibling, self.life, self._buffer.new_try())
+
+    def _count(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
+        if not self._speaks_messages(group):
             return
-        if isinstance(reply, Segment):
-            self._count(partial, reply)
-            try:
-                partial.add(reply)
-            except RecordError as error:
-                self._ref_counts.release(own_uris(reply))
-                reply = error
-        flight.settle()
-        if isinstance(reply, RecordError):
-            self._replace(member, flight, partial, reply)
-        elif partial.listens:
-            self._converse(flight, partial)
-        elif not partial.finished:
-            self._send(member, flight, [partial])
+        is_stale = group.is_stale or group.is_dropped(ended.episode_id)
+        is_stale = is_stale and ended.failure == ENDED
+        graph = [_stale(turn) if is_stale else turn for turn in ended.graph]
+        self._step_metrics.episode_played(ended.counts, ended.failure, graph)
 
-    def _replace(
-        self, member: EngineState, flight: GroupFlight, partial: PartialEpisode, error: RecordError
-    ) -> None:
-        """A record was refused: its rollout is generated again, its siblings are not."""
-        self._scoring_stage.refuse_one(flight.group_id, partial.episode_id, error)
-        _, sibling = partial.episode_id.split(".")[:2]
-        group_id = group_of(partial.episode_id)
-        name = name_rollout(group_id, int(sibling), self.life, self._buffer.new_try())
-        other = partial.again(name)
-        flight.partials[flight.partials.index(partial)] = other
-        self._send(member, flight, [other])
+    def _speaks_messages(self, group: GroupInFlight) -> bool:
+        return self._entries[group.prompt.task].kind.speaks_messages
 
-    def _count(self, partial: PartialEpisode, reply: Segment) -> None:
-        """Call before the reply is added: recomputed tokens depend on the earlier length."""
-        self._step_metrics.recomputed_tokens += partial.recomputed(reply)
-        self._step_metrics.prompt_tokens += partial.turns[-1].num_fed
-        self._step_metrics.cached_tokens += reply.cached_tokens
+    def _has_ended(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
+        if is_dropped := group.is_dropped(ended.episode_id):
+            self._step_metrics.tokens_cancelled(ended.num_sampled)
+            group.dropped_ended(ended.episode_id)
+        if group.is_closed:
+            group.drop_late(ended, self._ref_counts)
+            self._forget_turns(ended)
+            return
+        if not is_dropped:
+            group.ended[ended.episode_id] = ended
+        group.settle(self._ref_counts)
+        if is_dropped:
+            self._forget_turns(ended)
+            return
+        if ended.failure not in ("", ENDED):
+            self._end(group.running)
 
-    def _leave(self, member: EngineState) -> None:
-        """A group has left its engine: others may start."""
-        self._in_flight -= 1
-        member.generating -= 1
-        self._tasks.notify()
+    def _forget_turns(self, ended: FinishedEpisode) -> None:
+        self._ref_counts.release(self._turn_log.end([ended.episode_id]))
 
-    def _closes(self, flight: GroupFlight) -> bool:
-        """True if the group may close; a group of late siblings waits for all of them."""
+    def _end(self, episodes: Sequence[OpenEpisode]) -> None:
+        for episode in episodes:
+            self._player.end(episode)
+
+    def _close_if_due(self, group: GroupInFlight) -> None:
+        if group.is_closed or self._tasks.stopping:
+            return
+        if group.is_stale or group.failed:
+            if not (group.running or group.waits_for_dropped):
+                self._remove(group)
+                self._give_up(group)
+            return
         quorum = self._config.rollout.group_quorum
-        wanted = quorum if quorum and flight.group_id >= 0 else len(flight.partials)
-        return 0 < wanted <= sum(partial.finished for partial in flight.partials)
+        wanted = quorum if quorum and group.group_id >= 0 else len(group.episodes)
+        if len(group.ended) >= wanted:
+            self._close(group)
 
-    def _close(self, flight: GroupFlight) -> None:
-        """Close a group with its finished siblings; late ones continue under another id."""
-        group_id, partials = flight.group_id, flight.partials
-        late = [partial for partial in partials if not partial.finished]
-        done = [partial for partial in partials if partial.finished]
-        kept, theirs = sealed_uris(done), sealed_uris(late)
+    def _close(self, group: GroupInFlight) -> None:
+        """Close a group with its ended siblings; late ones continue under another id."""
+        group_id, ended, late = group.group_id, group.finished, group.running
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None
-        if later is None:
-            flight.partials = []
-            flight.cancel()
-            self._step_metrics.dropped_siblings += len(late)
-            self._ref_counts.release(theirs - kept)
-        else:
+        if later is not None:
             self._step_metrics.carried_siblings += len(late)
-            self._ref_counts.share(theirs & kept)
-            flight.group_id, flight.partials = later, late
-            flight.lease(prompt_uris(done) - theirs)
-        self._scoring_stage.finish(group_id, done, later)
+            group.carry(later, self._ref_counts)
+            self._groups[later] = self._groups.pop(group_id)
+        else:
+            self._step_metrics.dropped_siblings += len(late)
+            group.close(self._ref_counts)
+            self._end(late)
+            self._remove(group)
+        self._scoring_stage.finish(group_id, ended, later)
+        self._tasks.notify()
 
-    def _converse(self, flight: GroupFlight, partial: PartialEpisode) -> None:
-        """Get the environment's reply to an ended turn, or end the episode."""
-        flight.listen(partial)
+    def _give_up(self, group: GroupInFlight) -> None:
+        """A group whose siblings have ended cannot be trained."""
+        group_id, ended, failed = group.group_id, group.finished, group.failed
+        if group.is_stale:
+            self._step_metrics.cancelled_groups += 1
+            self._step_metrics.tokens_cancelled(sum(one.num_sampled for one in ended))
+            self._ref_counts.release(sealed_uris(ended))
+            self._scoring_stage.cancelled(group_id, ended)
+            return
+        error = ScoreError(failed[0].detail)
+        if any(one.failure == LOST for one in failed):
+            self._scoring_stage.play_again(group_id, ended, error)
+        else:
+            self._scoring_stage.drop_unscored(group_id, ended, error)
 
-        async def answer() -> None:
-            told: Arrived = None
-            try:
-                await self._environment.answer(partial)
-            except ScoreError as error:
-                told = error
-            flight.arrive(partial.episode_id, told)
+    def _remove(self, group: GroupInFlight) -> None:
+        """It has no running episode that is wanted."""
+        group.is_closed = True
+        group.release()
+        del self._groups[group.group_id]
+        self._engines.leave(group.home)
+        self._tasks.notify()
 
-        self._tasks.spawn(answer())
 
-    def _rescue(self, member: EngineState, error: EngineError) -> None:
-        """A request failed with its engine: its group continues on any engine."""
-        if not self._config.supervision.max_restarts:
-            raise error
-        for index, other in self._pool.members.items():
-            if other is member and member.phase == EnginePhase.UP:
-                log.warning("engine %d failed, its groups continue elsewhere: %s", index, error)
-                self._pool.rest(index)
+def _numbered(index: int, count: int) -> list[str]:
+    return [f"measure-{index}-{sibling}" for sibling in range(count)]
 
-    def cancel_stale(self) -> None:
-        """Stop generating groups with tokens that are too old for the next step to come."""
-        rollout, step = self._config.rollout, self._buffer.next_step
-        limit = rollout.max_lag if rollout.cancel_lag < 0 else rollout.cancel_lag
-        through = rollout.in_flight_mode in ("in_place", "retract")
-        for flight in list(self._flights):
-            oldest = flight.oldest_step(runs_through_updates=through)
-            if oldest is not None and step - oldest > limit:
-                self._cancel(flight)
 
-    def _cancel(self, flight: GroupFlight) -> None:
-        metrics = self._step_metrics
-        metrics.cancelled_groups += 1
-        metrics.cancelled_tokens += sum(partial.num_sampled for partial in flight.partials)
-
-        def count(tokens: int) -> None:
-            self._step_metrics.cancelled_tokens += tokens
-
-        flight.cancel(count)
-        self._ref_counts.release(sealed_uris(flight.partials))
-        self._scoring_stage.cancelled(flight.group_id, flight.partials)
-        flight.partials = []
-
-    def _partials(self, group_id: int) -> Partials:
-        prompt = self.prompts.prompt(group_id)
-        tries = self._buffer.tries.pop(group_id, 0)
-        prompt_ids = np.asarray(prompt.token_ids, np.int32)
-        return [
-            PartialEpisode(
-                name_rollout(group_id, sibling, self.life, tries),
-                prompt,
-                self._sampling[prompt.task],
-                audit=self._config.replay.audit,
-                max_turns=self._tasks_by_label[prompt.task].max_turns,
-                slice_tokens=self._config.rollout.slice_tokens,
-                prompt_ids=prompt_ids,
-            )
-            for sibling in range(self._siblings)
-        ]
+def _stale(turn: GraphTurn) -> GraphTurn:
+    return replace(turn, left_out="stale") if turn.left_out == "ended" else turn

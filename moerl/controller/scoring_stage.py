@@ -15,16 +15,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
+from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, by_label, naming
 from moerl.controller.context import Context
-from moerl.controller.generated import Generated, checked_graph
 from moerl.controller.journal import write_retry
 from moerl.controller.journal.write_retry import WriteRetry
-from moerl.controller.rollout_builder import blob_uris, group_uris, wasted_uris
 from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.core.ids import without_life
 from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
+from moerl.episodes.finished_episode import (
+    FinishedEpisode,
+    checked_graph,
+    sealed_uris,
+    used_uris,
+)
 from moerl.records.header_check import check
+from moerl.records.record_uris import blob_uris, group_uris
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ class ScoringStage:
         self._buffer, self._ref_counts = context.buffer, context.ref_counts
         self._history, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
-        self._scoring: dict[int, Sequence[Generated]] = {}  # groups being checked and scored
+        self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
         self._dropped = 0  # groups of equal rewards since the last plan
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._entries = by_label(context.config)
@@ -61,12 +67,12 @@ class ScoringStage:
         """Number of groups being checked and scored."""
         return len(self._scoring)
 
-    def partials(self) -> Iterator[Generated]:
+    def partials(self) -> Iterator[FinishedEpisode]:
         """Rollouts of the groups being checked and scored."""
         return (partial for partials in self._scoring.values() for partial in partials)
 
     def finish(
-        self, group_id: int, partials: Sequence[Generated], later: int | None = None
+        self, group_id: int, partials: Sequence[FinishedEpisode], later: int | None = None
     ) -> None:
         """Check, score and admit a generated group, in a task.
 
@@ -94,17 +100,19 @@ class ScoringStage:
                 f"a rollout of group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}"
             )
 
-    def cancelled(self, group_id: int, partials: Sequence[Generated]) -> None:
+    def cancelled(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
         self._leave(group_id, partials)
-        self._forget_turns(group_id)
+        self._forget_turns(partials)
         if group_id < 0:
             self._buffer.discard(group_id)
         else:
             self._buffer.abandon(group_id)
         self._tasks.notify()
 
-    def refuse(self, group_id: int, partials: Sequence[Generated], error: RecordError) -> None:
+    def refuse(
+        self, group_id: int, partials: Sequence[FinishedEpisode], error: RecordError
+    ) -> None:
         """Count the refusal and regenerate the group; three in a row end the run."""
         self._step_metrics.refused[error.reason] += 1
         log.warning("group %d: %s", group_id, error)
@@ -114,16 +122,20 @@ class ScoringStage:
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
-        self._regenerate(group_id, "was refused", error)
+        self._regenerate(group_id, partials, "was refused", error)
 
-    def play_again(self, group_id: int, partials: Sequence[Generated], error: ScoreError) -> None:
+    def play_again(
+        self, group_id: int, partials: Sequence[FinishedEpisode], error: ScoreError
+    ) -> None:
         """What played a group has died; three times in a row end the run."""
         log.warning("group %d is played again: %s", group_id, error)
         self._delete(partials)
-        self._regenerate(group_id, "could not be played", error)
+        self._regenerate(group_id, partials, "could not be played", error)
 
-    def _regenerate(self, group_id: int, what: str, error: Exception) -> None:
-        self._forget_turns(group_id)
+    def _regenerate(
+        self, group_id: int, partials: Sequence[FinishedEpisode], what: str, error: Exception
+    ) -> None:
+        self._forget_turns(partials)
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
@@ -135,14 +147,14 @@ class ScoringStage:
         self._step_metrics.dropped_branch += 1
         self._ref_counts.forget(group)
 
-    async def _finish(self, group_id: int, partials: Sequence[Generated]) -> None:
+    async def _finish(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         try:
             await self._check_and_score(group_id, partials)
         finally:
             del self._scoring[group_id]
             self._tasks.notify()
 
-    async def _check_and_score(self, group_id: int, partials: Sequence[Generated]) -> None:
+    async def _check_and_score(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         try:
             episodes = [
                 self._checked(f"{group_id}.{i}", partial) for i, partial in enumerate(partials)
@@ -152,7 +164,7 @@ class ScoringStage:
             return
         prompt = partials[0].prompt
         self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
-        self._ref_counts.release(wasted_uris(partials))
+        self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
         try:
             scores = await self._scores(partials, episodes)
         except ScoreError as error:
@@ -170,11 +182,12 @@ class ScoringStage:
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
             await self._admit(group)
+            self._forget_turns(partials)
         except RecordError as error:
             self.refuse(group_id, partials, error)
 
     async def _scores(
-        self, partials: Sequence[Generated], episodes: Sequence[Episode]
+        self, partials: Sequence[FinishedEpisode], episodes: Sequence[Episode]
     ) -> list[Score]:
         """Raises ScoreError."""
         own = [partial.own_score for partial in partials if partial.own_score is not None]
@@ -197,7 +210,7 @@ class ScoringStage:
             waiting.set_result(rewards)
         return ()
 
-    def _leave(self, group_id: int, partials: Sequence[Generated]) -> None:
+    def _leave(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         """A group is not admitted: its late siblings get no rewards; late siblings are dropped."""
         if group_id < 0:
             self._step_metrics.dropped_siblings += len(partials)
@@ -213,7 +226,6 @@ class ScoringStage:
         while not await self._is_written(group):
             await asyncio.sleep(write_retry.PAUSE_S)
         self._attempts.pop(group.group_id, None)
-        self._forget_turns(group.group_id)
         if self._history.in_lineage(group):
             self._buffer.admit(group)
             return
@@ -235,7 +247,7 @@ class ScoringStage:
             return False
         return True
 
-    def _checked(self, episode_id: str, partial: Generated) -> Episode:
+    def _checked(self, episode_id: str, partial: FinishedEpisode) -> Episode:
         """Rows and graph of an episode.  Raises RecordError."""
         nodes = partial.nodes(self._config.rollout.turn_rows)
         for node in nodes:
@@ -252,7 +264,7 @@ class ScoringStage:
                 )
 
     def drop_unscored(
-        self, group_id: int, partials: Sequence[Generated], error: ScoreError
+        self, group_id: int, partials: Sequence[FinishedEpisode], error: ScoreError
     ) -> None:
         """Replace the group; ends the run if so configured, and if scoring does not work at all."""
         task = self._entries[partials[0].prompt.task]
@@ -300,30 +312,29 @@ class ScoringStage:
         self._ref_counts.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
-    def _discard(self, group_id: int, partials: Sequence[Generated]) -> None:
+    def _discard(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         self._delete(partials)
         self._leave(group_id, partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
-        self._forget_turns(group_id)
+        self._forget_turns(partials)
         self._buffer.discard(group_id)
 
-    def _forget_turns(self, group_id: int) -> None:
-        """A group of agents has ended in any way."""
-        self._ref_counts.release(self._journal.turns.end(group_id))
+    def _forget_turns(self, partials: Sequence[FinishedEpisode]) -> None:
+        """Episodes have ended in any way: the log of their turns is not needed."""
+        self._ref_counts.release(self._journal.turns.end(one.episode_id for one in partials))
 
-    def _delete(self, partials: Sequence[Generated]) -> None:
-        self._ref_counts.release(uri for partial in partials for uri in partial.blob_uris())
+    def _delete(self, partials: Sequence[FinishedEpisode]) -> None:
+        self._ref_counts.release(sealed_uris(partials))
 
 
 def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
     """Name and value of the setting from which the rewards of a task come."""
-    agent = task.agent
-    if not agent.plays or agent.reward == "task":
+    if not task.brings_reward:
         return "task.reward", task.reward or task.name
-    if agent.command:
-        return "task.agent.command", agent.command
-    return "task.agent.environment", agent.environment
+    if task.kind is TaskKind.PROGRAM:
+        return "task.agent.command", task.agent.command
+    return "task.environment", task.environment
 
 
 def _does_not_work(scored: Sequence[bool]) -> str:
@@ -359,5 +370,5 @@ def place_steps(
     return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
 
 
-def _outputs(partial: Generated) -> list[list[int]]:
+def _outputs(partial: FinishedEpisode) -> list[list[int]]:
     return [turn.output_ids.tolist() for turn in partial.turns]

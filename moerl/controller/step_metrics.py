@@ -64,6 +64,7 @@ class StepMetrics:
         self.engine_restarts = 0
         self.engines_excluded = 0
         self.score_failures = 0
+        self.bad_prompts = 0
         self.engines_suspended = 0
         self.dropped_zero_variance = 0
         self.journal_adopted = 0
@@ -73,6 +74,7 @@ class StepMetrics:
         self.pauses: list[float] = []
         self.evaluations_given_up = 0
         self.dropped_siblings = 0
+        self.dropped_stale_siblings = 0
         self.carried_siblings = 0
         self.cancelled_groups = 0
         self.cancelled_tokens = 0
@@ -83,7 +85,7 @@ class StepMetrics:
     def episode_played(
         self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
     ) -> None:
-        """failure: as PlayedEpisode."""
+        """failure: as FinishedEpisode."""
         for turn in graph:
             self.agents[f"graph/{turn.role}/{turn.left_out or 'trained'}"] += 1
         for name, count in counts.items():
@@ -91,6 +93,9 @@ class StepMetrics:
         self.agents["episodes"] += 1
         if failure:
             self.agents[f"failed/{failure}"] += 1
+
+    def tokens_cancelled(self, count: int) -> None:
+        self.cancelled_tokens += count
 
     def turn_replayed(self, tokens: int) -> None:
         """A reply to a turn is that of an earlier controller."""
@@ -128,12 +133,14 @@ class StepMetrics:
             "async/copied_groups": float(self.copied),
             "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
             "async/dropped_siblings": float(self.dropped_siblings),
+            "async/dropped_stale_siblings": float(self.dropped_stale_siblings),
             "async/carried_siblings": float(self.carried_siblings),
             "async/cancelled_groups": float(self.cancelled_groups),
             "async/cancelled_tokens": float(self.cancelled_tokens),
             "async/stalled_requests": float(self.stalled_requests),
             "sample/context_ends": float(self.context_ends),
             "scorer/failed": float(self.score_failures),
+            "async/bad_prompts": float(self.bad_prompts),
             "async/engines_suspended": float(self.engines_suspended),
             "journal/adopted_groups": float(self.journal_adopted),
             "journal/lost_groups": float(self.journal_lost),
@@ -264,7 +271,7 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = episode.turns[-1].rollout
-    plays = by_label(config)[group.prompt.task].agent.plays
+    plays = by_label(config)[group.prompt.task].kind.speaks_messages
     begin = rollout.prompt_len if plays else len(group.prompt.token_ids)
     return [
         {

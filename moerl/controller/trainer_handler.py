@@ -223,7 +223,8 @@ class TrainerHandler:
                 raise ProtocolError("a newer trainer has started")
             if step in self._batches.planned:
                 return True
-            self._drop_stale()
+            if not self._drop_stale():
+                return False
             if not (due := self._buffer.due()):
                 return False
             is_whole = await self._availability.are_whole(due)
@@ -252,12 +253,29 @@ class TrainerHandler:
                 f"{self._pool.describe()}" + (f"; {failed}" if failed else "")
             )
 
-    def _drop_stale(self) -> None:
+    def _drop_stale(self) -> bool:
+        """Drop ready groups, or siblings, that are too old; False: the disk is full."""
+        if self._config.rollout.stale_siblings == "drop" and not self._drop_stale_siblings():
+            return False
         stale = self._buffer.evict_stale()
         self._journal.left(group.group_id for group in stale)
         for group in stale:
             self._step_metrics.dropped_stale += 1
             self._ref_counts.forget(group)
+        return True
+
+    def _drop_stale_siblings(self) -> bool:
+        for group, part in self._buffer.with_stale_siblings():
+            try:
+                self._journal.admitted(part)
+            except JournalError as error:
+                self._writes.failed(f"group {group.group_id} without its stale siblings", error)
+                return False
+            self._buffer.exchange(part)
+            dropped = len(group.episodes) - len(part.episodes)
+            self._step_metrics.dropped_stale_siblings += dropped
+            self._ref_counts.forget(group, part)
+        return True
 
     async def _scored_plan(self, take: TakePlan) -> Plan | SamePlan | None:
         """The plan of a complete step, after reference ranks have scored all its groups, and the

@@ -486,7 +486,8 @@ class EpisodeGroup:
     group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
-    peers: tuple[float, ...] = ()  # rewards of siblings in another group, for the baseline
+    # Rewards of siblings in another group, and of stale ones that were dropped, for the baseline
+    peers: tuple[float, ...] = ()
 
     def rollouts(self) -> list[Rollout]:
         return [turn.rollout for episode in self.episodes for turn in episode.turns]

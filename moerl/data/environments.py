@@ -1,7 +1,7 @@
-"""Environments: (prompt, responses so far) -> text between turns, empty = the end.
+"""Environments of texts: (prompt, responses so far) -> text between turns, empty = the end.
 
-Environments run in the scorer's worker processes, with the same deadline as a reward.  The text is
-appended to the turn unchanged: the environment writes the markup that the model expects.
+They run in the scorer's worker processes, with the same deadline as a reward.  The text is
+appended to the turn unchanged: the function writes the markup that the model expects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
-from moerl.config.task_tables import ENVIRONMENTS, PACKAGE
+from moerl.config.task_kinds import TaskKind
+from moerl.config.task_tables import ENVIRONMENT_NAMES, ENVIRONMENTS, PACKAGE
 from moerl.core.types import Prompt
 
 Environment = Callable[[Prompt, Sequence[str]], str]
@@ -22,13 +23,13 @@ UserEnvironment = Callable[[str, Any, Sequence[str], dict[str, Any]], str]
 
 
 def make_environment(task: TaskConfig) -> Environment | None:
-    """The environment of a task, if it has one.  Raises ConfigError for an unknown one."""
-    if not task.environment:
+    """The environment of a task with text replies.  Raises ConfigError for an unknown one."""
+    if task.kind is not TaskKind.TEXT_REPLIES:
         return None
     if task.environment in ENVIRONMENTS:
         named: Environment = load_below(PACKAGE, ENVIRONMENTS[task.environment])
         return named
-    function: UserEnvironment = look_up("task.environment", task.environment, ENVIRONMENTS)
+    function: UserEnvironment = look_up("task.environment", task.environment, ENVIRONMENT_NAMES)
     return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 

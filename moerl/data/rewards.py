@@ -18,28 +18,31 @@ from typing import Any
 
 from moerl.config.functions import load_below, look_up
 from moerl.config.schema import TaskConfig
-from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
-from moerl.core.errors import ConfigError
+from moerl.config.task_kinds import SOURCE, TaskKind
+from moerl.config.task_tables import PACKAGE, REWARD_NAMES, REWARDS, SOURCES
+from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.data.tasks import reasoning_gym_dataset
 
 Reward = Callable[[Prompt, Sequence[str]], Score]
 # A user's function: function(prompt text, answer, last response, extra fields) -> a number, or
 # {"reward": number, "steps": [(characters before its end, reward), ...], "turns": [reward, ...],
-# "errors": number}.  With task.max_turns > 1 all responses are in extra["turns"].
+# "errors": number}.  In episodes of several turns all responses are in extra["turns"].
 UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
 def make_reward(task: TaskConfig) -> Reward:
     """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
+    if task.brings_reward:
+        return _of_the_episode
     own = SOURCES[task.name].reward
-    if own and not task.reward:
+    if own and task.reward in ("", SOURCE):
         return _outcome(load_below(PACKAGE, own))
     if task.name == "reasoning_gym":
         return GymReward(task)
     if task.reward in REWARDS:
         return _named(task.reward)
-    return _dotted(task.reward, with_turns=task.max_turns > 1)
+    return _dotted(task.reward, with_turns=task.kind is not TaskKind.SINGLE_ANSWER)
 
 
 def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
@@ -48,6 +51,10 @@ def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
         reward.entry(prompt)
     elif task.reward == "math_verify":
         _parsed_gold(str(prompt.answer))
+
+
+def _of_the_episode(prompt: Prompt, responses: Sequence[str]) -> Score:
+    raise ScoreError("its program or environment gives the reward")
 
 
 def right_positions(prompt: Prompt, response: str) -> float:
@@ -168,7 +175,7 @@ class GymReward:
 
 
 def _dotted(path: str, *, with_turns: bool) -> Reward:
-    function: UserReward = look_up("task.reward", path, REWARDS)
+    function: UserReward = look_up("task.reward", path, REWARD_NAMES)
 
     def reward(prompt: Prompt, responses: Sequence[str]) -> Score:
         extra = prompt.extra | ({"turns": list(responses)} if with_turns else {})

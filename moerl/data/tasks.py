@@ -153,10 +153,10 @@ class PromptStream:
                 f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
             )
         extra = dict(item.extra)
-        if self._task.agent.plays:
+        if self._task.kind.speaks_messages:
             extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
-            if item.messages:  # the agent writes its own conversation
-                extra["messages"] = list(item.messages)
+            if item.messages or self._task.system:  # the agent writes its own conversation
+                extra["messages"] = self._messages(item)
         return Prompt(index, tuple(ids), text, item.answer, extra)
 
     def _place(self, index: int) -> int:
@@ -171,9 +171,10 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _text(self, item: Item) -> str:
-        if not item.messages and not self._task.chat_template:
+        speaks_messages = self._task.kind.speaks_messages
+        if not item.messages and (speaks_messages or not self._task.chat_template):
             return item.prompt
-        if self._task.agent.plays:
+        if speaks_messages:  # the template is applied to each turn's messages
             return "\n".join(message["content"] for message in item.messages)
         if not self._tokenizer.chat_template:
             raise ConfigError(
@@ -181,14 +182,18 @@ class PromptStream:
                 self._task.path,
                 f"{item.origin} has messages; the tokenizer has no template",
             )
+        return str(
+            self._tokenizer.apply_chat_template(
+                self._messages(item), tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _messages(self, item: Item) -> list[dict[str, str]]:
+        """Of the item, behind a system message."""
         messages = list(item.messages) or [{"role": "user", "content": item.prompt}]
         if self._task.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._task.system})
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return messages
 
 
 def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:

@@ -22,11 +22,11 @@ def engines_list(run: Annotated[str, _RUN]) -> None:
       moerl engines list mine
     """
     rows = _asked(run, do="list")
-    typer.echo(f"{'engine':>6} {'tp':>3}  {'state':<10}{'version':<10}{'groups':>6}")
+    typer.echo(f"{'engine':>6} {'tp':>3}  {'state':<10}{'version':<10}{'requests':>9}")
     for row in rows:
         typer.echo(
             f"{row['engine']:>6} {row['tp']:>3}  {row['state']:<10}{row['version']:<10}"
-            f"{row['groups']:>6}"
+            f"{row['requests']:>9}"
         )
 
 

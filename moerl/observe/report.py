@@ -88,7 +88,7 @@ def write_report(
     samples, loads = read_lines(run.samples), read_lines(run.expert_load)
     entries, num_steps = entries_of(config), config.run.steps
     labels = [entry.label for entry in entries] if config.tasks else []
-    has_agent = any(entry.agent.plays for entry in entries)
+    has_agent = any(entry.kind.speaks_messages for entry in entries)
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
     page = Page(

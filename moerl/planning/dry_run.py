@@ -39,8 +39,8 @@ from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
-from moerl.config.task_mixture import entries_of, longest_row
-from moerl.config.task_programs import AgentConfig
+from moerl.config.task_kinds import TaskKind
+from moerl.config.task_mixture import TaskEntry, entries_of, longest_row
 from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
@@ -133,19 +133,20 @@ def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
     return shared
 
 
-def _agent_line(agent: AgentConfig) -> str:
-    limits = f"{agent.max_turns} turns, {agent.max_sampled_tokens} tokens, {agent.wall_s:g} s each"
-    played_by = " ".join(agent.command) or f"environment {agent.environment}"
-    return f"{played_by}; at most {limits}; reward: {agent.reward}"
+def _agent_line(task: TaskEntry) -> str:
+    tokens, wall_s = task.sampled_limit, task.wall_limit_s
+    limits = f"{task.turn_limit} turns, {tokens} tokens, {wall_s:g} s each"
+    played_by = " ".join(task.agent.command) or f"environment {task.environment}"
+    return f"{played_by}; at most {limits}; reward: {task.reward or 'its own'}"
 
 
-def _agents(config: Config, agent: AgentConfig) -> str:
+def _agents(config: Config, task: TaskEntry) -> str:
     """Largest number of processes at a time."""
     rollout = config.rollout
-    if not agent.command:
-        return str(agent.environment_workers)
+    if task.kind is TaskKind.ENVIRONMENT:
+        return str(task.environment_workers)
     most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
-    return str(agent.workers or f"<= {most}")
+    return str(task.agent.workers or f"<= {most}")
 
 
 def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, ...]]:
@@ -161,10 +162,10 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
-    playing = [task for task in entries_of(config) if task.agent.plays]
+    playing = [task for task in entries_of(config) if task.kind.speaks_messages]
     for task in playing if placed.controller.name == name else ():
         which = f"agents {task.label}".strip()
-        rows.append((which, "", _agents(config, task.agent), "", _agent_line(task.agent)))
+        rows.append((which, "", _agents(config, task), "", _agent_line(task)))
     slots = [slot for slot in placed.engines if slot.node.name == name]
     heads = [slot for slot in slots if slot.part == 0]
     if heads and not is_local(config.cluster):
@@ -441,7 +442,8 @@ def _host_lines(
     """Host memory per node: the trainer's copies and offloaded optimizer, staging, records."""
     rollout = config.rollout
     tokens = longest_row(config)
-    groups = rollout.groups_per_step * (rollout.buffer_depth + 1) + rollout.max_groups_in_flight
+    depth = rollout.buffer_depth if rollout.admission == "bounded" else rollout.max_lag
+    groups = rollout.groups_per_step * (depth + 1) + rollout.max_groups_in_flight
     record = tokens * routes * (config.replay.routing == "R3")
     waiting = groups * rollout.group_size * record
     engine_nodes = {slot.node.name for slot in placed.engines}

@@ -122,7 +122,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
 def _needed(task: TaskConfig) -> Iterator[str]:
     """Paths that a worker must read: interpreter, this package, the task's own modules."""
     yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
-    for setting in (task.reward, task.environment, task.agent.environment):
+    for setting in (task.reward, task.environment):
         if ":" in setting and (source := source_of(setting)):
             yield str(source)
 

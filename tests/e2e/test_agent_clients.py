@@ -18,7 +18,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.episode_types import EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
@@ -27,6 +28,7 @@ from moerl.core.errors import RecordError
 from moerl.core.ids import episode_of
 from moerl.core.types import Array, GenerateRequest, SamplingParams, Segment
 from moerl.engine.host.answer_parser import SglangAnswers
+from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.records.header_check import check
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment, verifiers_agent
 from tests.helpers.agent_records import (
@@ -41,6 +43,7 @@ from tests.helpers.agent_records import (
 )
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.one_engine import far, finished, open_episode
 from tests.helpers.replay_scenario import A, B, C, Scoring, World
 from tests.helpers.session_publisher import Publisher
 
@@ -113,12 +116,20 @@ class Stage:
 
     async def play(self, name: str, change: Callable[[], Awaitable[None]]) -> Played:
         tokens, tap = self._tokens, MeetingTap(self.world)
-        policy = Policy(tap, tokens, StopFinder(tokens), self._parser, SAMPLING, audit=True)
+        policy = Policy(tokens, StopFinder(tokens), self._parser, context_tokens=4000)
         gateway = Gateway(policy, Endpoint())
         await gateway.start()
-        playing = {
-            client: asyncio.create_task(run_client(gateway, episode_name(name, client)))
+        opened = {
+            client: open_episode(tap, episode_name(name, client), SAMPLING, audit=True)
             for client in CLIENTS
+        }
+        turns_of = {
+            client: gateway.open_episode(far(episode), EpisodeLimits(context_tokens=4000))
+            for client, episode in opened.items()
+        }
+        playing = {
+            client: asyncio.create_task(run_client(gateway, turns))
+            for client, turns in turns_of.items()
         }
         meeting = asyncio.create_task(tap.begin.wait())
         await asyncio.wait({meeting, *playing.values()}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,8 +137,8 @@ class Stage:
             assert not task.done(), f"it has ended before its second turn: {task.result()}"
         await change()
         printed = {client: await task for client, task in playing.items()}
-        done = {client: await gateway.end_episode(episode_name(name, client)) for client in CLIENTS}
         await gateway.stop()
+        done = {client: await finished(opened[client], turns_of[client]) for client in CLIENTS}
         turns = [turn for episode in done.values() for turn in episode.turns]
         records = Records(self._scoring, tokens, turns, UPDATES[name], f"{name}.")
         return Played(records, tap, done, printed)
@@ -137,9 +148,9 @@ def episode_name(update_name: str, client: str) -> str:
     return f"{10 * list(UPDATES).index(update_name) + list(CLIENTS).index(client)}.0"
 
 
-async def run_client(gateway: Gateway, name: str) -> str:
+async def run_client(gateway: Gateway, episode: ChatTurns) -> str:
     """What the program prints; it reads one line, as workers of `task.agent` do."""
-    episode = gateway.open_episode(name, EpisodeLimits(context_tokens=4000))
+    name = episode.name
     asked = {
         "episode": name,
         "base_url": gateway.base_url(name),
@@ -188,7 +199,7 @@ def played(request: pytest.FixtureRequest, all_played: dict[str, Played]) -> Pla
 def test_an_episode_is_one_conversation_over_an_update(played: Played, name: str) -> None:
     done, (before, after) = played.done[name], played.records.versions
     assert [str(turn.origin) for turn in done.turns] == ["first"] + ["continued"] * (TURNS - 1)
-    assert [turn.parent for turn in done.turns] == [None, *range(TURNS - 1)]
+    assert [turn.before for turn in done.turns] == [None, *done.turns[:-1]]
     spans = [span.version for turn in done.turns for span in turn.rollout.versions]
     assert set(spans) == {before, after}
     assert done.turns[-1].rollout.versions[-1].version == after
@@ -205,7 +216,7 @@ def test_the_update_met_running_turns(all_played: dict[str, Played]) -> None:
 
 def test_the_environment_gives_its_reward(played: Played) -> None:
     answer = json.loads(played.printed["verifiers"])
-    assert answer["episode"] == played.done["verifiers"].name
+    assert answer["episode"] == played.done["verifiers"].episode_id
     assert 0 < answer["reward"] <= 1, "the tool was called"
 
 

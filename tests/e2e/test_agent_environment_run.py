@@ -18,14 +18,14 @@ from tests.helpers.train_runs import Run, check_deletion, start, survivors
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 METRICS = (Path(__file__).resolve().parents[2] / "docs/metrics.md").read_text()
-LOCKS = ["task.agent.environment=examples.live_environment:Locks", "task.agent.max_turns=3"]
+LOCKS = ["task.environment=examples.live_environment:Locks", "task.max_turns=3"]
 # Most words of this model's vocabulary are whole calls of `shell`; what they print, it cannot know.
 TOOLS = [
-    "task.agent.environment=sandbox_tools",
-    "task.agent.tools=[shell]",
-    "task.agent.reward=task",
-    "task.agent.call_format=qwen25",
-    "task.agent.max_turns=3",
+    "task.environment=sandbox_tools",
+    "task.tools=[shell]",
+    "task.reward=source",
+    "task.call_format=qwen25",
+    "task.max_turns=3",
     "sampling.max_new_tokens=12",
 ]
 
@@ -78,7 +78,7 @@ def test_calls_of_the_policy_are_executed_and_its_turns_trained(tmp_path: Path) 
 
 
 def test_an_environment_whose_worker_is_killed_costs_no_step(tmp_path: Path) -> None:
-    slow = "task.agent.options={wait_s: 0.5}"
+    slow = "task.environment_options={wait_s: 0.5}"
     run = start(
         tmp_path, "quickstart", *SETTINGS, *LOCKS, slow, "run.steps=3", name="x", copies=True
     )

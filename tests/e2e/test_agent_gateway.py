@@ -15,17 +15,19 @@ import numpy as np
 import openai
 import pytest
 
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.episode_types import EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.core.types import Rollout, SamplingParams
 from moerl.engine.host.answer_parser import SglangAnswers
+from moerl.episodes.finished_episode import FinishedEpisode, used_uris
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.header_check import check
 from tests.helpers.agent_records import Records, Tap, check_control, check_scores, score, update
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.one_engine import far, finished, open_episode
 from tests.helpers.patience import patience
 from tests.helpers.replay_scenario import A, B, Scoring, World
 
@@ -96,17 +98,16 @@ def _after(message: Any, result: str) -> list[Any]:
 async def play(world: World, parser: SglangAnswers) -> Played:
     tokens, tap = PromptTokens(chat_tokenizer()), Tap(world)
     policy = Policy(
-        engine=tap,
         tokens=tokens,
         finder=StopFinder(tokens),
         parser=parser,
-        sampling=SAMPLING,
-        audit=True,
+        context_tokens=4000,
         logprobs=partial(read_logprobs, world.store),
     )
     gateway = Gateway(policy, Endpoint())
     await gateway.start()
-    episode = gateway.open_episode("7.0", EpisodeLimits(context_tokens=4000))
+    opened = open_episode(tap, "7.0", SAMPLING, audit=True)
+    episode = gateway.open_episode(far(opened), EpisodeLimits(context_tokens=4000))
     client = openai.AsyncOpenAI(
         base_url=gateway.base_url("7.0"), api_key=episode.key, max_retries=0
     )
@@ -129,7 +130,8 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     await agent.loop(one, 1)  # its parent was sampled under the old weights
     await hang_up(agent, world, begin)
     await client.close()
-    done = await gateway.end_episode("7.0")
+    await gateway.end_episode("7.0")
+    done = await finished(opened, episode)
     await gateway.stop()
     return Played(Scoring(world, world.root), tap, tokens, done, agent.texts, values)
 
@@ -163,12 +165,11 @@ def test_every_sampled_token_is_in_the_record(played: Played) -> None:
 
 
 def test_each_prompt_begins_with_the_tokens_of_its_parent(played: Played) -> None:
-    turns = played.done.turns
-    for turn in turns:
-        if turn.parent is None:
+    for turn in played.done.turns:
+        if turn.before is None:
             continue
-        known = turns[turn.parent].rollout.token_ids[: turn.inherited]
-        assert turns[turn.parent].rollout.num_tokens - turn.inherited <= 1
+        known = turn.before.rollout.token_ids[: turn.inherited]
+        assert turn.before.rollout.num_tokens - turn.inherited <= 1
         np.testing.assert_array_equal(turn.rollout.token_ids[: turn.inherited], known)
         again = played.tokens.encode(played.tokens.decode(turn.rollout.token_ids.tolist()))
         assert not np.array_equal(again, turn.rollout.token_ids), "control: text loses tokens"
@@ -186,15 +187,16 @@ def test_the_episode_took_every_path(played: Played) -> None:
     assert counts["control_tokens_in_contents"] >= 2
     assert counts["cancelled"] == 2, "a client has left two turns"
     names = {path.name for path in played.scoring.world.store.root.iterdir()}
-    wasted = {uri.rpartition("/")[2] for uri in played.done.wasted}
+    wasted = {uri.rpartition("/")[2] for uri in played.done.uris - used_uris([played.done])}
     assert wasted <= names, "what these and refused turns sealed is there to be deleted"
     versions = {span.version for rollout in played.rollouts for span in rollout.versions}
     assert versions == {A, B}
 
 
 def test_the_client_sees_the_recorded_log_probabilities(played: Played) -> None:
-    turn = played.done.turns[4]  # three of the loop, and a sibling of the first, came before
-    assert (turn.parent, turn.origin) == (3, "continued")
+    # three of the loop, and a sibling of the first, came before
+    before, turn = played.done.turns[3:5]
+    assert (turn.before, turn.origin) == (before, "continued")
     recorded = read_logprobs(played.scoring.world.store, turn.rollout)
     np.testing.assert_allclose(played.logprobs, recorded, rtol=0, atol=1e-7)
 

@@ -18,15 +18,14 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.agents.agent_loop import PolicySettings
+from moerl.agents.episode_types import Policy
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import PlainAnswers
-from moerl.config.schema import TaskConfig
+from moerl.config.schema import SamplingConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.controller.journal.journal import Journal
-from moerl.controller.rollout_builder import group_refs
 from moerl.core.messages import Plan
 from moerl.core.serialization import decode, encode
 from moerl.core.types import (
@@ -39,13 +38,14 @@ from moerl.core.types import (
     PolicyVersion,
     Rollout,
     RoutingBlob,
-    SamplingParams,
     Segment,
 )
 from moerl.data.grid import Grid
 from moerl.data.packing import Microbatch, pack_microbatch
+from moerl.episodes.open_episode import OpenEpisode, Outcome
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
+from moerl.records.record_uris import group_refs
 from moerl.records.sampling_mask import encode_rows
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.controllers import CONFIG, make, running, train
@@ -54,9 +54,9 @@ from tests.helpers.stub_engine import StubEngine
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 LAYERS, EXPERTS, TOP_K = tuple(range(48)), 128, 8
-SHAPE = ModelShape(SIZE, 48, LAYERS, EXPERTS, TOP_K)
+SHAPE = ModelShape(SIZE, 48, LAYERS, EXPERTS, TOP_K, eos_token_ids=(END,))
 ANSWER, RESULT, KEPT = 40, 1000, 20  # tokens of an answer and of what follows it; kept per token
-SAMPLING = SamplingParams(ANSWER, top_k=KEPT, stop_token_ids=(END,))
+SAMPLING = SamplingConfig(max_new_tokens=ANSWER, top_k=KEPT)
 ROW_BYTES = len(LAYERS) * TOP_K  # of the routes of one token
 AGENT = """
 import json, os, sys, urllib.request
@@ -134,11 +134,12 @@ class KeptEpisodes(AgentPrograms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.played: list[PlayedEpisode] = []
+        self.played: list[OpenEpisode] = []
 
-    async def play(self, *args: Any, **kwargs: Any) -> PlayedEpisode:
-        self.played.append(await super().play(*args, **kwargs))
-        return self.played[-1]
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        outcome = await super().run(episode)
+        self.played.append(episode)
+        return outcome
 
 
 @dataclass
@@ -150,7 +151,7 @@ class Long:
     engine: RecordingEngine
     tokens: CountedTokens
     plan: BatchPlan
-    played: list[PlayedEpisode]
+    played: list[OpenEpisode]
     joins: list[str] = field(default_factory=list)
 
     @property
@@ -166,26 +167,26 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     store, tokens = BlobStore(folder / "blobs", "n"), CountedTokens(chat_tokenizer())
     engine, joins = RecordingEngine(store), list[str]()
     command = ["python", "-c", AGENT, str(turns), str(RESULT)]
-    task = TaskConfig(agent=AgentConfig(command=command, max_turns=turns))
+    task = TaskConfig(agent=AgentConfig(command=command), max_turns=turns)
     rollout = replace(
         CONFIG.rollout, groups_per_step=1, max_groups_in_flight=1, buffer_depth=1, max_lag=0
     )
     config = replace(CONFIG, task=task, rollout=rollout, run=replace(CONFIG.run, steps=1))
     trainer = replace(CONFIG.trainer, max_tokens_per_microbatch=1000)  # a row each
-    config = replace(config, trainer=trainer)
-    settings = PolicySettings(tokens, PlainAnswers(), SAMPLING, 1100 * turns, audit=False)
+    config = replace(config, trainer=trainer, sampling=SAMPLING)
+    policy = Policy(tokens, StopFinder(tokens), PlainAnswers(), 1100 * turns)
     tokens.encoded = tokens.decoded = 0
-    runner = KeptEpisodes(task, settings, folder / "agents.log")
+    runner = KeptEpisodes(task, policy, folder / "agents.log")
 
     async def body() -> list[BatchPlan]:
-        controller, _ = make(folder, engine, config, agents=runner, model=SHAPE, blobs=store)
+        controller, _ = make(folder, engine, config, agents={"": runner}, model=SHAPE, blobs=store)
         return await running(controller, train(controller, 1), 600)
 
     with pytest.MonkeyPatch.context() as patch:
-        from moerl.agents import turn_forest
+        from moerl.episodes import finished_episode
 
-        real = turn_forest.join
-        patch.setattr(turn_forest, "join", lambda n, t: joins.append(n) or real(n, t))
+        real = finished_episode.join
+        patch.setattr(finished_episode, "join", lambda n, t: joins.append(n) or real(n, t))
         store.delete = lambda uris: None  # type: ignore[method-assign]
         (plan,) = asyncio.run(body())
     return Long(turns, store, engine, tokens, plan, runner.played[:2], joins)

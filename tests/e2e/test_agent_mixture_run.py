@@ -23,7 +23,6 @@ SETTINGS = [
     "run.steps=2",
     "rollout.groups_per_step=8",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     # Else a batch is what is finished: the first ones lack the episodes of several turns.
     "rollout.selection=strict",
     "checkpoint.every=0",
@@ -64,8 +63,8 @@ def test_each_row_is_trained_with_the_sampling_of_its_task(tmp_path: Path) -> No
 
 def test_text_a_program_and_an_environment_are_trained_in_one_run(tmp_path: Path) -> None:
     program = f"tasks.five.agent.command=[python, {ROOT}/examples/tool_agent.py]"
-    played = "tasks.three.agent.environment=examples.live_environment:Locks"
-    limits = ["tasks.five.agent.max_turns=3", "tasks.three.agent.max_turns=3"]
+    played = "tasks.three.environment=examples.live_environment:Locks"
+    limits = ["tasks.five.max_turns=3", "tasks.three.max_turns=3"]
     settings = [*SETTINGS, program, played, *limits, "evaluation.hold_s=180"]
     run = start(tmp_path, "digits-mixture", *settings, name="x", copies=True)
     assert run.finish(540.0) == 0, run.text()

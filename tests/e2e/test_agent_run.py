@@ -73,7 +73,7 @@ def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:
         agent = f"{ROOT}/tests/helpers/text_agent.py"
         settings = [f"task.agent.command=[python, {agent}, '2', '20', judge]"]
         settings += [f"task.agent.models.judge={{base_url: '{stub.base_url}', api_key: {key}}}"]
-        settings += [*SETTINGS, "task.agent.max_turns=4", "run.steps=2"]
+        settings += [*SETTINGS, "task.max_turns=4", "run.steps=2"]
         run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
         assert run.finish() == 0, run.text()
     check_agent_run(run, 2)

@@ -11,17 +11,19 @@ from typing import Any
 import openai
 import pytest
 
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.episode_types import EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.config.schema import EngineConfig
 from moerl.core.types import SamplingParams
 from moerl.engine.host.answer_parser import SglangAnswers
+from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.records.header_check import check
 from tests.helpers.agent_records import Tap, update_now
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.one_engine import PROMPT, far, finished, open_episode
 from tests.helpers.patience import patience
 from tests.helpers.replay_scenario import A, B, World
 
@@ -46,16 +48,18 @@ class Streamed:
 
 async def play(world: World) -> Streamed:
     tokens, tap = PromptTokens(chat_tokenizer()), Tap(world)
-    policy = Policy(tap, tokens, StopFinder(tokens), SglangAnswers(), SAMPLING, audit=True)
+    policy = Policy(tokens, StopFinder(tokens), SglangAnswers(), context_tokens=4000)
     gateway = Gateway(policy, Endpoint())
     await gateway.start()
-    episode = gateway.open_episode("7.0", EpisodeLimits(context_tokens=4000))
+    opened = open_episode(tap, "7.0", SAMPLING, audit=True)
+    episode = gateway.open_episode(far(opened), EpisodeLimits(context_tokens=4000))
     url = gateway.base_url("7.0")
     async with openai.AsyncOpenAI(base_url=url, api_key=episode.key, max_retries=0) as client:
-        found = Streamed(FinishedEpisode("", (), (), {}, frozenset()), tap, tokens)
+        found = Streamed(FinishedEpisode("", PROMPT, ()), tap, tokens)
         await listen(client, world, found)
         await hang_up(client, world)
-    found.done = await gateway.end_episode("7.0")
+    await gateway.end_episode("7.0")
+    found.done = await finished(opened, episode)
     await gateway.stop()
     return found
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.controller.rollout_builder import blob_uris
 from moerl.core.ids import life_of
 from moerl.core.serialization import decode_value
 from moerl.core.types import Rollout, Segment
+from moerl.records.record_uris import blob_uris
 from tests.helpers.short_agent_runs import ROOT, SETTINGS, check_agent_run, check_scores
 from tests.helpers.train_runs import Run, start, survivors
 
@@ -23,10 +23,11 @@ TURNS = 8
 EIGHT_TURNS = [
     *SETTINGS,
     f"task.agent.command=[python, {ROOT}/tests/helpers/text_agent.py, '{TURNS}', '20']",
-    f"task.agent.max_turns={TURNS}",
+    f"task.max_turns={TURNS}",
     "sampling.ignore_eos=true",
     "sampling.max_new_tokens=24",
     "rollout.turn_rows=split",
+    "rollout.journal_tokens=0",
     "replay.audit=true",
     "checkpoint.keep_versions=true",
     "supervision.backoff_s=5",  # the log is read, or deleted, before the next controller starts

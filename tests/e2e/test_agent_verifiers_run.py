@@ -21,7 +21,7 @@ def agent_settings(harness: str, taskset: str = "sort_taskset") -> list[str]:
     return [
         "task.agent.workers=1",
         f"task.agent.command={json.dumps(command)}",
-        "task.agent.max_turns=4",
+        "task.max_turns=4",
         "task.limits.processes=512",
     ]
 
@@ -30,7 +30,7 @@ def test_a_verifiers_environment_is_trained(tmp_path: Path) -> None:
     """Its chat program is verifiers' own: a process per answer."""
     run = start(
         tmp_path, "digits-by-agent", *SETTINGS, *agent_settings("null"), "run.steps=2",
-        "task.agent.wall_s=600", name="x", copies=True,
+        "task.wall_s=600", name="x", copies=True,
     )  # fmt: skip
     run.wait_for(lambda: bool(run.rows()))
     members = run.members()

@@ -24,7 +24,6 @@ SETTINGS = [
     "sampling.ignore_eos=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=2",
     "rollout.max_lag=3",
     "observe.engine_alone_s=0",
     "checkpoint.every=0",

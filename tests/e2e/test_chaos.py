@@ -30,7 +30,6 @@ SETTINGS = [
     "checkpoint.keep_versions=true",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "supervision.backoff_s=0.1",
     "supervision.max_restarts=5",
     "supervision.window_s=1",  # these deaths are no fault of the engines: none is excluded

@@ -24,7 +24,6 @@ SETTINGS = [
     "checkpoint.keep=2",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "observe.engine_alone_s=0",
     "supervision.max_restarts=0",
 ]

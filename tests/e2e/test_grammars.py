@@ -19,7 +19,7 @@ import openai
 import pytest
 import xgrammar
 
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.episode_types import EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
@@ -36,12 +36,14 @@ from moerl.core.types import (
 )
 from moerl.engine import protocol
 from moerl.engine.host.answer_parser import SglangAnswers
+from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.records.header_check import check
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
 from tests.helpers.agent_records import MAX_GAP, MEAN_GAP, Tap, update
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer, save
 from tests.helpers.engine_tiny_model import SHAPE
+from tests.helpers.one_engine import far, finished, open_episode
 from tests.helpers.replay_scenario import A, B, C, Scoring, World
 from tests.helpers.session_publisher import Publisher
 
@@ -150,12 +152,14 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     publisher = Publisher(world.host, world.folders)
     for name, meets in EPISODES.items():
         sampling = NARROW if name == "narrow" else WIDE
-        policy = Policy(played.tap, tokens, StopFinder(tokens), parser, sampling, audit=True)
+        policy = Policy(tokens, StopFinder(tokens), parser, context_tokens=2000)
         gateway = Gateway(policy, Endpoint())
         await gateway.start()
-        key = gateway.open_episode(name, EpisodeLimits(context_tokens=2000, turns=100)).key
+        opened = open_episode(played.tap, name, sampling, audit=True)
+        limits = EpisodeLimits(context_tokens=2000, turns=100)
+        episode = gateway.open_episode(far(opened), limits)
         openai_client = openai.AsyncOpenAI(
-            base_url=gateway.base_url(name), api_key=key, max_retries=0
+            base_url=gateway.base_url(name), api_key=episode.key, max_retries=0
         )
         client = Client(played, openai_client)
         await client.each(1)
@@ -166,8 +170,8 @@ async def play(world: World, parser: SglangAnswers) -> Played:
         await client.bad()
         await client.text("pattern", 1, regex=PATTERN)  # the engine still serves
         await openai_client.close()
-        played.done[name] = await gateway.end_episode(name)
         await gateway.stop()
+        played.done[name] = await finished(opened, episode)
     return played
 
 

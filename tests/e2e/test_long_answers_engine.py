@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moerl.config.schema import Config, EngineConfig, RolloutConfig, RunConfig, SamplingConfig
-from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.messages import Answers, CommitUpdate, EngineStatus, Message, SessionMessage
-from moerl.core.types import GenerateRequest, PolicyVersion, Prompt, SamplingParams, Segment
+from moerl.core.types import GenerateRequest, PolicyVersion, SamplingParams, Segment
 from moerl.engine.host.host import EngineHost
+from moerl.episodes.turn import TurnInFlight
 from tests.helpers.controllers import make, running, train
 from tests.helpers.replay_scenario import World, tokens
 from tests.helpers.session_publisher import Publisher
@@ -33,7 +34,6 @@ CONFIG = Config(
         group_size=2,
         max_lag=100,
         buffer_depth=2,
-        groups_per_request=2,
         slice_tokens=SLICE,
         cancel_lag=0,
     ),
@@ -95,31 +95,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.loop.close()
 
 
-def answer(name: str, length: int, slice_tokens: int = 0) -> PartialRollout:
-    prompt = Prompt(0, tokens(length, seed=length), "", None, {})
-    return PartialRollout(name, prompt, GREEDY, audit=False, slice_tokens=slice_tokens)
+def answer(name: str, length: int, slice_tokens: int = 0) -> TurnInFlight:
+    prompt = np.asarray(tokens(length, seed=length), np.int32)
+    return TurnInFlight(name, prompt, GREEDY, audit=False, slice_tokens=slice_tokens)
 
 
-async def finish(world: World, partials: Sequence[PartialRollout]) -> list[list[int]]:
+async def finish(world: World, turns: Sequence[TurnInFlight]) -> list[list[int]]:
     """Ask until all are whole; their tokens."""
-    while left := [partial for partial in partials if not partial.finished]:
+    while left := [turn for turn in turns if not turn.finished]:
         await world.call(left)
-    rollouts = [partial.rollout() for partial in partials]
-    return [rollout.token_ids[rollout.prompt_len :].tolist() for rollout in rollouts]
+    return [turn.output_ids.tolist() for turn in turns]
 
 
-async def aborted(world: World, partials: Sequence[PartialRollout]) -> None:
+async def aborted(world: World, turns: Sequence[TurnInFlight]) -> None:
     """Ask, and abort by name in the middle."""
-    requests = [partial.request() for partial in partials]
+    requests = [turn.request() for turn in turns]
     running = asyncio.create_task(world.host.generate(requests))
     seen = world.prefills()
     while world.prefills() <= seen:
         await asyncio.sleep(0.01)
     await asyncio.sleep(world.pace_s / 4)
     await world.host.abort([request.name for request in requests])
-    for partial, reply in zip(partials, await running, strict=True):
+    for turn, reply in zip(turns, await running, strict=True):
         assert isinstance(reply, Segment), reply
-        partial.add(reply)
+        turn.add(reply)
 
 
 def test_greedy_answers_in_slices_are_those_in_one_piece(world: World) -> None:
@@ -131,8 +130,8 @@ def test_greedy_answers_in_slices_are_those_in_one_piece(world: World) -> None:
         stopped = [answer(f"stopped.{n}", n) for n in lengths]
         sliced = [answer(f"sliced.{n}", n, SLICE) for n in lengths]
         both = await asyncio.gather(aborted(world, stopped), finish(world, sliced))
-        assert all(0 < partial.num_sampled < 90 for partial in stopped)
-        assert [len(partial.segments) for partial in sliced] == [-(-90 // SLICE)] * len(lengths)
+        assert all(0 < turn.num_sampled < 90 for turn in stopped)
+        assert [len(turn.segments) for turn in sliced] == [-(-90 // SLICE)] * len(lengths)
         return whole, both[1], await finish(world, stopped)
 
     whole, sliced, stopped = world.run(scenario())

@@ -20,7 +20,6 @@ SETTINGS = [
     f"run.steps={STEPS}",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=2",
     "task.reward=tests.helpers.run_rewards:gated",
     "task.score_timeout_s=300",
     "task.pass_environment=[MOERL_TEST_GATE]",

@@ -25,7 +25,6 @@ SHORT = (
     "run.steps=2",
     "rollout.groups_per_step=2",
     "rollout.group_size=4",
-    "rollout.groups_per_request=2",
     "sampling.max_new_tokens=12",
     "evaluation.prompts=4",
     "trainer.max_tokens_per_microbatch=512",
@@ -101,7 +100,7 @@ def test_the_moe_learns_sums_that_it_was_not_trained_on(seed: int, tmp_path: Pat
 
 def test_mismatch_of_real_chat_prompts_is_rounding_with_both_replays(tmp_path: Path) -> None:
     settings = (
-        "rollout.group_size=2", "rollout.groups_per_request=4", "sampling.max_new_tokens=24",
+        "rollout.group_size=2", "sampling.max_new_tokens=24",
     )  # fmt: skip
     done = subprocess.run(
         [

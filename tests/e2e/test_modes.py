@@ -19,14 +19,26 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.messages import UpdateDone
 from moerl.core.types import PolicyVersion, Rollout, Segment, VersionSpan
 from moerl.engine import protocol
+from moerl.episodes.turn import TurnInFlight
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.segment_split import split_segments
 from tests.helpers import engine_tiny_model as tiny
-from tests.helpers.replay_scenario import FULL, LATE, LONG, A, B, C, Scoring, World, start, tokens
+from tests.helpers.replay_scenario import (
+    FULL,
+    LATE,
+    LONG,
+    A,
+    B,
+    C,
+    Scoring,
+    World,
+    row_of,
+    start,
+    tokens,
+)
 from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -93,10 +105,10 @@ class Stage:
         sampling = replace(FULL, max_new_tokens=900) if mode == "in_place" else LONG
         if mode == "drain":
             sampling = replace(LONG, max_new_tokens=24)
-        partials = [start(f"{mode}.{i}", tokens(20 + 30 * i, i), sampling) for i in range(3)]
+        turns = [start(f"{mode}.{i}", tokens(20 + 30 * i, i), sampling) for i in range(3)]
         updates = 0 if mode == "drain" else 2
         seen = self.world.prefills()
-        running = asyncio.create_task(self.until_cut(partials, updates))
+        running = asyncio.create_task(self.until_cut(turns, updates))
         self.played.closed[mode] = []  # of updates that met requests
         for _ in range(updates):
             await self.decode_a_while(seen)
@@ -106,7 +118,7 @@ class Stage:
             await self.decode_a_while(seen)
             await self.cut(running)
         await running
-        self.played.rollouts[mode] = [partial.rollout() for partial in partials]
+        self.played.rollouts[mode] = [row_of(turn) for turn in turns]
 
     async def decode_a_while(self, seen: int) -> None:
         """After the prefill that comes next: time for some two dozen tokens."""
@@ -114,11 +126,11 @@ class Stage:
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.world.pace_s)
 
-    async def until_cut(self, partials: Sequence[PartialRollout], updates: int) -> None:
+    async def until_cut(self, turns: Sequence[TurnInFlight], updates: int) -> None:
         """Resume what a commit interrupts, as the controller does."""
-        await self.world.call(partials)
+        await self.world.call(turns)
         for _ in range(updates if not self.world.host._updates.mode else 0):
-            await self.world.call(partials)
+            await self.world.call(turns)
 
     async def cut(self, running: asyncio.Task[None]) -> None:
         """End requests that would go on for long: their partial output is a record too."""
@@ -134,8 +146,8 @@ class Stage:
         for tag in ("old", "again", "new", "again_new"):
             if tag == "new":
                 await self.publish("prefix")
-            partial = start(f"prefix.{tag}", prompt, replace(LONG, max_new_tokens=4))
-            (segment,) = await self.world.host.generate([partial.request()])
+            turn = start(f"prefix.{tag}", prompt, replace(LONG, max_new_tokens=4))
+            (segment,) = await self.world.host.generate([turn.request()])
             assert isinstance(segment, Segment), segment
             self.played.cached[tag] = segment.cached_tokens
 
@@ -162,14 +174,14 @@ class Stage:
         """
         for version in VERSIONS[self._next :]:
             await self.publisher.stage(version)
-            partial = start(f"half.{version}", tokens(3000, version.step), FULL)
+            turn = start(f"half.{version}", tokens(3000, version.step), FULL)
             seen = self.world.prefills()
-            running = asyncio.create_task(self.world.call([partial]))
+            running = asyncio.create_task(self.world.call([turn]))
             while self.world.prefills() < seen + 3:
                 await asyncio.sleep(0.005)
             await self.publisher.commit(version)
             await running
-            self.played.half_prefilled = partial.rollout()
+            self.played.half_prefilled = row_of(turn)
             if self.played.half_prefilled.versions[0].version == version:
                 return
 

@@ -17,7 +17,6 @@ from moerl.agents.environments.episode_environment import (
     StartFields,
 )
 from moerl.config.schema import TaskConfig
-from moerl.config.task_programs import AgentConfig
 from tests.helpers.agent_clients import PROGRAMS, PYTHON, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.timeout(120)]
@@ -34,8 +33,8 @@ def port() -> Iterator[int]:
 
 def task_at(port: int, field: str = "message") -> TaskConfig:
     options = {"url": f"ws://127.0.0.1:{port}", "observation_field": "echoed"}
-    agent = AgentConfig(environment="http", options=options | {"action_field": field})
-    return TaskConfig(agent=agent)
+    options |= {"action_field": field}
+    return TaskConfig(environment="http", environment_options=options)
 
 
 async def begun(pool: EnvironmentPool, name: str) -> OpenEnvironment:

@@ -24,7 +24,6 @@ SETTINGS = [
     "rollout.group_size=4",
     "rollout.group_quorum=2",
     "rollout.slice_tokens=16",
-    "rollout.groups_per_request=2",
     "rollout.max_lag=6",
     "rollout.buffer_depth=2",
     "replay.audit=true",
@@ -112,7 +111,7 @@ def test_prompts_that_come_again_find_their_cache(tmp_path: Path) -> None:
     texts = [f"{i:02} " + f"write some digits like {i} and {i}, please. " * 4 for i in range(16)]
     plain = [s for s in SETTINGS if "quorum" not in s and "slice" not in s and "keep" not in s]
     plain += ["run.steps=2", "rollout.groups_per_step=32", "rollout.group_size=2"]
-    plain += ["rollout.groups_per_request=1", "rollout.max_groups_in_flight=2", "engine.count=2"]
+    plain += ["rollout.max_groups_in_flight=2", "engine.count=2"]
     plain += ["task.max_prompt_tokens=400", "sampling.max_new_tokens=16", "replay.audit=false"]
     found = {}
     for slack in (-1, 8):

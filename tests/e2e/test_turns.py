@@ -19,7 +19,6 @@ SETTINGS = [
     "run.steps=4",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=2",
     "replay.audit=true",
     "checkpoint.every=0",
     "checkpoint.keep_versions=true",

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from moerl.agents.prompt_tokens import PromptTokens
-from moerl.agents.turn_forest import RecordedTurn
 from moerl.algorithms.mismatch import LAG_BINS, MismatchSums
 from moerl.core.errors import RecordError
 from moerl.core.types import GenerateRequest, MaskBlob, PolicyVersion, Rollout, Segment
 from moerl.engine import protocol
+from moerl.episodes.finished_episode import RecordedTurn
 from moerl.records.sampling_mask import encode_rows
 from moerl.records.segment_split import split_segments
 from tests.helpers.engine_tiny_model import SHAPE
@@ -145,7 +145,7 @@ def _add_jobs(records: Records) -> None:
 
 def _later(records: Records) -> set[str]:
     """First segments of turns that have a parent."""
-    later = [turn.rollout for turn in records.turns if turn.parent is not None]
+    later = [turn.rollout for turn in records.turns if turn.before is not None]
     return {f"{rollout.rollout_id}/0" for rollout in later}
 
 

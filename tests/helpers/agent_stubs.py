@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.environments.environment_episodes import (
     EnvironmentEpisodes,
     EpisodeFailed,
@@ -23,24 +22,28 @@ from moerl.agents.environments.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
+from moerl.agents.episode_types import Policy
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import ENDED, PlayedEpisode, TurnEngine
 from moerl.core.types import (
     ModelShape,
     Prompt,
     SamplingParams,
 )
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode
+from moerl.episodes.open_episode import EpisodeRunner, OpenEpisode, Outcome
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.controllers import CONFIG, make, running, train
+from tests.helpers.one_engine import PROMPT, TurnEngine, open_episode
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import StubEngine
 
-SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
-PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
+SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0, eos_token_ids=(END,))
+SAMPLING = SamplingParams(4, stop_token_ids=(END,))
 # As a client of OpenAI's interface asks, without the seconds that the import of one takes.  Its
 # prompt may name a fault.
 AGENT = """
@@ -71,7 +74,9 @@ BROKEN = EpisodeFailed("environment", "has an environment that raised")
 
 
 def task_of(*command: str, **changes: Any) -> TaskConfig:
-    return TaskConfig(agent=AgentConfig(command=list(command), **changes))
+    """changes: of the agent where it has such a field, else of the task."""
+    own = {name: changes.pop(name) for name in ("workers", "models") if name in changes}
+    return TaskConfig(agent=AgentConfig(command=list(command), **own), **changes)
 
 
 def python(code: str, **changes: Any) -> TaskConfig:
@@ -86,11 +91,26 @@ def is_alive(pid: int) -> bool:
 
 
 def program_runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
+    policy = policy_of(logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
+    return AgentPrograms(task, policy, tmp_path / "agents.log")
+
+
+def policy_of(context_tokens: int = 4000, **fields: Any) -> Policy:
     tokens = PromptTokens(chat_tokenizer())
-    sampling = SamplingParams(4, stop_token_ids=(END,))
-    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens=4000, audit=False)
-    settings = replace(settings, logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
-    return AgentPrograms(task, settings, tmp_path / "agents.log")
+    return Policy(tokens, StopFinder(tokens), PlainAnswers(), context_tokens, **fields)
+
+
+async def play(
+    agents: EpisodeRunner,
+    engine: TurnEngine,
+    name: str,
+    prompt: Prompt = PROMPT,
+    sampling: SamplingParams = SAMPLING,
+    **spec: Any,
+) -> FinishedEpisode:
+    """An episode to its end."""
+    episode = open_episode(engine, name, sampling, prompt, **spec)
+    return episode.finish(await agents.run(episode))
 
 
 def run_agents(
@@ -100,7 +120,7 @@ def run_agents(
         rollout = replace(CONFIG.rollout, **changes)
         config = replace(CONFIG, task=task, rollout=rollout, run=replace(CONFIG.run, steps=steps))
         controller, reports = make(
-            tmp_path, engine, config, agents=program_runner(tmp_path, task), model=SHAPE
+            tmp_path, engine, config, agents={"": program_runner(tmp_path, task)}, model=SHAPE
         )
         return await running(controller, train(controller, steps), 60), reports
 
@@ -112,20 +132,19 @@ class FakeRunner:
 
     def __init__(self, *fails: str) -> None:
         self.fails, self.names, self.ends = fails, list[str](), dict[str, asyncio.Event]()
+        self.episodes: dict[str, OpenEpisode] = {}
 
-    async def start(self, engine: TurnEngine) -> None:
-        self.engine = engine
+    async def start(self) -> None: ...
 
-    async def play(
-        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
-    ) -> PlayedEpisode:
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        name = episode.name
         self.names.append(name)
-        self.ends[name] = asyncio.Event()
+        self.episodes[name], self.ends[name] = episode, asyncio.Event()
+        episode.uris.add(f"blob://n/{name}")
         if name not in self.fails:
             await self.ends[name].wait()
         failure = "exit" if name in self.fails else ENDED
-        wasted = frozenset({f"blob://n/{name}"})
-        return PlayedEpisode(name, prompt, (), wasted, failure, "ended with exit code 1")
+        return Outcome(failure, f"the agent of {name} ended with exit code 1")
 
     def end(self, name: str) -> None:
         self.ends[name].set()
@@ -192,10 +211,7 @@ class LocalEnvironment:
 def environment_runner(
     task: TaskConfig, pool: LocalEnvironments, context_tokens: int = 4000
 ) -> EnvironmentEpisodes:
-    tokens = PromptTokens(chat_tokenizer())
-    sampling = SamplingParams(4, stop_token_ids=(END,))
-    settings = PolicySettings(tokens, PlainAnswers(), sampling, context_tokens, audit=False)
-    return EnvironmentEpisodes(task, settings, pool)
+    return EnvironmentEpisodes(task, policy_of(context_tokens), pool)
 
 
 @dataclass

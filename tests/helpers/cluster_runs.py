@@ -23,7 +23,6 @@ RECIPE = (
     "run.console=lines",
     "rollout.groups_per_step=8",
     "rollout.group_size=4",
-    "rollout.groups_per_request=8",
     "replay.probe=1",
     "observe.engine_alone_s=0",
 )

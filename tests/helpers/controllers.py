@@ -59,7 +59,10 @@ from tests.helpers.stub_engine import StubEngine
 CONFIG = Config(
     run=RunConfig(steps=4),
     rollout=RolloutConfig(
-        groups_per_step=2, group_size=2, max_lag=2, buffer_depth=2, groups_per_request=2
+        groups_per_step=2,
+        group_size=2,
+        max_lag=2,
+        buffer_depth=2,
     ),
     sampling=SamplingConfig(max_new_tokens=4),
 )
@@ -106,7 +109,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         saved_steps=kwargs.get("saved_steps", lambda: 0),
         on_step=reports.append,
         on_rewind=kwargs.get("on_rewind", lambda step: None),
-        agents=kwargs.get("agents"),
+        agents=kwargs.get("agents") or {},
     )
     controller = Controller(
         replace(config, engine=EngineConfig(count=len(engines))),
@@ -122,6 +125,7 @@ async def train(
     steps: int,
     consumed: tuple[int, ...] = (),
     start: PolicyVersion = PolicyVersion(0, 0),
+    step_s: float = 0.005,
 ) -> list:
     """A trainer that publishes after every step, and before the first if it was restarted."""
     assert await controller.handle(hello(start, ranges(consumed))) == Ok()
@@ -134,7 +138,7 @@ async def train(
             await publish(controller, PolicyVersion(start.incarnation, step))
         assert isinstance(reply, Plan), reply
         plans.append(reply.plan)
-        await asyncio.sleep(0.005)  # the step
+        await asyncio.sleep(step_s)
         version = PolicyVersion(start.incarnation, step + 1)
         await controller.handle(StepDone(step, version, {"loss/pg": 0.0}, ""))
         await publish(controller, version)
@@ -151,9 +155,9 @@ def commit(version: PolicyVersion, engine: int = 0) -> CommitUpdate:
     return CommitUpdate(engine, version, 60.0)
 
 
-async def publish(controller: Controller, version: PolicyVersion) -> None:
+async def publish(controller: Controller, version: PolicyVersion, engine: int = 0) -> None:
     with contextlib.suppress(EngineError):  # a dead engine gets a later version
-        await controller.handle(commit(version))
+        await controller.handle(commit(version, engine))
 
 
 async def running(controller: Controller, work, timeout_s: float = 20):

@@ -52,7 +52,6 @@ from tests.helpers.patience import Patience
 from tests.helpers.tiny_families import RECIPE, make_family_model
 
 SETTINGS = (
-    "rollout.groups_per_request=3",
     "rollout.group_size=2",
     "task.digits=10",
     "engine.max_total_tokens=2048",

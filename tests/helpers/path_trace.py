@@ -40,7 +40,9 @@ TOKENS = {
     "moerl.engine.host.reply_parser": {"Reply"},
     "moerl.engine.record_files": {"RecordReference", "StoredArray"},
     "sglang.srt.managers.io_struct": {"BatchTokenIDOutput"},
-    "moerl.controller.rollout_builder": {"PartialRollout"},
+    "moerl.episodes.turn": {"SampledTurn", "TurnInFlight"},
+    "moerl.episodes.open_episode": {"EpisodeSpec", "OpenEpisode", "TurnCall", "TurnRequest"},
+    "moerl.episodes.finished_episode": {"FinishedEpisode", "RecordedTurn"},
     "moerl.data.packing": {"Microbatch"},
     "moerl.scoring.worker": {"WorkerAnswer", "WorkerRequest"},
 }  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moerl.algorithms.advantages import plan_advantages
+from moerl.config.schema import AlgorithmConfig
 from moerl.core.types import (
     Episode,
     EpisodeGroup,
@@ -17,6 +19,7 @@ from moerl.core.types import (
     Score,
     Turn,
 )
+from moerl.data.batching import plan_batch
 from moerl.records.blob_store import BlobStore
 from tests.helpers.synthetic import RolloutSpec, random_rollout
 
@@ -53,3 +56,12 @@ def group(index: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> 
         for i, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True))
     )
     return EpisodeGroup(index, Prompt(index, (1,), "", None, {}), episodes)
+
+
+def advantages(name: str, *groups: EpisodeGroup) -> list[float]:
+    """Advantages of single-turn episodes, by group and sibling."""
+    version = PolicyVersion(0, 0)
+    plan = plan_batch(0, version, groups, dp_size=1, max_tokens_per_microbatch=1000)
+    found = plan_advantages(AlgorithmConfig(advantage=name), plan)
+    place = {(row.group, row.episode): i for i, row in enumerate(plan.rows)}
+    return [float(found[place[key]]) for key in sorted(place)]

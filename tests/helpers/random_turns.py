@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.controller.rollout_builder import PartialEpisode
 from moerl.core.types import Finish, PolicyVersion, Prompt
 from moerl.records.blob_store import BlobStore
+from tests.helpers.scripted_episode import ScriptedEpisode
 from tests.helpers.synthetic import RolloutSpec, random_reply
 
 V0 = PolicyVersion(0, 0)
@@ -33,10 +33,10 @@ def random_episode(
     *,
     audit: bool = False,
     num_reply: int = 3,
-) -> PartialEpisode:
+) -> ScriptedEpisode:
     """A finished episode; the environment says `num_reply` tokens between turns."""
     rng = np.random.default_rng([len(name), *name.encode()])
-    episode = PartialEpisode(name, prompt, spec.sampling, audit=audit, max_turns=len(turns))
+    episode = ScriptedEpisode(name, prompt, spec.sampling, audit=audit)
     for number, calls in enumerate(turns):
         if number:
             episode.reply(rng.integers(0, spec.shape.vocab_size, num_reply).tolist())
@@ -44,5 +44,5 @@ def random_episode(
             own = replace(spec, num_sampled=call.num_sampled, versions=(call.version,))
             finish = Finish.ABORT if call.aborted else Finish.STOP
             episode.add(random_reply(store, rng, episode.request(), own, finish))
-    assert episode.finished
+    assert episode.turn.finished
     return episode

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from moerl.audit.score_job import ScoreJob
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.controller.rollout_builder import PartialRollout
-from moerl.controller.turn_rows import SampledTurn, join
 from moerl.core.errors import RecordError
 from moerl.core.serialization import encode_value
-from moerl.core.types import ModelShape, PolicyVersion, Prompt, Rollout, SamplingParams, Segment
+from moerl.core.types import ModelShape, PolicyVersion, Rollout, SamplingParams, Segment
 from moerl.engine.host.host import EngineContext, EngineHost
+from moerl.episodes.rows import join
+from moerl.episodes.turn import SampledTurn, TurnInFlight
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.runtime.run_dir import RunDir
@@ -166,7 +166,7 @@ class World:
     async def long_prompts(self) -> None:
         await self.complete([start(f"long.{n}", tokens(150, seed=n), TRUNCATED) for n in range(24)])
 
-    def turn(self, kind: str, first: str) -> PartialRollout:
+    def turn(self, kind: str, first: str) -> TurnInFlight:
         """The next turn after rollout `first`: its tokens and twelve new ones."""
         before = self.rollouts[first]
         prompt = (*before.token_ids.tolist(), *tokens(12, seed=before.num_tokens))
@@ -193,27 +193,27 @@ class World:
         await self.ask("POST", "/continue_generation")
         return list(await running)
 
-    async def complete(self, partials: Sequence[PartialRollout]) -> None:
-        await self.call(partials)
-        for partial in partials:
-            assert partial.finished
-            name, turn = partial.rollout_id, partial.turn()
-            chain = [self.before[name], turn] if name in self.before else [turn]
+    async def complete(self, turns: Sequence[TurnInFlight]) -> None:
+        await self.call(turns)
+        for turn in turns:
+            assert turn.finished
+            name, sampled = turn.name, turn.sampled(turn.sampling)
+            chain = [self.before[name], sampled] if name in self.before else [sampled]
             rollout = join(name, chain)
             check(rollout, self.shape)
-            self.rollouts[name], self.turns[name] = rollout, turn
+            self.rollouts[name], self.turns[name] = rollout, sampled
 
-    async def call(self, partials: Sequence[PartialRollout]) -> None:
-        replies = await self.host.generate([partial.request() for partial in partials])
-        for partial, reply in zip(partials, replies, strict=True):
+    async def call(self, turns: Sequence[TurnInFlight]) -> None:
+        replies = await self.host.generate([turn.request() for turn in turns])
+        for turn, reply in zip(turns, replies, strict=True):
             assert isinstance(reply, Segment), reply
-            self.cached[f"{partial.rollout_id}@{reply.version}"] = reply.cached_tokens
-            partial.add(reply)
+            self.cached[f"{turn.name}@{reply.version}"] = reply.cached_tokens
+            turn.add(reply)
 
-    async def interrupt(self, partials: Sequence[PartialRollout]) -> None:
+    async def interrupt(self, turns: Sequence[TurnInFlight]) -> None:
         """Abort all of them in mid-generation."""
         seen = self.prefills()
-        running = asyncio.create_task(self.call(partials))
+        running = asyncio.create_task(self.call(turns))
         while self.prefills() <= seen:
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.pace_s)
@@ -223,9 +223,9 @@ class World:
             await client.abort_all()
             await asyncio.wait([running], timeout=0.05)
         await running
-        for partial in partials:
-            assert partial.segments[-1].finish == "abort"
-            assert len(partial.segments[-1].output_ids) > 1
+        for turn in turns:
+            assert turn.segments[-1].finish == "abort"
+            assert len(turn.segments[-1].output_ids) > 1
 
     def prefills(self) -> int:
         return self.log.read_text().count("Prefill batch")
@@ -276,9 +276,13 @@ def start(
     prompt: tuple[int, ...],
     sampling: SamplingParams,
     rows_known: int = 0,
-) -> PartialRollout:
-    text = Prompt(0, prompt, "", None, {})
-    return PartialRollout(name, text, sampling, audit=True, rows_known=rows_known)
+) -> TurnInFlight:
+    ids = np.asarray(prompt, np.int32)
+    return TurnInFlight(name, ids, sampling, audit=True, rows_known=rows_known)
+
+
+def row_of(turn: TurnInFlight) -> Rollout:
+    return join(turn.name, [turn.sampled(turn.sampling)])
 
 
 @dataclass

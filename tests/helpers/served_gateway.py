@@ -14,16 +14,19 @@ import anthropic
 import openai
 
 from moerl.agents.chat_messages import Json
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy
+from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.episode_types import EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
-from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
 from moerl.core.types import Grammar, SamplingParams
+from moerl.episodes.finished_episode import FinishedEpisode
+from moerl.episodes.open_episode import OpenEpisode
 from tests.helpers.chat_tokenizer import END, call_text, chat_tokenizer
+from tests.helpers.one_engine import far, finished, open_episode
 from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -59,7 +62,8 @@ class MarkedCalls:
 class Served:
     engine: ScriptedEngine
     gateway: Gateway
-    episode: OpenEpisode
+    opened: OpenEpisode
+    episode: ChatTurns
 
     @property
     def client(self) -> openai.AsyncOpenAI:
@@ -75,8 +79,14 @@ class Served:
             text = await reply.text()
             return reply.status, json.loads(text), reply.headers
 
-    async def end(self) -> FinishedEpisode:
-        return await self.gateway.end_episode("e")
+    async def end(self, failure: tuple[str, str] = ("", "")) -> FinishedEpisode:
+        await self.gateway.end_episode("e")
+        return await finished(self.opened, self.episode, failure)
+
+    def open(self, name: str) -> ChatTurns:
+        """Another episode."""
+        episode = open_episode(self.engine, name, SAMPLING)
+        return self.gateway.open_episode(far(episode), LIMITS)
 
 
 @asynccontextmanager
@@ -92,18 +102,18 @@ async def serve(
     engine = ScriptedEngine()
     engine.say(*answers)
     policy = Policy(
-        engine,
         tokens,
         StopFinder(tokens),
         parser or MarkedCalls(),
-        sampling,
+        LIMITS.context_tokens,
         logprobs=lambda rollout: rollout.logprobs,
         no_grammar=no_grammar,
     )
     gateway = Gateway(policy, Endpoint(**endpoint), OtherModels(models or {}))
     await gateway.start()
     try:
-        yield Served(engine, gateway, gateway.open_episode("e", LIMITS))
+        opened = open_episode(engine, "e", sampling)
+        yield Served(engine, gateway, opened, gateway.open_episode(far(opened), LIMITS))
     finally:
         await gateway.stop()
 

@@ -15,7 +15,6 @@ SHORT = [
     "run.steps=2",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "rollout.buffer_depth=0",
     "observe.engine_alone_s=0",
     "checkpoint.every=0",

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from moerl.core.errors import BlobError, EngineError, RecordError
+from moerl.core.ids import group_of
 from moerl.core.messages import (
     Answers,
     AskEngine,
@@ -35,6 +36,7 @@ from moerl.engine.host.mailbox import Mailbox
 from moerl.records import BlobStore
 
 Reply = Segment | RecordError
+_FILLED = 6  # groups that fill the buffer of `tests.helpers.controllers.CONFIG`
 KILLED = "engine 0 is not usable: it was killed"
 
 
@@ -97,7 +99,7 @@ class StubEngine:
         self.killed = asyncio.Event()
         self.is_hung = False  # then no message is answered
         self.suspended = ""  # cause of a suspension: every message of a session is refused
-        self.waits_for_updates = False  # then later calls end when an update cuts them, only
+        self.waits_for_updates = False  # calls for later groups then end when an update cuts them
         self.kept: Sequence[str] | None = None  # by a new controller
         self.finishes = True  # else every reply is empty and to be asked for again
         self.mailbox = Mailbox()
@@ -143,7 +145,8 @@ class StubEngine:
         if self.hangs(first):
             await self.killed.wait()
             raise EngineError(KILLED)
-        waits = self.waits_for_updates and self.calls > 3  # three fill the buffer
+        newest = max(group_of(request.rollout_id.removeprefix("eval-")) for request in requests)
+        waits = self.waits_for_updates and newest >= _FILLED
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if waits or self.holds(first) else 0.01):
                 await self.interrupted.wait()

@@ -28,7 +28,6 @@ TWO_STEPS = [
     "run.steps=2",
     "rollout.groups_per_step=8",
     "rollout.group_size=8",
-    "rollout.groups_per_request=8",
     "rollout.buffer_depth=0",  # what was published is what was gathered
     "observe.engine_alone_s=0",
     "checkpoint.every=0",
@@ -41,7 +40,6 @@ SMALL = [
     "run.steps=3",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=2",
     "observe.engine_alone_s=0",
     "checkpoint.every=0",
 ]

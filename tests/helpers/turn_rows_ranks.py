@@ -20,7 +20,6 @@ import torch  # noqa: E402
 
 from moerl.algorithms.loss import loss_metrics  # noqa: E402
 from moerl.config.schema import Config, ParallelConfig, TrainerConfig  # noqa: E402
-from moerl.controller.turn_rows import SampledTurn, rows_of  # noqa: E402
 from moerl.core.types import (  # noqa: E402
     BatchPlan,
     Episode,
@@ -32,6 +31,8 @@ from moerl.core.types import (  # noqa: E402
     Turn,
 )
 from moerl.data.batching import plan_batch  # noqa: E402
+from moerl.episodes.rows import rows_of  # noqa: E402
+from moerl.episodes.turn import SampledTurn  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
@@ -76,7 +77,7 @@ def main() -> None:
 def _turns(store: BlobStore, name: str, lengths: Sequence[int]) -> list[SampledTurn]:
     prompt = Prompt(0, (1, 2, 3, 4), "", None, {})
     episode = random_episode(store, name, prompt, [[Call(num)] for num in lengths], SPEC)
-    return [turn.turn() for turn in episode.turns]
+    return [turn.sampled for turn in episode.turns]
 
 
 def _chains(store: BlobStore, played: Sequence[list[SampledTurn]]) -> Forms:

@@ -81,7 +81,7 @@ RUN_CONFIG = replace(
     run=replace(CONFIG.run, steps=STEPS),
     engine=EngineConfig(count=1),
     rollout=RolloutConfig(
-        groups_per_step=GROUPS, group_size=2, max_lag=2, buffer_depth=2, groups_per_request=2,
+        groups_per_step=GROUPS, group_size=2, max_lag=2, buffer_depth=2,
         selection="strict", drop_zero_variance=True,
     ),
 )  # fmt: skip

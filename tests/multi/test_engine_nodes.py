@@ -60,7 +60,6 @@ def test_engine_nodes_come_and_go(
         *("supervision.max_restarts=6", "trainer.step_timeout_s=120"),
         *("task.reward=tests.helpers.run_rewards:gated", "task.score_timeout_s=300"),
         *("task.pass_environment=[MOERL_TEST_GATE]", "task.limits.user=same"),  # it sees the gate
-        "rollout.groups_per_request=1",  # so that three engines have something to do
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:
@@ -107,7 +106,7 @@ def test_shared_records_outlive_an_engine_node(four: list[Host], tmp_path: Path)
     settings = (
         *("engine.count=2", "run.steps=24", "checkpoint.every=4", "sync.timeout_s=20"),
         *("supervision.max_restarts=6", "trainer.step_timeout_s=300"),
-        *("rollout.durability=shared", "rollout.groups_per_request=1"),  # both engines have groups
+        "rollout.durability=shared",
     )
     folder = str(tmp_path / "run")
     with cluster_run([first, second, trainer], tmp_path, *settings, engines=2) as run:

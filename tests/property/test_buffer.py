@@ -47,21 +47,28 @@ def group(group_id: int, step: int) -> EpisodeGroup:
     max_lag=st.integers(0, 4),
     depth=st.integers(0, 4),
     selection=st.sampled_from(["oldest", "freshest", "strict"]),
+    in_flight=st.sampled_from([None, 1, 5]),
     seed=st.integers(0, 2**32),
 )
-def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed: int) -> None:
+def test_any_schedule(
+    batch: int, max_lag: int, depth: int, selection: str, in_flight: int | None, seed: int
+) -> None:
     """A random interleaving of start, finish, fail, plan, unplan and publish for 12 steps."""
     choices = random.Random(seed)
-    buffer = GroupBuffer(batch, max_lag, depth, selection=selection)
+    in_flight = None if selection == "strict" else in_flight  # refused
+    buffer = GroupBuffer(batch, max_lag, depth, selection=selection, in_flight=in_flight)
     engine_step, running, trained = 0, {}, []
     for _ in range(4000):
         if buffer.next_step >= 12:
             break
         action = choices.randrange(5)
-        if action == 0 and buffer.capacity(engine_step):
+        is_full = in_flight is not None and len(running) >= in_flight  # the producer's own bound
+        if action == 0 and buffer.capacity(engine_step) and not is_full:
             group_id = buffer.start()
             assert group_id not in running
             running[group_id] = engine_step
+            if in_flight is not None:
+                assert buffer.live <= in_flight + (max_lag + 1) * batch
         elif action == 1 and running:
             group_id = choices.choice(sorted(running))
             buffer.admit(group(group_id, running.pop(group_id)))
@@ -79,7 +86,7 @@ def test_any_schedule(batch: int, max_lag: int, depth: int, selection: str, seed
             elif taken is not None:
                 assert len(taken) == batch
                 assert all(0 <= step - g.oldest.step <= max_lag for g in taken)
-                if depth == 0:
+                if depth == 0 and in_flight is None:
                     assert all(step == g.oldest.step for g in taken), "depth 0 is synchronous"
                 trained += [g.group_id for g in taken]
                 if selection == "strict":

@@ -15,7 +15,6 @@ import pytest
 
 from moerl.config.schema import RunConfig, SyncConfig
 from moerl.controller.controller import Controller
-from moerl.controller.rollout_builder import group_refs, group_uris
 from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import BlobError, ProtocolError, TrainerError
 from moerl.core.ids import ranges
@@ -33,6 +32,7 @@ from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.records import BlobStore
 from moerl.records.blob_store import sizes_of
 from moerl.records.range_server import RangeServer
+from moerl.records.record_uris import group_refs, group_uris
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.controllers import (
     CONFIG,

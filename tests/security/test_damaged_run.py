@@ -24,7 +24,6 @@ SETTINGS = [
     "checkpoint.every=4",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "supervision.backoff_s=0.1",
     "supervision.max_restarts=1",
     "observe.engine_alone_s=0",

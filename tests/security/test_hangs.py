@@ -30,7 +30,6 @@ SETTINGS = [
     "checkpoint.every=10",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "observe.engine_alone_s=0",
     "supervision.backoff_s=0.1",
 ]

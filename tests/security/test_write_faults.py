@@ -92,7 +92,6 @@ SETTINGS = [
     "checkpoint.keep=2",
     f"rollout.groups_per_step={GROUPS_PER_STEP}",
     "rollout.group_size=4",
-    "rollout.groups_per_request=4",
     "observe.engine_alone_s=0",
 ]
 

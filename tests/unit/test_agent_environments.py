@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 
-from moerl.agents.agent_loop import PolicySettings
 from moerl.agents.chat_messages import Json
 from moerl.agents.environments import environment_pool
 from moerl.agents.environments.environment_episodes import (
@@ -30,30 +29,35 @@ from moerl.agents.environments.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
+from moerl.agents.episode_types import Policy
 from moerl.agents.prompt_tokens import PromptTokens
+from moerl.agents.stop_texts import StopFinder
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import ENDED, LOST, PlayedEpisode
 from moerl.core.errors import ConfigError, EngineError
-from moerl.core.types import ModelShape, Prompt, SamplingParams, Score
-from tests.helpers.agent_stubs import LocalEnvironment, LocalEnvironments, environment_runner
+from moerl.core.types import Score
+from moerl.episodes.finished_episode import ENDED, LOST, FinishedEpisode
+from tests.helpers.agent_stubs import (
+    SHAPE,
+    LocalEnvironment,
+    LocalEnvironments,
+    environment_runner,
+    play,
+)
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine
 
-SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
 COUNTING = "tests.helpers.episode_environments:Counting"
-PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
 START = [{"role": "user", "content": "p"}]
 T = TypeVar("T")
 
 
 def task_of(environment: str, **changes: Any) -> TaskConfig:
-    return TaskConfig(agent=AgentConfig(environment=environment, **changes))
+    return TaskConfig(environment=environment, **changes)
 
 
 def with_pool(task: TaskConfig, work: Callable[[EnvironmentPool], Awaitable[T]]) -> T:
@@ -118,7 +122,7 @@ def test_what_an_environment_does_wrong_costs_its_own_episode() -> None:
         "is_too_long": "over task.limits.reply_kb",
         "cannot_be_sent": "cannot be sent",
         "has_no_form": "cannot be sent",
-        "waits": "longer than task.agent.environment_s = 2",
+        "waits": "longer than task.environment_s = 2",
     }
 
     async def work(pool: EnvironmentPool) -> list[EpisodeFailed]:
@@ -167,8 +171,8 @@ def test_an_environment_that_is_not_there_ends_the_run_at_its_start() -> None:
     async def work(pool: EnvironmentPool) -> None:
         raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"task\.agent\.environment.*no_such"):
-        with_pool(task_of("tests.helpers.episode_environments:no_such"), work)
+    with pytest.raises(ConfigError, match=r"task\.environment.*NoSuch"):
+        with_pool(task_of("tests.helpers.episode_environments:NoSuch"), work)
     assert not left_children()
 
 
@@ -196,7 +200,7 @@ def test_sandbox_tools_executes_calls_and_a_killed_box_is_an_answer() -> None:
         await environment.close()
         return said, environment.counts
 
-    task = task_of("sandbox_tools", tools=["python", "shell"], reward="task")
+    task = task_of("sandbox_tools", tools=["python", "shell"], reward="source")
     said, counts = with_pool(task, work)
     assert said[:2] == ["", "6"]
     assert "its files are lost" in said[2]
@@ -231,17 +235,16 @@ def test_a_call_that_the_policy_samples_is_executed_and_answered() -> None:
     ]
     tokenizer = chat_tokenizer(texts)
     tokens = PromptTokens(tokenizer)
-    task = task_of("sandbox_tools", tools=["shell"], reward="task")
+    task = task_of("sandbox_tools", tools=["shell"], reward="source")
 
-    async def body() -> PlayedEpisode:
+    async def body() -> FinishedEpisode:
         engine = ScriptedEngine()
         engine.say([tokenizer.convert_tokens_to_ids(texts[0]), END], [20, END])
-        sampling = SamplingParams(4, stop_token_ids=(END,))
-        settings = PolicySettings(tokens, Calls(), sampling, context_tokens=4000, audit=False)
-        episodes = EnvironmentEpisodes(task, settings, EnvironmentPool(task))
-        await episodes.start(engine)
+        policy = Policy(tokens, StopFinder(tokens), Calls(), context_tokens=4000)
+        episodes = EnvironmentEpisodes(task, policy, EnvironmentPool(task))
+        await episodes.start()
         try:
-            return await episodes.play("7.1", PROMPT)
+            return await play(episodes, engine, "7.1")
         finally:
             await episodes.close()
 
@@ -250,7 +253,8 @@ def test_a_call_that_the_policy_samples_is_executed_and_answered() -> None:
     first, second = played.turns
     assert "shell" in tokens.decode(first.sampled.prompt_ids.tolist()), "tools are in the prompt"
     assert "<|im_start|>tool\n42\n<|im_end|>" in tokens.decode(second.sampled.prompt_ids.tolist())
-    assert second.continues == 0
+    assert second.continues
+    assert second.before is first
     assert not left_children()
 
 
@@ -304,7 +308,7 @@ def test_an_http_environment_and_what_its_server_does_wrong() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         options = {"url": url, "observation_field": "text", "request_s": 2.0}
-        pool = EnvironmentPool(task_of("http", options=options))
+        pool = EnvironmentPool(task_of("http", environment_options=options))
         await pool.start()
         try:
             await plays(pool)
@@ -352,16 +356,16 @@ FAULTS = {
 # --- episodes ------------------------------------------------------------------------------------
 
 
-def play(
+def played_by(
     task: TaskConfig, pool: LocalEnvironments, names: list[str], **changes: Any
-) -> list[PlayedEpisode]:
-    async def body() -> list[PlayedEpisode]:
+) -> list[FinishedEpisode]:
+    async def body() -> list[FinishedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(20)])
         episodes = environment_runner(task, pool, **changes)
-        await episodes.start(engine)
+        await episodes.start()
         try:
-            return await asyncio.gather(*(episodes.play(name, PROMPT) for name in names))
+            return await asyncio.gather(*(play(episodes, engine, name) for name in names))
         finally:
             await episodes.close()
 
@@ -370,15 +374,16 @@ def play(
 
 def test_turns_of_an_environment_are_one_chain_and_its_rewards_add_up() -> None:
     pool = LocalEnvironments(steps=3)
-    (played,) = play(task_of("a:B"), pool, ["7.1"])
+    (played,) = played_by(task_of("a:B"), pool, ["7.1"])
     assert played.own_score == Score(1.5), "0.25 twice, and 1 at the end"
-    assert [turn.continues for turn in played.turns] == [None, 0, 1]
+    assert [turn.before for turn in played.turns] == [None, *played.turns[:-1]]
+    assert all(turn.continues for turn in played.turns[1:])
     assert played.counts["origin/continued"] == 2
     assert played.counts["tool/calls"] == 2
     (node,) = played.nodes("join")
     assert node.rollout.num_sampled == 12
     assert pool.closed == ["7.1"]
-    (scored,) = play(task_of("a:B", reward="task"), LocalEnvironments(), ["7.1"])
+    (scored,) = played_by(task_of("a:B", reward="source"), LocalEnvironments(), ["7.1"])
     assert (scored.failure, scored.own_score) == ("", None), "task.reward scores it"
 
 
@@ -389,10 +394,10 @@ def test_an_environment_is_told_that_its_episode_is_held_out() -> None:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(2)])
         episodes = environment_runner(task_of("a:B"), pool)
-        await episodes.start(engine)
+        await episodes.start()
         try:
-            await episodes.play("7.1", PROMPT)
-            await episodes.play("eval-0.1", PROMPT, SamplingParams(4, stop_token_ids=(END,)))
+            await play(episodes, engine, "7.1")
+            await play(episodes, engine, "eval-0.1", held_out=True)
         finally:
             await episodes.close()
 
@@ -401,9 +406,9 @@ def test_an_environment_is_told_that_its_episode_is_held_out() -> None:
 
 
 def test_an_episode_ends_at_its_limits_with_the_rewards_so_far() -> None:
-    (cut,) = play(task_of("a:B", max_turns=2), LocalEnvironments(steps=9), ["7.1"])
+    (cut,) = played_by(task_of("a:B", max_turns=2), LocalEnvironments(steps=9), ["7.1"])
     assert (cut.own_score, len(cut.turns), cut.counts["limits_reached"]) == (Score(0.5), 2, 1)
-    (short,) = play(task_of("a:B"), LocalEnvironments(steps=9), ["7.1"], context_tokens=60)
+    (short,) = played_by(task_of("a:B"), LocalEnvironments(steps=9), ["7.1"], context_tokens=60)
     assert short.lacks_context
     assert 0 < len(short.turns) < 9
 
@@ -412,15 +417,15 @@ def test_failures_of_an_environment_are_named() -> None:
     pool = LocalEnvironments(
         fails={"7.1": EpisodeFailed("environment", "has an environment that raised")}
     )
-    (played,) = play(task_of("a:B"), pool, ["7.1"])
+    (played,) = played_by(task_of("a:B"), pool, ["7.1"])
     assert (played.failure, len(played.turns), pool.closed) == ("environment", 1, ["7.1"])
 
     async def slow() -> LocalEnvironments:
         return LocalEnvironments(waits={"7.1": asyncio.Event()})
 
-    (late,) = play(task_of("a:B", wall_s=0.2), asyncio.run(slow()), ["7.1"])
+    (late,) = played_by(task_of("a:B", wall_s=0.2), asyncio.run(slow()), ["7.1"])
     assert late.failure == "timeout"
-    (silent,) = play(task_of("a:B"), LocalEnvironments(steps=1, is_silent=True), ["7.1"])
+    (silent,) = played_by(task_of("a:B"), LocalEnvironments(steps=1, is_silent=True), ["7.1"])
     assert silent.failure == "no_reward"
 
 
@@ -436,7 +441,7 @@ def test_an_error_in_one_episode_ends_no_other() -> None:
             text = "\ud83d" if self.name == "7.1" else "\U0001f600"
             return Observation([{"role": "user", "content": text}])
 
-    broken, whole = play(task_of("a:B"), Greets(), ["7.1", "7.2"])
+    broken, whole = played_by(task_of("a:B"), Greets(), ["7.1", "7.2"])
     assert (broken.failure, broken.turns) == ("error", ())
     assert "UnicodeEncodeError" in broken.detail
     assert (whole.failure, len(whole.turns)) == ("", 2)
@@ -449,7 +454,7 @@ def run_groups(
         task = task_of("a:B")
         config = replace(CONFIG, task=task, rollout=replace(CONFIG.rollout, **changes))
         controller, _ = make(
-            tmp_path, StubEngine(), config, agents=environment_runner(task, pool), model=SHAPE
+            tmp_path, StubEngine(), config, agents={"": environment_runner(task, pool)}, model=SHAPE
         )
         return await running(controller, work(controller), 60), controller
 
@@ -494,13 +499,13 @@ def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path:
 
 
 def test_the_end_of_an_episode_reaches_an_environment_that_waits() -> None:
-    async def body() -> PlayedEpisode:
+    async def body() -> FinishedEpisode:
         pool = LocalEnvironments(waits={"7.1": asyncio.Event()})
         engine = ScriptedEngine()
         engine.say([SIZE - 1] * 4)
         episodes = environment_runner(task_of("a:B"), pool)
-        await episodes.start(engine)
-        playing = asyncio.ensure_future(episodes.play("7.1", PROMPT))
+        await episodes.start()
+        playing = asyncio.ensure_future(play(episodes, engine, "7.1"))
         while not pool.names or not engine.requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
@@ -518,26 +523,30 @@ def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
 
     async def body() -> None:
         episodes = environment_runner(task_of("a:B"), LocalEnvironments())
-        await episodes.start(ScriptedEngine())
+        await episodes.start()
         await episodes.close()
         episodes.end("7.1")
         with pytest.raises(asyncio.CancelledError):
-            await episodes.play("7.1", PROMPT)
+            await play(episodes, ScriptedEngine(), "7.1")
 
     asyncio.run(body())
 
 
 def test_settings_that_an_environment_cannot_have_are_one_sentence() -> None:
+    tools = ["task.environment=sandbox_tools", "task.tools=[shell]"]
     for overrides, sentence in (
-        (["task.agent.environment=sandbox"], "use sandbox_tools, http or package.module:Class"),
-        (["task.agent.environment=no.such:Class"], "have no module no.such"),
-        (["task.agent.environment=sandbox_tools"], "name at least one"),
-        (["task.agent.environment=sandbox_tools", "task.agent.tools=[shell]"], "use task"),
-        (["task.agent.environment=http"], "http needs a url"),
-        (["task.agent.tools=[shell]"], "the settings of an agent need its program"),
-        (["task.agent.command=[python]", "task.agent.tools=[shell]"], "needs task.agent.env"),
-        (["task.agent.command=[python]", f"task.agent.environment={COUNTING}"], "one of both"),
+        (["task.environment=sandbox"], "use .*sandbox_tools, http, package.module:Class or"),
+        (["task.environment=no.such:Class"], "have no module no.such"),
+        (["task.environment=sandbox_tools"], "name at least one"),
+        (tools, "sandbox_tools gives none; use exact_match, .*source or"),
+        (["task.environment=http"], "http needs a url"),
+        (["task.tools=[shell]"], "needs a task.environment that is a class, sandbox_tools or http"),
+        (["task.agent.command=[python]", "task.tools=[shell]"], "needs a task.environment"),
+        (["task.agent.command=[python]", f"task.environment={COUNTING}"], "one of both"),
+        ([f"task.environment={COUNTING}", "task.agent.workers=1"], "settings of an agent need"),
+        ([f"task.environment={COUNTING}", "task.reward=turn_gains"], "no place in branches"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("quickstart", overrides))
-    check(load_config("quickstart", [f"task.agent.environment={COUNTING}"]))
+    check(load_config("quickstart", [f"task.environment={COUNTING}"]))
+    check(load_config("quickstart", [*tools, "task.reward=source"]))

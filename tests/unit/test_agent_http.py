@@ -17,7 +17,7 @@ from moerl.agents.gateway import event_streams
 from moerl.core.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
 from tests.helpers.patience import patience
-from tests.helpers.served_gateway import ADD, CALL, HELLO, LIMITS, TOKENS, Served, ids, run, serve
+from tests.helpers.served_gateway import ADD, CALL, HELLO, TOKENS, Served, ids, run, serve
 
 
 # --- OpenAI's client ------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_a_tool_loop_of_openais_client_is_one_branch(stream: bool) -> None:
         assert [turn.origin for turn in done.turns] == ["first", "continued"]
         one, two = (turn.rollout.token_ids for turn in done.turns)
         np.testing.assert_array_equal(two[: len(one)], one)
-        assert [turn.parent for turn in done.turns] == [None, 0]
+        assert [turn.before for turn in done.turns] == [None, done.turns[0]]
 
     run(work)
 
@@ -257,7 +257,7 @@ def test_100_megabytes_are_refused_before_they_are_sent() -> None:
 def test_only_the_key_of_the_episode_opens_it() -> None:
     async def work() -> None:
         async with serve([*ids("a"), END]) as served:
-            other = served.gateway.open_episode("other", LIMITS)
+            other = served.open("other")
             for key in (other.key, "", served.episode.key + "x", "\u00e9"):
                 assert await _status(served.gateway.base_url("e"), key) == 401
             assert await _status(served.gateway.base_url("none"), served.episode.key) == 401
@@ -267,7 +267,7 @@ def test_only_the_key_of_the_episode_opens_it() -> None:
                 await served.client.chat.completions.create(messages=HELLO, model="policy")
             assert (error.value.status_code, error.value.code) == (410, "episode_ended")
             with pytest.raises(ConfigError):
-                served.gateway.open_episode("e", LIMITS)
+                served.open("e")
 
     run(work)
 
@@ -283,7 +283,7 @@ def test_names_of_episodes_are_plain(name: str) -> None:
     async def work() -> None:
         async with serve() as served:
             with pytest.raises(ConfigError, match="episode"):
-                served.gateway.open_episode(name, LIMITS)
+                served.open(name)
 
     run(work)
 

@@ -10,28 +10,21 @@ from typing import Any
 
 import pytest
 
-from moerl.agents.agent_loop import PolicySettings
-from moerl.agents.agents_by_task import AgentsByTask
 from moerl.agents.environments.environment_episodes import EnvironmentEpisodes
-from moerl.agents.prompt_tokens import PromptTokens
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.clusters import placement
 from moerl.config.load import load_config
 from moerl.config.schema import Config, EvaluationConfig
 from moerl.config.task_mixture import by_label
-from moerl.controller.agent_producer import AgentProducer
-from moerl.controller.rollout_builder import sampling_params
 from moerl.core.types import EpisodeGroup, Prompt
 from moerl.planning.dry_run import _processes
-from tests.helpers.agent_stubs import SHAPE, HeldOutEnvironments
-from tests.helpers.chat_tokenizer import chat_tokenizer
+from tests.helpers.agent_stubs import SHAPE, HeldOutEnvironments, policy_of
 from tests.helpers.controllers import CONFIG, Prompts, make, running, train
 from tests.helpers.stub_engine import StubEngine
 
 TASKS: list[dict[str, Any]] = [
     {"label": "text", "sampling": {"max_new_tokens": 3}},
-    {"label": "one", "agent": {"environment": "a:B"}, "sampling": {"temperature": 0.9}},
-    {"label": "two", "agent": {"environment": "a:C", "max_turns": 1, "reward": "task"}},
+    {"label": "one", "environment": "a:B", "sampling": {"temperature": 0.9}},
+    {"label": "two", "environment": "a:C", "max_turns": 1, "reward": "source"},
 ]
 LABELS = [task["label"] for task in TASKS]
 
@@ -46,24 +39,13 @@ def config_of(**changes: Any) -> Config:
     return replace(CONFIG, tasks=TASKS, rollout=rollout, **changes)
 
 
-def agents_of(config: Config, pools: dict[str, HeldOutEnvironments]) -> AgentsByTask:
-    tokens, entries = PromptTokens(chat_tokenizer()), by_label(config)
-    return AgentsByTask(
-        {
-            label: EnvironmentEpisodes(
-                entries[label],
-                PolicySettings(
-                    tokens,
-                    PlainAnswers(),
-                    sampling_params(entries[label].sampling, SHAPE),
-                    context_tokens=4000,
-                    audit=False,
-                ),
-                pool,
-            )
-            for label, pool in pools.items()
-        }
-    )
+def agents_of(
+    config: Config, pools: dict[str, HeldOutEnvironments]
+) -> dict[str, EnvironmentEpisodes]:
+    entries, policy = by_label(config), policy_of()
+    return {
+        label: EnvironmentEpisodes(entries[label], policy, pool) for label, pool in pools.items()
+    }
 
 
 def trained(
@@ -82,7 +64,6 @@ def trained(
             agents=agents_of(config, pools),
             model=SHAPE,
         )
-        assert isinstance(controller.producer, AgentProducer)
         plans = await running(controller, train(controller, 4), 60)
         return [g for plan in plans for g in plan.groups], [one.metrics for one in reports]
 
@@ -140,7 +121,7 @@ def test_the_dry_run_names_each_agent() -> None:
         "digits-mixture",
         [
             "tasks.three.agent.command=[python, agent.py]",
-            "tasks.five.agent.environment=examples.live_environment:Locks",
+            "tasks.five.environment=examples.live_environment:Locks",
         ],
     )
     (name,) = {node.name for node in [placement(config).controller]}

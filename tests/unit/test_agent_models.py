@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,34 +15,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.agents.agent_loop import played_episode
-from moerl.agents.episode_types import FinishedEpisode
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.task_programs import OtherModelConfig
-from moerl.controller.agent_episodes import PlayedEpisode
-from moerl.controller.generated import checked_graph
-from moerl.controller.pooled_turns import EpisodeTurns
-from moerl.controller.rollout_builder import PartialEpisode
-from moerl.controller.turn_rows import TurnRows
 from moerl.core.errors import ConfigError, EngineError, RecordError
 from moerl.core.serialization import encode_value
 from moerl.core.types import (
     Episode,
     EpisodeGroup,
-    Finish,
     GraphTurn,
     PolicyVersion,
+    Prompt,
     SamplingParams,
-    Segment,
     Turn,
 )
+from moerl.episodes.environment import EnvironmentRunner, TextReplies
+from moerl.episodes.finished_episode import FinishedEpisode, checked_graph
+from moerl.episodes.open_episode import Outcome, TurnRequest
+from moerl.episodes.rows import TurnRows
 from moerl.sandbox.isolation import Isolation
 from moerl.scoring.process import WorkerProcess
-from tests.helpers.agent_stubs import PROMPT, python, run_agents
+from tests.helpers.agent_stubs import PROMPT, play, python, run_agents
 from tests.helpers.chat_tokenizer import END
+from tests.helpers.controllers import StubScorer
 from tests.helpers.journals import JournalWorld
+from tests.helpers.one_engine import far, open_episode
 from tests.helpers.patience import patience
+from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.served_gateway import HELLO, Served, ids, run, serve
 from tests.helpers.stub_engine import StubEngine
 from tests.helpers.stub_model import SAID, StubModel, completion, stub_model
@@ -111,22 +110,22 @@ def test_without_a_model_of_its_own_name_and_key_the_clients_name_is_sent_and_no
 
 
 # --- context, never loss -------------------------------------------------------------------------
-async def conversation(served: Served) -> FinishedEpisode:
+async def conversation(served: Served, failure: tuple[str, str] = ("", "")) -> FinishedEpisode:
     """The policy answers, the judge reads it, and the policy reads the judge."""
     create, history = served.client.chat.completions.create, list(HELLO)
     for _ in range(2):
         said = (await create(model="policy", messages=history)).choices[0].message.content
         told = (await create(model="judge", messages=HELLO)).choices[0].message.content
         history += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
-    return await served.end()
+    return await served.end(failure)
 
 
-def played(work: Callable[[Served], Any] = conversation) -> PlayedEpisode:
+def played(work: Callable[[Served], Any] = conversation) -> FinishedEpisode:
     """An episode of two turns of the policy and two calls of the judge."""
-    found: list[PlayedEpisode] = []
+    found: list[FinishedEpisode] = []
 
     async def play(served: Served) -> None:
-        found.append(played_episode(PROMPT, await work(served), ("", ""), 1.0, {}))
+        found.append(await work(served))
 
     with stub_model() as stub:
         judged(play, stub, [*ids("ab"), END], [*ids("cd"), END])
@@ -203,27 +202,27 @@ def test_the_journal_keeps_the_graph(tmp_path: Path) -> None:
 
 
 def test_turns_of_an_environment_are_a_graph_too() -> None:
-    episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=2)
-    for number, version in enumerate((0, 1)):
-        episode.add(segment("7.0.t1" if number else "7.0", PolicyVersion(0, version)))
-        if not number:
-            episode.reply([5])
+    episode = asyncio.run(of_text())
     assert episode.graph == (
-        GraphTurn("7.0", "", "policy", "", (PolicyVersion(0, 0),), 2),
-        GraphTurn("7.0.t1", "7.0", "policy", "", (PolicyVersion(0, 1),), 2),
+        GraphTurn("7.0.t0", "", "policy", "", (PolicyVersion(0, 0),), 2),
+        GraphTurn("7.0.t1", "7.0.t0", "policy", "", (PolicyVersion(0, 1),), 2),
     )
     assert checked_graph(episode, episode.nodes("split"))
 
 
-def segment(name: str, version: PolicyVersion) -> Segment:
-    return Segment(
-        name,
-        np.asarray([3, 4], np.int32),
-        np.full(2, -0.1, np.float32),
-        version,
-        Finish.STOP,
-        None, None, None, 0, 0, 0.0, 0.0,
-    )  # fmt: skip
+async def of_text() -> FinishedEpisode:
+    """Two turns with a reply between them, each under its own version."""
+
+    class Says(StubScorer):
+        async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
+            engine.version = 1
+            return "5"
+
+    engine = ScriptedEngine()
+    engine.say([3, END], [4, END])
+    runner = EnvironmentRunner(lambda spec: TextReplies(spec, Says(), str, lambda _: [5], 0))
+    start = np.asarray([1, 2], np.int32)
+    return await play(runner, engine, "7.0", prompt_ids=start, max_turns=2)
 
 
 # --- what is left out ----------------------------------------------------------------------------
@@ -260,7 +259,8 @@ def test_held_out_turns_are_left_out() -> None:
     async def body() -> None:
         async with serve([*ids("a"), END]) as served:
             greedy = SamplingParams(9, temperature=0.0, stop_token_ids=(END,))
-            episode = served.gateway.open_episode("held", served.episode.limits, greedy)
+            opened = open_episode(served.engine, "held", greedy, held_out=True)
+            episode = served.gateway.open_episode(far(opened), served.episode.limits)
             headers = {"Authorization": f"Bearer {episode.key}"}
             client = served.client.with_options(
                 base_url=served.gateway.base_url("held"),
@@ -268,7 +268,8 @@ def test_held_out_turns_are_left_out() -> None:
                 default_headers=headers,
             )
             await client.chat.completions.create(model="policy", messages=HELLO)
-            (turn,) = (await served.gateway.end_episode("held")).graph
+            await served.gateway.end_episode("held")
+            (turn,) = opened.finish(Outcome()).graph
             assert (turn.left_out, turn.num_sampled) == ("held_out", 2)
 
     run(body)
@@ -276,21 +277,35 @@ def test_held_out_turns_are_left_out() -> None:
 
 @pytest.mark.parametrize(("failure", "reason"), [("exit", "failed"), ("ended", "ended")])
 def test_no_turn_of_a_failed_episode_is_trained(failure: str, reason: str) -> None:
-    done = FinishedEpisode("e", (), tuple(JUDGED), {}, frozenset())
-    graph = played_episode(PROMPT, done, (failure, "x"), None, {}).graph
-    assert [turn.left_out for turn in graph] == [reason, "other_model"] * 2
+    done = played(lambda served: conversation(served, (failure, "x")))
+    assert (done.failure, done.own_score) == (failure, None)
+    assert [turn.left_out for turn in done.graph] == [reason, "other_model"] * 2
 
 
 def test_a_turn_that_nobody_waits_for_has_no_age() -> None:
-    turns = EpisodeTurns()
-    turns.add(segment("7.0.t0", PolicyVersion(0, 1)))
-    turns.add(segment("7.0.t1", PolicyVersion(0, 4)))
-    assert turns.oldest_step(runs_through_updates=False) == 1
-    turns.withdraw("7.0.t0")
-    assert turns.oldest_step(runs_through_updates=False) == 4
-    turns.add(segment("7.0.t0", PolicyVersion(0, 1)))
-    assert turns.oldest_step(runs_through_updates=False) == 4, "what arrives later, too"
-    assert turns.newest == PolicyVersion(0, 4)
+    async def body() -> None:
+        engine = ScriptedEngine(version=1)
+        engine.say([3, END], [4, END], [5, 6, END])
+        episode = open_episode(engine, "7.0", SamplingParams(9, stop_token_ids=(END,)))
+        request = TurnRequest(np.asarray([1, 2], np.int32))
+        first = await episode.sample(request)
+        engine.version = 4
+        await episode.sample(request)
+        assert episode.oldest_step(runs_through_updates=False) == 1
+        episode.leave_out(first.name, "cancelled")
+        assert episode.oldest_step(runs_through_updates=False) == 4
+        engine.version, engine.goes_on = 1, asyncio.Event()
+        asking = asyncio.create_task(episode.sample(replace(request, heard=lambda _: None)))
+        while not engine.told:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        engine.goes_on.set()
+        await asyncio.sleep(0.01)
+        assert episode.oldest_step(runs_through_updates=False) == 4, "what arrives later, too"
+        assert episode.newest == PolicyVersion(0, 4)
+
+    asyncio.run(body())
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -456,11 +471,8 @@ def test_settings_of_other_models_that_cannot_work_are_one_sentence() -> None:
             check(load_config("digits-by-agent", overrides))
         assert KEY not in str(error.value)
     check(load_config("digits-by-agent", [f"{judge}.{url}", f"{judge}.api_key={KEY}"]))
-    environment = [
-        "task.agent.command=[]",
-        "task.agent.environment=examples.live_environment:Locks",
-    ]
-    with pytest.raises(ConfigError, match="only the program of"):
+    environment = ["task.agent.command=[]", "task.environment=examples.live_environment:Locks"]
+    with pytest.raises(ConfigError, match="the settings of an agent need its program"):
         check(load_config("digits-by-agent", [*environment, f"{judge}.{url}"]))
 
 

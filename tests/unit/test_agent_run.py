@@ -14,37 +14,46 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.agents.agent_loop import EngineFar
+from moerl.agents.far_episode import FarEpisode
 from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_program
 from moerl.config import resolve
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
-from moerl.controller.agent_producer import AgentProducer
 from moerl.controller.controller import Controller
-from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
+from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.shown_turns import shown_turns
-from moerl.controller.turn_rows import SampledTurn
-from moerl.core.errors import ConfigError
+from moerl.controller.turn_router import TurnRouter
+from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import (
     Episode,
     Finish,
-    GenerateRequest,
     PolicyVersion,
     Prompt,
     SamplingParams,
     Score,
     Segment,
 )
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
+from moerl.episodes.open_episode import (
+    EnginePin,
+    EpisodeEnded,
+    EpisodeSpec,
+    OpenEpisode,
+    Outcome,
+    TurnRequest,
+)
+from moerl.episodes.turn import SampledTurn
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from tests.helpers.agent_stubs import (
     AGENT,
     PROMPT,
+    SAMPLING,
     SHAPE,
     FakeRunner,
     is_alive,
+    play,
     program_runner,
     python,
     run_agents,
@@ -55,7 +64,7 @@ from tests.helpers.chat_tokenizer import END, SIZE
 from tests.helpers.controllers import CONFIG, make, running
 from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.helpers.stub_engine import StubEngine
+from tests.helpers.stub_engine import StubEngine, always, never
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
@@ -130,18 +139,28 @@ def turn(prompt: Sequence[int], said: Sequence[int], version: PolicyVersion = V0
     return SampledTurn(np.asarray(prompt, np.int32), (segment,), SamplingParams(4))
 
 
-def played(*turns: PlayedTurn) -> PlayedEpisode:
-    return PlayedEpisode("7.0", PROMPT, turns)
+def recorded(
+    number: int, sampled: SampledTurn, before: RecordedTurn | None = None, origin: str = ""
+) -> RecordedTurn:
+    """A turn that continues `before`."""
+    inherited = before.num_tokens if before else 0
+    return RecordedTurn(before, inherited, origin, f"7.0.t{number}", sampled)
+
+
+def played(*turns: RecordedTurn) -> FinishedEpisode:
+    return FinishedEpisode("7.0", PROMPT, turns)
 
 
 def test_each_turn_is_trained_once_and_branches_share_their_beginning() -> None:
     """0 - 1 - 2, 1 - 3, and 4 that stands alone."""
+    first = recorded(0, turn([1], [2, 3]), None, "first")
+    second = recorded(1, turn([1, 2, 3, 4], [5]), first, "continued")
     episode = played(
-        PlayedTurn(turn([1], [2, 3]), None, "first"),
-        PlayedTurn(turn([1, 2, 3, 4], [5]), 0, "continued"),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 6], [7]), 1, "continued"),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 8], [9, 9]), 1, "branched"),
-        PlayedTurn(turn([3], [3]), None, "new"),
+        first,
+        second,
+        recorded(2, turn([1, 2, 3, 4, 5, 6], [7]), second, "continued"),
+        recorded(3, turn([1, 2, 3, 4, 5, 8], [9, 9]), second, "branched"),
+        recorded(4, turn([3], [3]), None, "new"),
     )
     nodes = episode.nodes("join")
     rows = [node.rollout for node in nodes]
@@ -167,11 +186,13 @@ def test_samples_show_each_token_once_with_its_version() -> None:
     later = replace(turn([], [6], V1).segments[0], kept_kv=True)
     cut = turn([1, 2, 3, 4], [5])
     cut = replace(cut, segments=(*cut.segments, later))
+    first = recorded(0, turn([1], [2, 3]), None, "first")
+    second = recorded(1, cut, first, "continued")
     episode = played(
-        PlayedTurn(turn([1], [2, 3]), None, "first"),
-        PlayedTurn(cut, 0, "continued"),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 6, 7], [8], V1), 1, "continued"),
-        PlayedTurn(turn([1, 2, 3, 4, 5, 6, 9], [8], V1), 1, "branched"),
+        first,
+        second,
+        recorded(2, turn([1, 2, 3, 4, 5, 6, 7], [8], V1), second, "continued"),
+        recorded(3, turn([1, 2, 3, 4, 5, 6, 9], [8], V1), second, "branched"),
     )
     for kind in ("join", "separate"):
         shown = shown_turns(Episode("7.0", episode.nodes(kind)), str)
@@ -188,10 +209,9 @@ def test_samples_show_each_token_once_with_its_version() -> None:
 
 
 def test_a_turn_whose_last_token_was_replaced_is_a_row_of_its_own() -> None:
-    episode = played(
-        PlayedTurn(turn([1], [2, END])),
-        PlayedTurn(turn([1, 2, 9, 4], [5])),
-    )
+    first = recorded(0, turn([1], [2, END]))
+    second = RecordedTurn(first, first.num_tokens - 1, "", "7.0.t1", turn([1, 2, 9, 4], [5]))
+    episode = played(first, second)
     rows = [node.rollout for node in episode.nodes("join")]
     assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [[2, END], [5]]
 
@@ -243,18 +263,18 @@ FAULTS = ("", "no_turn", "exit", "timeout", "no_reward")
 
 
 def test_what_fails_is_named_and_never_scored(tmp_path: Path) -> None:
-    async def body() -> list[PlayedEpisode]:
+    async def body() -> list[FinishedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(2 * len(FAULTS))])
         agents = program_runner(tmp_path, python(AGENT, wall_s=8.0))
-        await agents.start(engine)
+        await agents.start()
         try:
             prompts = [Prompt(8, (1,), fault, None, {}) for fault in FAULTS]
             names = [f"8.{place}" for place in range(len(FAULTS))]
-            half = Prompt(
-                8, (1,), "\ud83d", None, {}
-            )  # half a character: no program can be given it
-            return await asyncio.gather(*map(agents.play, names, prompts), agents.play("8.9", half))
+            # half a character: no program can be given it
+            half = Prompt(8, (1,), "\ud83d", None, {})
+            plays = zip([*names, "8.9"], [*prompts, half], strict=True)
+            return await asyncio.gather(*(play(agents, engine, *each) for each in plays))
         finally:
             await agents.close()
 
@@ -272,12 +292,30 @@ def test_an_engine_that_dies_costs_no_episode(tmp_path: Path) -> None:
     assert not sum(report.metrics["scorer/failed"] for report in reports)
 
 
-def faked(tmp_path: Path, agents: FakeRunner, **changes: Any) -> Controller:
+def faked(
+    tmp_path: Path, agents: FakeRunner, engine: StubEngine | None = None, **changes: Any
+) -> Controller:
     rollout = replace(CONFIG.rollout, max_groups_in_flight=1, **changes)
     config = replace(CONFIG, rollout=rollout, task=task_of("program"))
-    controller, _ = make(tmp_path, StubEngine(), config, agents=agents)
+    controller, _ = make(tmp_path, engine or StubEngine(), config, agents={"": agents})
     controller.context.pool.incarnation = 0
+    controller.context.lineage.restore([V0])  # as a trainer's hello does
     return controller
+
+
+def opened(controller: Controller, **spec: Any) -> tuple[OpenEpisode, TurnRouter]:
+    """An episode that is played without the producer."""
+    context = controller.context
+    context.pool.incarnation = 0
+    engines = EngineChoice(context.pool, context.config.rollout, context.step_metrics)
+    router = TurnRouter(context, engines)
+    context.lineage.restore([V0])  # as a trainer's hello does
+    context.tasks.spawn(router.run())
+    return OpenEpisode(EpisodeSpec("8.0", PROMPT, SAMPLING, **spec), router), router
+
+
+def request(**fields: Any) -> TurnRequest:
+    return TurnRequest(np.asarray([1, 2], np.int32), **fields)
 
 
 def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_path: Path) -> None:
@@ -285,17 +323,15 @@ def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_pat
         engine = StubEngine()
         engine.open.clear()
         controller, _ = make(tmp_path, engine)
-        controller.context.pool.incarnation = 0
-        turns = PooledTurns(controller.context)
-        asking = asyncio.create_task(turns.generate([request(0)]))
-        await until(lambda: bool(turns.episodes and turns.episodes["8.0"].asked))
-        known = turns.episodes["8.0"]
-        assert (turns.sampling, turns.queued) == ({"8.0"}, set())
-        assert known.oldest_step(runs_through_updates=True) == 0
-        assert known.oldest_step(runs_through_updates=False) is None, "an update ends it first"
+        episode, router = opened(controller)
+        asking = asyncio.create_task(episode.sample(request()))
+        await until(lambda: any(call.member for call in episode.calls))
+        assert not router.waiting
+        assert episode.oldest_step(runs_through_updates=True) == 0
+        assert episode.oldest_step(runs_through_updates=False) is None, "an update ends it first"
         engine.open.set()
         await asking
-        assert not known.asked
+        assert not episode.calls
         await controller.stop()
 
     asyncio.run(body())
@@ -328,33 +364,40 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
     asyncio.run(body())
 
 
+class Asking(FakeRunner):
+    """Sibling 1 of each first try asks for a turn."""
+
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        if episode.name != "0.1":
+            return await super().run(episode)
+        asking = asyncio.create_task(episode.sample(request()))
+        outcome = await super().run(episode)
+        episode.end()
+        await asyncio.gather(asking, return_exceptions=True)
+        return outcome
+
+
 @pytest.mark.parametrize(
-    ("mode", "turns"),
-    [
-        ("abort_resume", EpisodeTurns(oldest={"0.1.t0": V0})),
-        ("in_place", EpisodeTurns(asked={"0.1.t0": 0})),
-        ("retract", EpisodeTurns(asked={"0.1.t0": 0})),
-    ],
+    ("mode", "hangs"), [("abort_resume", never), ("in_place", always), ("retract", always)]
 )
-def test_a_group_that_is_too_old_is_played_again(
-    tmp_path: Path, mode: Any, turns: EpisodeTurns
-) -> None:
-    """What runs through updates may have tokens of the weights that it was sent to."""
-    agents = FakeRunner()
+def test_a_group_that_is_too_old_is_played_again(tmp_path: Path, mode: Any, hangs: Any) -> None:
+    """A request that runs through updates may have tokens of the weights that it was sent to."""
+    agents = Asking()
 
     async def body() -> None:
-        controller = faked(tmp_path, agents, in_flight_mode=mode)
-        producer = controller.producer
-        assert isinstance(producer, AgentProducer)
+        controller = faked(tmp_path, agents, StubEngine(hangs=hangs), in_flight_mode=mode)
+        through = mode != "abort_resume"
 
         async def work() -> None:
             await until(lambda: len(agents.names) == 2)
-            producer._turns.episodes["0.1"] = turns
+            old = agents.episodes["0.1"]
+            await until(lambda: old.oldest_step(runs_through_updates=through) == 0)
+            assert bool(old.turns) != through
             controller.context.buffer.next_step = 2
-            producer.cancel_stale()
+            controller.producer.cancel_stale()
             assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
             controller.context.buffer.next_step = 3
-            producer.cancel_stale()
+            controller.producer.cancel_stale()
             assert all(end.is_set() for end in agents.ends.values())
             controller.context.pool.members[0].version = PolicyVersion(0, 3)
             await until(lambda: len(agents.names) == 4)
@@ -371,24 +414,24 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
     async def body() -> None:
         controller, _ = make(tmp_path, StubEngine(), more_engines=[StubEngine()])
         pool = controller.context.pool
-        pool.incarnation = 0
-        turns = PooledTurns(controller.context)
-        await turns.generate([request(0)])
-        home = turns.episodes["8.0"].engine
-        await turns.generate([request(1)])
-        assert turns.episodes["8.0"].engine == home
+        episode, router = opened(controller)
+        await episode.sample(request())
+        home = episode.engine
+        await episode.sample(request())
+        assert episode.engine == home
         pool.members[home].leaving = True
-        await turns.generate([request(2)])
-        assert turns.episodes["8.0"].engine == 1 - home
-        turns.episodes["8.0"].newest = V1
-        waiting = asyncio.create_task(turns.generate([request(3)]))
+        await episode.sample(request())
+        assert episode.engine == 1 - home
+        episode.newest = V1
+        waiting = asyncio.create_task(episode.sample(request()))
         await asyncio.sleep(0.05)
         assert not waiting.done(), "engines have older weights"
-        assert (turns.sampling, turns.queued) == (set(), {"8.0"})
-        await turns.abort([request(3).name])
-        (reply,) = await waiting
-        assert isinstance(reply, Segment)
-        assert (len(reply.output_ids), reply.finish) == (0, Finish.ABORT)
+        assert router.waiting == {"8.0"}
+        assert not any(call.member for call in episode.calls)
+        episode.end()
+        with pytest.raises(EpisodeEnded):
+            await waiting
+        assert not router.waiting
         await controller.stop()
 
     asyncio.run(body())
@@ -401,35 +444,74 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
     async def body() -> None:
         engine = StubEngine(streams=True)
         controller, _ = make(tmp_path, engine)
-        controller.context.pool.incarnation = 0
-        turns = PooledTurns(controller.context)
-        if is_pinned:
-            turns.episodes["8.0"] = EpisodeTurns(pin=EnginePin(0, V0))
-        here = asyncio.get_running_loop()
-        found = await asyncio.to_thread(asyncio.run, streamed(EngineFar(turns, here), engine))
+        episode, _ = opened(controller, pin=EnginePin(0, V0) if is_pinned else None)
+        far = FarEpisode(episode, asyncio.get_running_loop())
+        found = await asyncio.to_thread(
+            asyncio.run, streamed(far, asyncio.get_running_loop(), engine)
+        )
         assert found == [([3, 3], "another thread"), [3, 3, 3, 3]]
         assert not controller.context.pool.members[0].calls._listeners
         await controller.stop()
 
-    async def streamed(far: EngineFar, engine: StubEngine) -> list[Any]:
+    async def streamed(
+        far: FarEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
+    ) -> list[Any]:
         found: list[Any] = []
         main = threading.main_thread()
 
         def heard(ids: np.ndarray) -> None:
             same = threading.current_thread() is main
             found.append((ids.tolist(), "the controller's" if same else "another thread"))
-            far.loop.call_soon_threadsafe(engine.heard.set)
+            loop.call_soon_threadsafe(engine.heard.set)
 
-        reply = await far.stream(replace(request(0), streams=True), heard)
-        assert isinstance(reply, Segment)
-        await far.generate([request(1)])
-        return [*found, reply.output_ids.tolist()]
+        turn = await far.sample(request(heard=heard))
+        await far.sample(request())
+        return [*found, turn.output_ids.tolist()]
 
     asyncio.run(body())
 
 
-def request(turn: int) -> GenerateRequest:
-    return GenerateRequest(f"8.0.t{turn}", 0, np.asarray([1, 2], np.int32), 0, SamplingParams(4))
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_stream_whose_tokens_died_with_their_engine_fails(tmp_path: Path, is_heard: bool) -> None:
+    """Control: a request that tells nothing is sampled again."""
+
+    async def body() -> None:
+        engine = StubEngine(streams=is_heard, hangs=lambda _: len(engine.requests) == 1)
+        controller, _ = make(tmp_path, engine)
+        episode, _ = opened(controller)
+        told: list[list[int]] = []
+        asking = asyncio.create_task(
+            episode.sample(request(heard=lambda ids: told.append(ids.tolist())))
+        )
+        await until(lambda: bool(told if is_heard else engine.requests))
+        engine.heard.set()
+        engine.killed.set()  # the call that hangs raises
+        if is_heard:
+            with pytest.raises(EngineError, match="has heard are lost"):
+                await asking
+            assert told == [[3, 3]]
+        else:
+            assert (await asking).output_ids.tolist() == [3, 3, 3, 3]
+            assert len(engine.requests) == 2
+        await controller.stop()
+
+    asyncio.run(body())
+
+
+def test_an_error_of_a_client_that_is_asked_for_an_end_costs_its_turn(tmp_path: Path) -> None:
+    async def broken(output_ids: np.ndarray) -> bool:
+        raise ValueError(f"{len(output_ids)} tokens")
+
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(lengths=[4]))
+        episode, _ = opened(controller)
+        with pytest.raises(ValueError, match="4 tokens"):
+            await episode.sample(request(ends=broken))
+        assert (await episode.sample(request())).num_sampled == 4
+        assert not controller.context.tasks.failure.done()
+        await controller.stop()
+
+    asyncio.run(body())
 
 
 def test_the_report_shows_each_turn_behind_what_it_answers() -> None:
@@ -441,26 +523,25 @@ def test_the_report_shows_each_turn_behind_what_it_answers() -> None:
 
 def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     for override, sentence in (
-        ("task.reward=exact_match", "the agent gives the reward"),
-        ("task.chat_template=true", "its gateway applies the template"),
-        ("rollout.group_quorum=2", "not with task.agent"),
+        ("task.reward=position_steps", "rewards of steps have no place in branches"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
-        ("rollout.fixed_lag=1", "several versions"),
         ("task.isolation=bwrap", r"task\.isolation = 'bwrap'.*task\.agent\.command.*use process"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
-    check(load_config("digits-by-agent", ["task.isolation=process"]))
+    for override in (
+        *("task.isolation=process", "task.reward=exact_match", "task.reward=source"),
+        *("task.chat_template=true", "task.system=Sort.", "rollout.group_quorum=2"),
+    ):
+        check(load_config("digits-by-agent", [override]))
     check(load_config("digits-in-turns", ["task.isolation=bwrap"]))
     with pytest.raises(ConfigError, match=r"task\.agent\.command = \[\]"):
-        check(load_config("quickstart", ["task.agent.max_turns=3"]))
-    with pytest.raises(ConfigError, match=r"tasks\.turns\.environment.*answers between turns"):
+        check(load_config("quickstart", ["task.agent.workers=3"]))
+    with pytest.raises(ConfigError, match=r"tasks\.turns\.environment.*use one of both"):
         check(load_config("digits-mixture", ["task.agent.command=[python,agent.py]"]))
     with pytest.raises(ConfigError, match=r"tasks\.five\.agent\.command = \[\]"):
-        check(load_config("digits-mixture", ["tasks.five.agent.max_turns=3"]))
+        check(load_config("digits-mixture", ["tasks.five.agent.workers=3"]))
     one = "tasks.five.agent.command=[python,agent.py]"
-    with pytest.raises(ConfigError, match=r"not with task\.agent"):
-        check(load_config("digits-mixture", [one, "rollout.group_quorum=2"]))
     check(load_config("digits-mixture", [one, "tasks.three.agent.command=[python,other.py]"]))
 
 
@@ -474,11 +555,11 @@ def _commands(page: str) -> list[list[str]]:
 def test_the_command_for_a_released_model_passes_the_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control has the settings that its recipe needs and an agent cannot have."""
+    """The control has no agent, which gives the reward."""
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "12=", "answer": "12"}\n')
     (words,) = [words for words in _commands("agents.md") if words[0].startswith("qwen3")]
     check(resolve(load_config(words[0], words[1:])), starts=False)
-    kept = [word for word in words[1:] if not word.startswith("task.chat_template")]
-    with pytest.raises(ConfigError, match=r"task\.chat_template"):
+    kept = [word for word in words[1:] if not word.startswith("task.agent.command")]
+    with pytest.raises(ConfigError, match=r"task\.reward"):
         check(resolve(load_config(words[0], kept)), starts=False)

@@ -38,7 +38,7 @@ def test_an_entry_is_laid_over_task_and_sampling() -> None:
     assert (three.label, three.weight, three.digits) == ("three", 2.0, 3)
     assert (three.sampling.temperature, three.sampling.top_p) == (0.9, 0.95)
     assert (five.sampling.top_k, three.sampling.top_k) == (32, 64)
-    assert (turns.max_turns, three.max_turns) == (3, 1)
+    assert (turns.turn_limit, three.turn_limit) == (3, 1)
     assert {entry.score_timeout_s for entry in (three, five, turns)} == {7.0}
     assert (five.limits.file_mb, five.limits.memory_mb, three.limits.file_mb) == (1, 4096, 64)
 
@@ -79,7 +79,7 @@ BAD: list[tuple[list[str], str, str]] = [
     (["tasks.three.weight=0.99999"], "tasks.three.weight", "10,000"),
     (["tasks.three.digits=0"], "tasks.three.digits", "at least 1"),
     (["tasks.three.sampling.top_k=1"], "tasks.three.sampling.top_k", "greedy"),
-    (["tasks.five.max_turns=2"], "tasks.five.environment", "environment that answers"),
+    (["tasks.five.max_turns=2"], "tasks.five.max_turns", "task.environment that answers"),
     (["tasks.five.name=jsonl"], "tasks.five.path", "JSONL"),
     (["tasks.five.reward=best"], "tasks.five.reward", "package.module:function"),
     (["evaluation.path=x"], "evaluation.path", "tasks.LABEL.evaluation_path"),

@@ -14,19 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.agents import open_episode
+from moerl.agents import chat_turns
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
+from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, TurnAnswer
 from moerl.agents.gateway.api_errors import ApiError
-from moerl.agents.open_episode import OpenEpisode
 from moerl.agents.prompt_tokens import PromptTokens, TemplateError
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
-from moerl.controller.turn_rows import join
 from moerl.core.errors import ConfigError, EngineError, RecordError
 from moerl.core.types import Finish, GenerateRequest, SamplingParams, Segment
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
+from moerl.episodes.open_episode import Outcome, TurnRequest
+from moerl.episodes.rows import join
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
+from tests.helpers.one_engine import far, open_episode
 from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -42,16 +45,22 @@ def user(text: str) -> ChatMessage:
     return ChatMessage("user", text)
 
 
-def policy(engine: ScriptedEngine, max_new_tokens: int = 50) -> Policy:
-    sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
-    return Policy(engine, TOKENS, StopFinder(TOKENS), PlainAnswers(), sampling)
+POLICY = Policy(TOKENS, StopFinder(TOKENS), PlainAnswers(), LIMITS.context_tokens)
+
+
+def turns_of(
+    engine: ScriptedEngine, limits: EpisodeLimits = LIMITS, stop_ids: tuple[int, ...] = (END,)
+) -> ChatTurns:
+    """The turns of an episode `e`."""
+    episode = open_episode(engine, "e", SamplingParams(50, stop_token_ids=stop_ids))
+    return ChatTurns(far(episode), POLICY, limits)
 
 
 class Talk:
     """An episode, and a client that keeps the history."""
 
     def __init__(self, engine: ScriptedEngine, limits: EpisodeLimits = LIMITS) -> None:
-        self.episode = OpenEpisode("e", policy(engine), limits)
+        self.episode = turns_of(engine, limits)
         self.history: list[ChatMessage] = []
 
     async def say(self, *new: ChatMessage, ends: Ends = Ends()) -> TurnAnswer:
@@ -124,11 +133,7 @@ def test_a_stop_token_that_the_template_does_not_write_is_replaced() -> None:
 
     async def turns() -> list[TurnAnswer]:
         client = Talk(engine)
-        sampling = SamplingParams(50, stop_token_ids=(END, 0))
-        shared = policy(engine)
-        client.episode = OpenEpisode(
-            "e", Policy(engine, TOKENS, shared.finder, shared.parser, sampling), LIMITS
-        )
+        client.episode = turns_of(engine, stop_ids=(END, 0))
         return [await client.say(user("q")), await client.say(user("r"))]
 
     first, second = run(turns())
@@ -154,7 +159,7 @@ def test_each_prompt_begins_with_the_sampled_tokens(answers: list[list[int]], cl
     for before, after in pairwise(turns):
         known = before.turn.rollout.token_ids
         np.testing.assert_array_equal(after.turn.rollout.token_ids[: len(known)], known)
-        assert after.turn.parent == before.turn.index
+        assert after.turn.before is before.turn
     for answer, turn in zip(ended, turns, strict=True):
         assert turn.output_ids == answer[:50]
 
@@ -277,7 +282,7 @@ def origins_of(*requests: list[ChatMessage], answers: int = 9) -> list[Origin]:
     engine.say(*[[*letter, END]] * answers)
 
     async def ask() -> list[Origin]:
-        episode = OpenEpisode("e", policy(engine), LIMITS)
+        episode = turns_of(engine)
         found = []
         for request in requests:
             tools = [ADD] if request[-1].name == "tools" else []
@@ -345,16 +350,17 @@ def test_the_episode_says_who_continues_whom() -> None:
     engine = ScriptedEngine()
     engine.say(*[[n, END] for n in (7, 8, 9)])
 
-    async def ask() -> list[int | None]:
+    async def ask() -> list[RecordedTurn]:
         client = Talk(engine)
         await client.say(user("q"))
         fork = list(client.history)
         await client.say(user("r"))
         client.history = fork
         await client.say(user("s"))
-        return [turn.parent for turn in client.episode.forest.turns]
+        return client.episode.forest.turns
 
-    assert run(ask()) == [None, 0, 0]
+    first, *others = run(ask())
+    assert [turn.before for turn in (first, *others)] == [None, first, first]
 
 
 def test_text_and_tokens_are_continued_too() -> None:
@@ -362,7 +368,7 @@ def test_text_and_tokens_are_continued_too() -> None:
     engine.say([WORD, 7, END], [8, END], [9, END])
 
     async def ask() -> list[TurnAnswer]:
-        episode = OpenEpisode("e", policy(engine), LIMITS)
+        episode = turns_of(engine)
         (first,) = await episode.complete("once", Ends())
         (second,) = await episode.complete("once" + first.text + " more", Ends())
         ids = second.turn.rollout.token_ids.tolist()
@@ -370,7 +376,7 @@ def test_text_and_tokens_are_continued_too() -> None:
         return [first, second, third]
 
     turns = run(ask())
-    assert [turn.turn.parent for turn in turns] == [None, 0, 1]
+    assert [turn.turn.before for turn in turns] == [None, turns[0].turn, turns[1].turn]
     first, second, third = (turn.turn.rollout.token_ids for turn in turns)
     np.testing.assert_array_equal(second[: len(first) - 1], first[:-1])
     assert text(second[len(first) - 1 :]).startswith(" more")
@@ -383,7 +389,7 @@ def test_a_turn_delivers_the_rows_that_its_parents_did_not() -> None:
         engine.say(said)
 
     async def ask() -> list[TurnAnswer]:
-        episode = OpenEpisode("e", policy(engine), LIMITS)
+        episode = turns_of(engine)
         (first,) = await episode.complete([40, 41], Ends())
         (second,) = await episode.complete([40, 41, 7, END, 50], Ends())
         (other,) = await episode.complete("once", Ends())
@@ -395,7 +401,7 @@ def test_a_turn_delivers_the_rows_that_its_parents_did_not() -> None:
         first.turn.rollout.routing
     )
     assert second.turn.rollout.prompt_len == 5
-    assert other.turn.parent is None
+    assert other.turn.before is None
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -404,11 +410,12 @@ def test_an_interrupted_turn_is_resumed_inside_one_call() -> None:
     engine.interrupt_at.extend([2, 0, 1])
     engine.say([7, 8, 9, 10, END])
 
-    async def ask() -> tuple[TurnAnswer, int]:
+    async def ask() -> tuple[TurnAnswer, float]:
+        opened = open_episode(engine, "e", SamplingParams(50, stop_token_ids=(END,)))
         client = Talk(engine)
+        client.episode = ChatTurns(far(opened), POLICY, LIMITS)
         answer = await client.say(user("q"))
-        await client.episode.end()
-        return answer, client.episode.counts["resumed"]
+        return answer, opened.finish(Outcome()).counts["resumed"]
 
     answer, resumed = run(ask())
     assert answer.output_ids == [7, 8, 9, 10, END]
@@ -452,7 +459,7 @@ def test_a_turn_that_runs_through_updates_has_their_versions() -> None:
 def test_an_ended_request_is_not_recorded() -> None:
     engine = ScriptedEngine(hangs=True)
 
-    async def leave() -> OpenEpisode:
+    async def leave() -> ChatTurns:
         client = Talk(engine)
         asking = asyncio.create_task(client.say(user("q")))
         while not engine.requests:
@@ -461,12 +468,36 @@ def test_an_ended_request_is_not_recorded() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         await client.episode.end()
+        while not engine.aborted:
+            await asyncio.sleep(0)
         return client.episode
 
     episode = run(leave())
     assert engine.aborted == ["e.t0-s0"]
     assert not episode.forest.turns
     assert episode.counts["cancelled"] == 1
+
+
+def test_a_turn_that_ends_as_its_client_leaves_is_left_out() -> None:
+    async def leave(*, is_patient: bool) -> FinishedEpisode:
+        engine = ScriptedEngine()
+        engine.say([7, END])
+        opened = open_episode(engine, "e", SamplingParams(50, stop_token_ids=(END,)))
+        asking = asyncio.create_task(far(opened).sample(TurnRequest(TOKENS.encode("q"))))
+        while not opened.turns:
+            await asyncio.sleep(0)
+        if is_patient:
+            await asking
+        else:
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        await asyncio.sleep(0)
+        return opened.finish(Outcome())
+
+    left, control = run(leave(is_patient=False)), run(leave(is_patient=True))
+    assert ([turn.left_out for turn in left.graph], left.turns) == (["cancelled"], ())
+    assert ([turn.left_out for turn in control.graph], len(control.turns)) == ([""], 1)
 
 
 def test_the_end_of_an_episode_ends_its_turns() -> None:
@@ -482,6 +513,8 @@ def test_the_end_of_an_episode_ends_its_turns() -> None:
             await asking
         with pytest.raises(ApiError, match="has ended"):
             await client.say(user("late"))
+        while not engine.aborted:
+            await asyncio.sleep(0)
         return error.value
 
     error = run(end())
@@ -495,7 +528,7 @@ def test_the_end_of_an_episode_ends_its_turns() -> None:
 def test_a_failed_engine_leaves_no_turn(failure: Exception, status: int) -> None:
     engine = ScriptedEngine(fails=failure)
 
-    async def ask() -> OpenEpisode:
+    async def ask() -> ChatTurns:
         client = Talk(engine)
         with pytest.raises(ApiError) as error:
             await client.say(user("q"))
@@ -606,7 +639,7 @@ def test_a_stop_text_ends_within_a_token_that_can_end_it(stop: str, tokens: list
 
 
 def test_a_stop_text_that_most_tokens_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_episode, "_MOST_STOPS", 3)
+    monkeypatch.setattr(chat_turns, "_MOST_STOPS", 3)
 
     async def ask() -> TurnAnswer:
         return await Talk(ScriptedEngine()).say(user("q"), ends=Ends(stop=("a",)))

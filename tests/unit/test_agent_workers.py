@@ -16,9 +16,9 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode
 from moerl.core.types import Prompt, Score
-from tests.helpers.agent_stubs import is_alive, program_runner
+from moerl.episodes.finished_episode import FinishedEpisode
+from tests.helpers.agent_stubs import is_alive, play, program_runner
 from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
 from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -58,7 +58,8 @@ for line in sys.stdin:
 
 
 def task_of(code: str = WORKER, workers: int = 1, **changes: Any) -> TaskConfig:
-    return TaskConfig(agent=AgentConfig(command=["python", "-c", code], workers=workers, **changes))
+    agent = AgentConfig(command=["python", "-c", code], workers=workers)
+    return TaskConfig(agent=agent, **changes)
 
 
 def with_workers(
@@ -183,15 +184,15 @@ def test_a_program_that_cannot_stay_is_started_with_growing_pauses(tmp_path: Pat
 
 
 def test_answers_of_workers_are_scored_or_named(tmp_path: Path) -> None:
-    async def body() -> list[PlayedEpisode]:
+    async def body() -> list[FinishedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[[SIZE - 1] * 4 for _ in range(4)])
         agents = program_runner(tmp_path, task_of(ASKS_FIRST + WORKER))
-        await agents.start(engine)
+        await agents.start()
         try:
             prompts = [Prompt(8, (1,), text, None, {}) for text in ("error", "text", "o", "die")]
             names = [f"8.{place}" for place in range(4)]
-            return [await agents.play(*each) for each in zip(names, prompts, strict=True)]
+            return [await play(agents, engine, *each) for each in zip(names, prompts, strict=True)]
         finally:
             await agents.close()
 
@@ -199,8 +200,10 @@ def test_answers_of_workers_are_scored_or_named(tmp_path: Path) -> None:
     assert [episode.failure for episode in played] == ["error", "no_reward", "", "lost"]
     assert isinstance(played[2].own_score, Score)
     assert [episode.own_score for episode in played[:2]] == [None, None]
-    assert played[0].detail == "has answered with an error: ValueError: no luck"
-    assert played[3].detail == "was lost with its worker, which ended with exit code 1: lost"
+    error = "has answered with an error: ValueError: no luck"
+    assert played[0].detail == f"the agent of 8.0 {error}"
+    lost = "was lost with its worker, which ended with exit code 1: lost"
+    assert played[3].detail == f"the agent of 8.3 {lost}"
     assert [len(episode.turns) for episode in played] == [1] * 4
 
 
@@ -222,17 +225,17 @@ sys.stdin = lines(sys.stdin)
 def test_the_worker_of_the_examples_plays_at_once_and_stays(tmp_path: Path) -> None:
     file = str(ROOT / "examples/agent_worker.py")
 
-    async def body() -> list[PlayedEpisode]:
+    async def body() -> list[FinishedEpisode]:
         engine = ScriptedEngine()
         engine.say(*[chat_tokenizer().convert_tokens_to_ids(list("1234")) for _ in range(9)])
         task = TaskConfig(agent=AgentConfig(command=["python", file], workers=1))
         agents = program_runner(tmp_path, task)
-        await agents.start(engine)
+        await agents.start()
         try:
             prompts = [Prompt(8, (1,), "4321", answer, {}) for answer in ("1243", "4321", "1234")]
-            plays = [agents.play(f"8.{i}", prompt) for i, prompt in enumerate(prompts)]
+            plays = [play(agents, engine, f"8.{i}", prompt) for i, prompt in enumerate(prompts)]
             done = await asyncio.gather(*plays)
-            return [*done, await agents.play("9.0", Prompt(9, (1,), "", None, {}))]
+            return [*done, await play(agents, engine, "9.0", Prompt(9, (1,), "", None, {}))]
         finally:
             await agents.close()
 

@@ -122,6 +122,37 @@ def test_off_policy_mask_drops_negative_drifted_sequences_only() -> None:
     assert swapped.weight.all(), "control: the sign of the drift decides"
 
 
+def test_a_weight_that_decays_with_age_is_an_exact_sum() -> None:
+    """In float64, against the sum by hand; controls: another base, ages shifted by one."""
+    lag = torch.tensor([0, 1, 1, 3, 0, 2])
+    new = torch.tensor([-0.5, -1.25, -2.0, -0.75, -1.0, -3.0]).double().requires_grad_()
+    advantage = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0, 0.5]).double()
+    share = torch.tensor([0.125, 0.125, 0.25, 0.25, 0.125, 0.125]).double()
+    tokens = make_tokens(new, new.detach(), advantage, torch.tensor([0, 0, 0, 1, 1, 2]))
+
+    def result(lag_N: Tensor, base: float) -> PolicyLoss:
+        config = AlgorithmConfig(
+            objective="reinforce", corrections=["lag_decay"], lag_decay_base=base
+        )
+        return policy_loss(config, replace(tokens, lag=lag_N), share)
+
+    factors = [1.0, 0.75, 0.75, 0.75 * 0.75 * 0.75, 1.0, 0.75 * 0.75]
+    parts = zip(factors, share.tolist(), advantage.tolist(), new.tolist(), strict=True)
+    terms = [-factor * weight * gain * logprob for factor, weight, gain, logprob in parts]
+    found = result(lag, 0.75)
+    assert found.loss.item() == sum(terms)
+    found.loss.backward()
+    assert new.grad.tolist() == [
+        -f * w * a for f, w, a in zip(factors, share.tolist(), advantage.tolist(), strict=True)
+    ]
+    assert result(lag, 0.5).loss.item() != pytest.approx(sum(terms), abs=1e-3)
+    assert result(lag + 1, 0.75).loss.item() == pytest.approx(0.75 * sum(terms), abs=1e-12)
+    assert sum(terms) != pytest.approx(0.75 * sum(terms), abs=1e-3)
+    metrics = loss_metrics(AlgorithmConfig(corrections=["lag_decay"]), found.sums)
+    assert metrics["loss/cut_frac/lag_decay"] == 4 / 6
+    assert metrics["loss/reject_frac"] == 0.0
+
+
 def test_a_masked_sequence_keeps_its_place_in_the_denominator() -> None:
     config = AlgorithmConfig(corrections=["opsm"], off_policy_delta=0.1)
     new = torch.zeros(4).double().requires_grad_()

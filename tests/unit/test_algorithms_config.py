@@ -68,6 +68,7 @@ def test_an_unknown_name_lists_the_known_ones(table: str) -> None:
     ("field", "algorithm"),
     [
         ("tis_cap", {"tis_cap": 3.0}),
+        ("lag_decay_base", {"lag_decay_base": 0.5}),
         ("clip_low", {"objective": "reinforce", "clip_low": 0.1}),
         ("kl_coef", {"kl_coef": 0.1}),
         ("off_policy_delta", {"off_policy_delta": 0.1}),
@@ -88,6 +89,8 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
         ("corrections", {"corrections": ["tis_token"]}),  # the ratio holds prox / mu already
         ("corrections", {"corrections": ["tis_token", "icepop"], "ratio": "proximal"}),
         ("corrections", {"corrections": ["lag", "lag"]}),
+        ("lag_decay_base", {"corrections": ["lag_decay"], "lag_decay_base": 0.0}),
+        ("lag_decay_base", {"corrections": ["lag_decay"], "lag_decay_base": 1.5}),
         ("m2_limit", {"corrections": ["m2"], "m2_limit": 0.0}),
         ("dpo_beta", {"advantage": "online_dpo", "dpo_beta": 0.0}),
         ("tis_cap", {"corrections": ["tis_token"], "ratio": "proximal", "tis_cap": 0.0}),
@@ -118,6 +121,8 @@ def both(found: Config) -> None:
         {},
         {"corrections": ["tis_token", "opsm", "lag"], "ratio": "proximal", "off_policy_delta": 0.1},
         {"corrections": ["tis_token"], "objective": "reinforce"},
+        {"corrections": ["lag_decay", "lag"], "lag_cap": 2, "lag_decay_base": 0.5},
+        {"corrections": ["lag_decay", "tis_token"], "ratio": "proximal"},
         {"corrections": ["mis_geometric", "opsm"], "off_policy_delta": 0.1},
         {"kl": "unbiased", "kl_coef": 0.01},
         {"aggregation": "constant", "constant_tokens": 8},

@@ -20,7 +20,15 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal import write_retry
 from moerl.core.errors import BlobError, ProtocolError, RecordError, ScoreError
 from moerl.core.messages import TakePlan
-from moerl.core.types import Episode, GenerateRequest, PolicyVersion, Prompt, Score, Segment
+from moerl.core.types import (
+    Episode,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    Score,
+    Segment,
+)
 from moerl.records import BlobStore
 from tests.helpers.controllers import CONFIG, StubScorer, hello, make, running, train
 from tests.helpers.stub_engine import StubEngine
@@ -28,6 +36,12 @@ from tests.helpers.stub_engine import StubEngine
 
 def trained_once(plans: list) -> bool:
     return sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+
+
+def cut(segment: Segment) -> Segment:
+    """Its first two tokens, as an update leaves them: the turn is to go on."""
+    first = segment.output_ids[:2], segment.logprobs[:2]
+    return replace(segment, output_ids=first[0], logprobs=first[1], finish=Finish.ABORT)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +53,10 @@ def trained_once(plans: list) -> bool:
         (lambda s: replace(s, output_ids=s.output_ids + 100), "token_range"),
         (lambda s: replace(s, rollout_id="99.0"), "rollout_id"),
         (lambda s: replace(s, version=PolicyVersion(7, 7)), "version"),
+        (lambda s: cut(replace(s, version=PolicyVersion(7, 7))), "version"),
         (lambda s: RecordError("routing_rows", "cut short"), "routing_rows"),
     ],
-    ids=["nan", "positive", "short", "tokens", "id", "version", "routes"],
+    ids=["nan", "positive", "short", "tokens", "id", "version", "cut_version", "routes"],
 )
 def test_a_bad_reply_is_refused_and_generated_again(
     tmp_path: Path, spoil: Callable[[Segment], object], reason: str

@@ -106,7 +106,7 @@ PLACED = {
             "<= 16",
             "",
             "python examples/tool_agent.py; at most 3 turns, 65536 tokens, 120 s each; "
-            "reward: agent",
+            "reward: its own",
         ),
         ("all", "engine (Ray)", "0", "1", "", "tp 1, float32, host and SGLang server"),
         ("all", "trainer rank", "0,1", "2", "", "tp 1 pp 1 cp 1 dp 2 ep 2 etp 1, fp32"),

@@ -20,7 +20,14 @@ from moerl.config.functions import load_below
 from moerl.config.load import load_saved
 from moerl.config.resume import resume_facts
 from moerl.config.schema import NodeGroup, ParallelConfig
-from moerl.config.task_tables import ENVIRONMENTS, PACKAGE, REWARDS, SOURCES
+from moerl.config.task_tables import (
+    ENVIRONMENT_NAMES,
+    ENVIRONMENTS,
+    PACKAGE,
+    REWARD_NAMES,
+    REWARDS,
+    SOURCES,
+)
 from moerl.config.validate import either, read_section
 from moerl.core.errors import ConfigError, ModelError
 from moerl.launch.engine_commands import engines
@@ -69,10 +76,37 @@ BAD = [
     ("trainer.optimizer.eps=0", "trainer.optimizer.eps = 0.0", "above 0"),
     ("model.tiny.num_heads=0", "model.tiny.num_heads = 0", "at least 1"),
     ("run.name=../x", "run.name = '../x'", "not . or - first"),
-    ("task.reward=exact", "task.reward = 'exact'", either((*REWARDS, OWN))),
-    ("task.environment=x", "task.environment = 'x'", either((*ENVIRONMENTS, OWN))),
+    ("task.reward=exact", "task.reward = 'exact'", either((*REWARD_NAMES, OWN))),
+    ("task.environment=x", "task.environment = 'x'", either((*ENVIRONMENT_NAMES, OWN))),
     ("steps", "override = 'steps'", "key=value"),
 ]
+
+
+@pytest.mark.parametrize("place", ["task", "tasks.five"])
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [
+        ("agent.environment", "environment"),
+        ("agent.options.tries", "environment_options"),
+        ("agent.reward", "reward"),
+        *((f"agent.{name}", name) for name in ("tools", "tool_s", "max_turns", "wall_s")),
+        *((f"agent.{name}", name) for name in ("max_sampled_tokens", "context_tokens")),
+        *((f"agent.{name}", name) for name in ("environment_s", "environment_workers")),
+        *((f"agent.{name}", name) for name in ("call_format", "reasoning_format")),
+    ],
+)
+def test_a_key_of_before_is_refused_with_the_name_of_the_new_one(
+    place: str, key: str, new: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"use {place}\.{new}[;:]"):
+        check(load_config("digits-mixture", [f"{place}.{key}=1"]))
+
+
+def test_groups_per_request_is_no_more() -> None:
+    with pytest.raises(ConfigError, match=r"groups_per_request = 4 .*no such key any more"):
+        load_config("quickstart", ["rollout.groups_per_request=4"])
+    with pytest.raises(ConfigError, match="unknown key"):  # control
+        load_config("quickstart", ["rollout.groups_per_reques=4"])
 
 
 @pytest.mark.parametrize(("override", "names", "allows"), BAD, ids=[b[0] for b in BAD])
@@ -203,6 +237,28 @@ def test_late_siblings_cannot_be_carried_everywhere(overrides: list[str], says: 
     carry = ["rollout.late_siblings=carry", *quorum, *overrides]
     with pytest.raises(ConfigError, match=says):
         check(load_config("quickstart", carry), starts=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.selection=strict"], "strict trains whole groups"),
+        (["rollout.fixed_lag=1"], "no sibling is older than another"),
+        (["algorithm.advantage=online_dpo", "algorithm.objective=dpo"], "pairs siblings"),
+        (["algorithm.advantage=process_std"], "not those of their steps"),
+    ],
+)
+def test_stale_siblings_cannot_be_dropped_everywhere(overrides: list[str], says: str) -> None:
+    check(load_config("quickstart", ["rollout.stale_siblings=drop"]), starts=False)
+    with pytest.raises(ConfigError, match=f"stale_siblings = .drop. .*{says}"):
+        check(load_config("quickstart", ["rollout.stale_siblings=drop", *overrides]), starts=False)
+
+
+@pytest.mark.parametrize("override", ["rollout.selection=strict", "rollout.fixed_lag=1"])
+def test_later_groups_do_not_fill_the_buffer_before_the_next(override: str) -> None:
+    check(load_config("quickstart", ["rollout.admission=unbounded"]), starts=False)
+    with pytest.raises(ConfigError, match=r"admission = 'unbounded' .*wait for the next"):
+        check(load_config("quickstart", ["rollout.admission=unbounded", override]), starts=False)
 
 
 def test_a_quorum_is_of_the_group() -> None:

@@ -17,6 +17,7 @@ from moerl.core.errors import (
     ScoreError,
     TrainerError,
 )
+from moerl.core.ids import episode_of
 from moerl.core.messages import (
     Failed,
     Ok,
@@ -32,6 +33,7 @@ from moerl.core.types import (
 from tests.helpers.controllers import (
     CONFIG,
     EqualFor,
+    Prompts,
     StubScorer,
     commit,
     hello,
@@ -40,6 +42,7 @@ from tests.helpers.controllers import (
     train,
     with_rollout,
 )
+from tests.helpers.fake_clock import run_with_fake_clock
 from tests.helpers.stub_engine import StubEngine, always
 
 
@@ -107,7 +110,8 @@ def test_a_refused_record_costs_its_rollout_only(tmp_path: Path) -> None:
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
         assert reports[-1].metrics["refused/routing_rows"] == 1
-        names = sorted({r.rollout_id for r in engine.requests if r.rollout_id.startswith("1.")})
+        asked = {episode_of(request.rollout_id) for request in engine.requests}
+        names = sorted(name for name in asked if name.startswith("1."))
         assert names[0] == "1.0"
         assert names[1].startswith("1.0.r0-")
         assert names[2:] == ["1.1"]
@@ -168,17 +172,15 @@ def test_drain_finishes_what_runs_before_an_update(tmp_path: Path) -> None:
 
 def test_a_drain_that_never_ends_is_an_error(tmp_path: Path) -> None:
     async def body() -> None:
-        engine = StubEngine()
         config = with_rollout(in_flight_mode="drain", drain_timeout_s=0.5)
-        controller, _ = make(tmp_path, engine, config)
-        engine.finishes = False
+        controller, _ = make(tmp_path, StubEngine(hangs=always), config)
 
         async def work() -> None:
             await controller.handle(hello(PolicyVersion(0, 0)))
             await asyncio.sleep(0.02)
             await controller.handle(commit(PolicyVersion(0, 1)))
 
-        with pytest.raises(EngineError, match="6 groups did not finish within"):
+        with pytest.raises(EngineError, match="12 requests did not finish within"):
             await running(controller, work())
 
     asyncio.run(body())
@@ -276,6 +278,32 @@ def test_a_share_of_failed_scores_ends_the_run(tmp_path: Path, failing: int, end
             await training
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("admission", ["bounded", "unbounded"])
+def test_without_the_bound_old_groups_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, admission: str
+) -> None:
+    """A slow trainer: more groups are ready than it trains in time.  Control: the bound."""
+
+    async def scenario() -> None:
+        steps = 8
+        rollout = replace(CONFIG.rollout, max_lag=1, buffer_depth=1, admission=admission)
+        rollout = replace(rollout, max_groups_in_flight=4)
+        config = replace(CONFIG, run=replace(CONFIG.run, steps=steps), rollout=rollout)
+        controller, reports = make(tmp_path, StubEngine(), config)
+        plans = await running(controller, train(controller, steps, step_s=1.0), 60.0)
+        trained = [group.group_id for plan in plans for group in plan.groups]
+        assert len(trained) == len(set(trained)) == 2 * steps
+        assert max(report.metrics["async/lag_max"] for report in reports) <= 1
+        assert all(p.step - g.oldest.step <= 1 for p in plans for g in p.groups)
+        rejected = sum(report.metrics["async/dropped_stale_groups"] for report in reports)
+        assert (rejected > 0) == (admission == "unbounded")
+        ready = max(report.metrics["async/buffer_depth"] for report in reports)
+        assert (ready > 2 * 2) == (admission == "unbounded")
+        assert ready <= 4 + 2 * 2, "groups in flight, and two batches"
+
+    run_with_fake_clock(scenario(), monkeypatch)
 
 
 def test_depth_zero_is_synchronous(tmp_path: Path) -> None:
@@ -455,13 +483,12 @@ def test_records_are_kept_when_asked(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 8])
-def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> None:
-    """The first engine to look does not take all, however many groups a call may have."""
+def test_engines_share_what_is_to_be_generated(tmp_path: Path) -> None:
+    """The first engine to look does not take all."""
 
     async def scenario() -> None:
         engines = [StubEngine(hangs=always) for _ in range(3)]
-        rollout = replace(CONFIG.rollout, groups_per_request=at_once, buffer_depth=2)
+        rollout = replace(CONFIG.rollout, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
         assert await controller.handle(hello(PolicyVersion(0, 0))) == Ok()
@@ -472,14 +499,15 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path, at_once: int) -> 
         assert [pool.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
         # newer weights: the other engines, less busy but older, are not waited for
         pool.members[0].version = PolicyVersion(0, 1)
-        pool.members[1].generating = 0
+        pool.members[1].groups = 0
         assert (pool.share(0, 4), pool.share(1, 4)) == (4, 3)
-        pool.members[1].generating = 5
+        pool.members[1].groups = 5
         assert (pool.share(1, 1), pool.share(2, 1)) == (0, 1)
         # drained for an update that the first engine has had: they are about to serve it
         for number in (1, 2):
-            pool.members[number].generating, pool.members[number].draining = 0, True
-        pool.members[0].generating = 0
+            member = pool.members[number]
+            member.groups, member.generating, member.draining = 0, 0, True
+        pool.members[0].groups = 0
         assert pool.share(0, 9) == 3
         pool.members[1].phase, pool.members[2].leaving = EnginePhase.SUSPENDED, True
         assert pool.share(0, 9) == 9, "control: these do not come back soon"
@@ -494,7 +522,7 @@ def test_engines_share_the_groups_of_one_that_failed(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         engines = [StubEngine(hangs=always) for _ in range(3)]
-        rollout = replace(CONFIG.rollout, groups_per_request=8, buffer_depth=2)
+        rollout = replace(CONFIG.rollout, buffer_depth=2)
         config = replace(CONFIG, rollout=rollout)
         controller, _ = make(tmp_path, engines[0], config, more_engines=engines[1:])
         assert await controller.handle(hello(PolicyVersion(0, 0))) == Ok()
@@ -558,3 +586,36 @@ def test_a_group_closes_when_enough_siblings_are_done(tmp_path: Path) -> None:
         assert sum(report.metrics["async/dropped_siblings"] for report in reports) >= 3 * 2 * 2
 
     asyncio.run(scenario())
+
+
+class WithBadLines(Prompts):
+    """Each prompt whose number `is_bad` names cannot be used."""
+
+    def __init__(self, is_bad: Callable[[int], bool]) -> None:
+        self._is_bad = is_bad
+
+    def prompt(self, index: int) -> Prompt:
+        if self._is_bad(index):
+            raise ConfigError("task.path", "prompts.jsonl", f"line {index} is not JSON")
+        return super().prompt(index)
+
+
+def test_a_line_that_cannot_be_used_is_set_aside(tmp_path: Path) -> None:
+    async def body() -> None:
+        prompts = WithBadLines(lambda index: index in (1, 4))
+        controller, reports = make(tmp_path, StubEngine(), prompts=prompts)
+        plans = await running(controller, train(controller, 4))
+        trained = sorted(group.group_id for plan in plans for group in plan.groups)
+        assert trained == [0, 2, 3, 5, 6, 7, 8, 9], "the next lines take their places"
+        assert sum(report.metrics["async/bad_prompts"] for report in reports) == 2
+
+    asyncio.run(body())
+
+
+def test_a_file_without_a_usable_line_ends_the_run(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine(), prompts=WithBadLines(lambda index: True))
+        await running(controller, train(controller, 1))
+
+    with pytest.raises(ConfigError, match="line 15 is not JSON"):
+        asyncio.run(body())

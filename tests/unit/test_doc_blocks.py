@@ -194,7 +194,7 @@ def test_a_block_without_a_mark_is_found(block: str) -> None:
         ("bash check\nmoerl train quickstart run.step=3", "run.step"),
         ("bash check\nmoerl train quickstart algorithm.objective=gpso", "gpso"),
         ("bash check\nmoerl train quikstart", "quikstart"),
-        ("bash check\nmoerl train quickstart task.agent.environment=nowhere:F", "nowhere"),
+        ("bash check\nmoerl train quickstart task.environment=nowhere:F", "nowhere"),
         ("bash check\nmoerl report mine", "needs a run"),
         ("bash check\nls", "only commands of moerl"),
         ("bash elsewhere\nmoerl report mine --jsn", "--jsn"),

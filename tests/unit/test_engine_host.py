@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.controller.rollout_builder import PartialRollout
 from moerl.core.errors import BlobError, ConfigError, EngineError, RecordError
 from moerl.core.messages import CommitUpdate, Plan, PrepareUpdate, UpdateDone
 from moerl.core.serialization import decode, encode
@@ -38,6 +37,8 @@ from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.engine.host.mailbox import Mailbox
 from moerl.engine.host.sglang_client import EngineClient, FailedRequest
 from moerl.engine.record_files import FIELD, name_of
+from moerl.episodes.rows import join
+from moerl.episodes.turn import TurnInFlight
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from moerl.runtime.run_dir import RunDir
@@ -772,11 +773,12 @@ def test_sealed_log_probabilities_reach_the_trainer(play: Any) -> None:
 
     async def scenario(host: EngineHost) -> None:
         prompt = Prompt(0, (0, 1, 2, 3), "p", None, {})
-        partial = PartialRollout("0.0", prompt, SamplingParams(3), audit=False, slice_tokens=1)
+        ids = np.asarray(prompt.token_ids, np.int32)
+        partial = TurnInFlight("0.0", ids, SamplingParams(3), audit=False, slice_tokens=1)
         while not partial.finished:
             (reply,) = await host.generate([partial.request()])
             partial.add(reply)
-        rollout = partial.rollout()
+        rollout = join("0.0", [partial.sampled(partial.sampling)])
         check(rollout, SHAPE)
         assert [part.first for part in rollout.sealed_logprobs] == [0, 1, 2]
         group = EpisodeGroup(0, prompt, (Episode("0.0", (Turn(rollout),), Score(1.0)),))

@@ -14,9 +14,8 @@ import pytest
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.controller.rollout_builder import Environment, PartialEpisode, wasted_uris
 from moerl.controller.step_metrics import batch_metrics
-from moerl.core.errors import ConfigError, RecordError, ScoreError
+from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import (
     BlobRef,
     Finish,
@@ -29,8 +28,12 @@ from moerl.core.types import (
     Segment,
 )
 from moerl.data.environments import check_digits, make_environment
+from moerl.episodes.environment import EnvironmentRunner, SingleTurn, TextReplies
+from moerl.episodes.finished_episode import ENDED, sealed_uris, used_uris
+from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, Outcome
 from moerl.records.header_check import check as check_record
 from tests.helpers.controllers import CONFIG, StubScorer, make, running, train
+from tests.helpers.scripted_episode import ScriptedEpisode
 from tests.helpers.stub_engine import StubEngine
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
@@ -58,7 +61,7 @@ def rows(request: GenerateRequest, count: int, version: PolicyVersion) -> Routin
 
 
 def answered(
-    episode: PartialEpisode, version: PolicyVersion, count: int = 3, **changes: Any
+    episode: ScriptedEpisode, version: PolicyVersion, count: int = 3, **changes: Any
 ) -> GenerateRequest:
     """One engine call, as far as an episode sees it."""
     request = episode.request()
@@ -76,15 +79,12 @@ def answered(
 
 
 def test_a_turn_is_fed_all_that_was_said_and_both_are_one_row() -> None:
-    episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=3)
+    episode = ScriptedEpisode("7.0", PROMPT, SamplingParams(4))
     answered(episode, V0)
-    assert episode.listens
     episode.reply([8, 9])
     second = answered(episode, V0)
     assert second.token_ids.tolist() == [1, 2, 3, 3, 3, 8, 9]
     assert (second.num_sampled, second.rows_known, second.rows_from) == (0, 4, 4)
-    episode.reply([])
-    assert episode.finished
     (row,) = episode.rows("join")
     assert row.token_ids.tolist() == [1, 2, 3, 3, 3, 8, 9, 3, 3, 3]
     assert row.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3
@@ -94,55 +94,79 @@ def test_a_turn_is_fed_all_that_was_said_and_both_are_one_row() -> None:
 
 def test_rows_of_other_weights_are_joined_and_nothing_is_sampled_again() -> None:
     """An update between two turns: the next call delivers the new rows, under its weights."""
-    episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=2)
+    episode = ScriptedEpisode("7.0", PROMPT, SamplingParams(4))
     answered(episode, V0)
     episode.reply([8])
     assert answered(episode, V1).rows_known == 4
-    assert episode.finished, "the last turn that is allowed"
     (row,) = episode.rows("join")
     assert [(part.row_begin, part.version) for part in row.routing] == [(0, V0), (4, V1)]
     assert [(span.first, span.version) for span in row.versions] == [(0, V0), (3, V1)]
     assert row.joined_from == 3
-    assert episode.blob_uris() == {"blob://n/7.0", "blob://n/7.0.t1"}
-    assert not wasted_uris([episode])
+    done = [episode.finish()]
+    assert sealed_uris(done) == used_uris(done) == {"blob://n/7.0.t0", "blob://n/7.0.t1"}
     check_record(row, SHAPE)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_turn_behind_one_that_met_an_update_asks_for_new_rows_only(kept: bool) -> None:
-    episode = PartialEpisode("7.0", PROMPT, SamplingParams(6), audit=False, max_turns=2)
+    episode = ScriptedEpisode("7.0", PROMPT, SamplingParams(6))
     if kept:
         answered(episode, V1, kept_kv=True)
     else:
         answered(episode, V0, finish=Finish.ABORT)
         answered(episode, V1)
-    before = episode.num_sampled
+    before = episode.turns[0].num_sampled
     episode.reply([8])
     assert episode.request().rows_known == len(PROMPT.token_ids) + before - 1
 
 
-def test_an_engine_with_older_weights_cannot_continue_an_episode() -> None:
-    episode = PartialEpisode("7.0", PROMPT, SamplingParams(4), audit=False, max_turns=2)
-    answered(episode, V1)
-    episode.reply([8])
-    with pytest.raises(RecordError, match=r"0\.0 after 0\.1"):
-        answered(episode, V0)
-
-
 def test_a_reply_without_room_for_a_further_turn_ends_the_episode() -> None:
     """Prompt 2, sampled 3, reply 2, the next turn up to 4: 11 tokens."""
+    episode = ScriptedEpisode("8.0", PROMPT, SamplingParams(4))
+    answered(episode, V0)
+    spec = EpisodeSpec("8.0", PROMPT, SamplingParams(4), max_turns=3)
 
-    async def turns(context_tokens: int) -> PartialEpisode:
-        episode = PartialEpisode("8.0", PROMPT, SamplingParams(4), audit=False, max_turns=3)
-        answered(episode, V0)
-        scorer, words = Asking(), lambda text: [int(word) for word in text.split()]
-        await Environment(scorer, lambda ids: "", words, context_tokens).answer(episode)
-        return episode
+    def words(text: str) -> list[int]:
+        return [int(word) for word in text.split()]
 
     for context_tokens, ends in ((0, False), (11, False), (10, True)):
-        episode = asyncio.run(turns(context_tokens))
-        assert (episode.finished, episode.lacks_context) == (ends, ends)
-        assert len(episode.turns) == 2 - ends
+        replies = TextReplies(spec, Asking(), lambda ids: "", words, context_tokens)
+        said = asyncio.run(replies.step(episode.turns))
+        assert (said is None, bool(replies.counts)) == (ends, ends)
+        assert ends or list(said) == [5, 6]
+
+
+def test_an_episode_of_texts_ends_before_its_sampled_tokens_are_used_up() -> None:
+    """Sampled 3, the next turn up to 4."""
+    episode = ScriptedEpisode("8.0", PROMPT, SamplingParams(4))
+    answered(episode, V0)
+    spec = EpisodeSpec("8.0", PROMPT, SamplingParams(4), max_turns=3)
+    for most, ends in ((0, False), (7, False), (6, True)):
+        replies = TextReplies(spec, Asking(), lambda ids: "", lambda text: [5], 0, most)
+        said = asyncio.run(replies.step(episode.turns))
+        assert (said is None, dict(replies.counts)) == (
+            ends,
+            {"limits_reached": 1.0} if ends else {},
+        )
+
+
+@pytest.mark.parametrize("wall_s", [0.0, 0.1])
+def test_an_episode_of_texts_has_its_seconds(wall_s: float) -> None:
+    class Silent:
+        def submit(self, call: Any) -> None: ...
+
+        def withdraw(self, call: Any) -> None: ...
+
+    async def body() -> Outcome:
+        spec = EpisodeSpec("8.0", PROMPT, SamplingParams(4))
+        episode = OpenEpisode(spec, Silent())
+        runner = EnvironmentRunner(SingleTurn, lambda spec: wall_s)
+        asyncio.get_running_loop().call_later(0.5, episode.end)
+        return await runner.run(episode)
+
+    outcome = asyncio.run(body())
+    assert outcome.failure == ("timeout" if wall_s else ENDED)
+    assert not wall_s or outcome.detail == "took longer than task.wall_s = 0.1"
 
 
 def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
@@ -198,10 +222,22 @@ def test_check_digits_stops_when_all_are_right() -> None:
     assert make_environment(TaskConfig()) is None
 
 
-@pytest.mark.parametrize("override", ["task.max_turns=2", "task.environment=check_digits"])
-def test_turns_and_environment_belong_together(override: str) -> None:
-    with pytest.raises(ConfigError, match="environment that answers"):
-        check(load_config("quickstart", [override]))
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["task.max_turns=2"], "max_turns = 2 .*environment that answers"),
+        (["task.environment=check_digits"], "max_turns = 0 .*use at least 2"),
+        (["task.environment=check_digits", "task.max_turns=1"], "max_turns = 1 .*at least 2"),
+        (["task.max_sampled_tokens=1"], "use at least sampling.max_new_tokens"),
+        (["task.context_tokens=1"], "use at least task.max_prompt_tokens"),
+        (["task.call_format=qwen25"], "call_format = 'qwen25' .*needs task.agent.command, or"),
+    ],
+)
+def test_settings_that_texts_cannot_have_are_one_sentence(
+    overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(load_config("quickstart", overrides))
 
 
 def test_an_unknown_environment_is_named() -> None:

@@ -14,13 +14,14 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import EvaluationConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode
-from moerl.controller.pooled_turns import EnginePin
 from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
+from moerl.episodes.finished_episode import FinishedEpisode
+from moerl.episodes.open_episode import EnginePin
 from tests.helpers.agent_stubs import (
     SHAPE,
     HeldOutEnvironments,
     environment_runner,
+    play,
     program_runner,
 )
 from tests.helpers.chat_tokenizer import END, SIZE
@@ -40,18 +41,18 @@ def evaluated(
     engine: StubEngine,
     evaluation: EvaluationConfig = EVERY_TWO,
     work: Callable[[Any], Any] = lambda controller: train(controller, 4),
-    **agent: Any,
+    **changes: Any,
 ) -> tuple[list[dict[str, float]], list[Any]]:
     """Rows of metrics, and what was trained."""
 
     async def body() -> tuple[list[dict[str, float]], list[Any]]:
-        task = TaskConfig(agent=AgentConfig(environment="a:B", **agent))
+        task = TaskConfig(environment="a:B", **changes)
         config = replace(CONFIG, task=task, evaluation=evaluation)
         controller, reports = make(
             tmp_path,
             engine,
             config,
-            agents=environment_runner(task, pool),
+            agents={"": environment_runner(task, pool)},
             model=SHAPE,
             held_out=Prompts(),
         )
@@ -179,11 +180,11 @@ def test_task_reward_scores_held_out_episodes(tmp_path: Path) -> None:
             return [Score(0.25) for _ in episodes]
 
     async def body() -> list[dict[str, float]]:
-        task = TaskConfig(agent=AgentConfig(environment="a:B", reward="task"))
+        task = TaskConfig(environment="a:B", reward="source")
         config = replace(CONFIG, task=task, evaluation=EVERY_TWO)
         agents = environment_runner(task, HeldOutEnvironments(breaks=("eval-0.0-1.0",)))
         controller, reports = make(
-            tmp_path, StubEngine(), config, agents=agents, model=SHAPE, held_out=Prompts(),
+            tmp_path, StubEngine(), config, agents={"": agents}, model=SHAPE, held_out=Prompts(),
             scorer=ByName(),
         )  # fmt: skip
         await running(controller, train(controller, 4), 60)
@@ -215,17 +216,17 @@ def test_a_worker_plays_both_kinds_each_with_its_own_sampling(tmp_path: Path) ->
     engine = ScriptedEngine()
     engine.say(*[[SIZE - 1] * 4 for _ in range(3)])
 
-    async def body() -> list[PlayedEpisode]:
-        agent = AgentConfig(command=["python", "-c", WORKER], workers=1, wall_s=60.0)
-        agents = program_runner(tmp_path, TaskConfig(agent=agent))
-        await agents.start(engine)
+    async def body() -> list[FinishedEpisode]:
+        agent = AgentConfig(command=["python", "-c", WORKER], workers=1)
+        agents = program_runner(tmp_path, TaskConfig(agent=agent, wall_s=60.0))
+        await agents.start()
         try:
             good, dies = (Prompt(7, (1,), text, None, {}) for text in ("p", "die"))
             return [
-                await agents.play("7.0", good),
-                await agents.play("eval-0.0-7.0", good, GREEDY),
-                await agents.play("eval-0.0-8.0", dies, GREEDY),
-                await agents.play("eval-0.0-8.0-again", dies, GREEDY),
+                await play(agents, engine, "7.0", good),
+                await play(agents, engine, "eval-0.0-7.0", good, GREEDY, held_out=True),
+                await play(agents, engine, "eval-0.0-8.0", dies, GREEDY, held_out=True),
+                await play(agents, engine, "eval-0.0-8.0-again", dies, GREEDY, held_out=True),
             ]
         finally:
             await agents.close()
@@ -245,6 +246,6 @@ def test_evaluations_are_taken_with_each_kind_of_agent() -> None:
     for recipe, agent in (
         ("digits-by-agent", "task.agent.workers=0"),
         ("digits-by-agent", "task.agent.workers=2"),
-        ("quickstart", "task.agent.environment=examples.live_environment:Locks"),
+        ("quickstart", "task.environment=examples.live_environment:Locks"),
     ):
         check(load_config(recipe, [agent, "evaluation.every=2"]))

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from moerl.controller import engine_calls, engine_pool
-from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import EngineError
 from moerl.core.messages import AbortUpdate
 from moerl.core.types import PolicyVersion
 from moerl.records import BlobStore
+from moerl.records.record_uris import group_uris
 from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import SealingEngine, StubEngine

@@ -38,8 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {
         "distributed", "kernels", "records", "layout", "algorithms", "data", "weight_sync",
     },
-    "controller": {"records", "algorithms", "data"},
-    "agents": {"sandbox", "scoring", "controller"},
+    "episodes": {"records"},
+    "controller": {"records", "algorithms", "data", "episodes"},
+    "agents": {"sandbox", "scoring", "episodes"},
     "observe": set(),
     "launch": {
         "distributed",
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "observe", "agents",
     },
     "audit": {
-        "distributed", "records", "layout", "algorithms", "data", "trainer", "controller",
+        "distributed", "records", "layout", "algorithms", "data", "trainer", "episodes",
         "observe", "launch", "weight_sync",
     },
     "planning": {"layout", "weight_sync", "engine", "launch"},

@@ -15,7 +15,6 @@ import pytest
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import SharedState
 from moerl.controller.journal.shared_groups import SharedGroups
-from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import JournalError
 from moerl.core.ids import ranges
 from moerl.core.types import (
@@ -25,6 +24,7 @@ from moerl.core.types import (
 )
 from moerl.records.blob_copies import copied_blobs_of
 from moerl.records.range_server import RangeServer
+from moerl.records.record_uris import group_uris
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.journals import START, JournalWorld, group_of
 

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from moerl.algorithms.advantages import plan_advantages
-from moerl.config.schema import AlgorithmConfig
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.journal.journal import Journal
-from moerl.controller.rollout_builder import group_uris
 from moerl.core.types import EpisodeGroup, PolicyVersion
-from moerl.data.batching import plan_batch
 from moerl.records import BlobStore
-from tests.helpers.random_rollouts import group, make_rollout
+from moerl.records.record_uris import group_uris
+from tests.helpers.random_rollouts import advantages, group, make_rollout
 
 V0 = PolicyVersion(0, 0)
 
@@ -28,13 +25,6 @@ def scored(tmp_path: Path, group_id: int, rewards: list[float]) -> EpisodeGroup:
         for i in range(len(rewards))
     ]
     return replace(group(0, rollouts, rewards), group_id=group_id)
-
-
-def advantages(name: str, *groups: EpisodeGroup) -> list[float]:
-    plan = plan_batch(0, V0, groups, dp_size=1, max_tokens_per_microbatch=1000)
-    found = plan_advantages(AlgorithmConfig(advantage=name), plan)
-    place = {(row.group, row.episode): i for i, row in enumerate(plan.rows)}
-    return [float(found[place[key]]) for key in sorted(place)]
 
 
 @pytest.mark.parametrize("name", ["grpo_mean", "grpo_std", "rloo"])

@@ -81,7 +81,9 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
             await trainer.step()
             await trainer.step()
             assert len(first.requests) == asked, "it was sent requests after it left"
-            assert set(controller.producer._prefix_index._known) == {1}, "what it knew is kept"
+            assert set(controller.producer._engines._prefix_index._known) == {1}, (
+                "what it knew is kept"
+            )
 
         await running(controller, work())
         assert sorted(group.group_id for group in trainer.groups) == list(range(8))

@@ -263,8 +263,9 @@ def test_charts_of_agents_are_those_of_a_run_with_an_agent(run: RunDir) -> None:
     fill(run, 3, **{"agent/engine_s": 1.0, "agent/program_s": 2.0})
     config = Config(run=RunConfig(steps=3))
     assert "Time of episodes" not in report(run, config)
-    for agent in (AgentConfig(command=["python", "agent.py"]), AgentConfig(environment="x:Y")):
-        assert "Time of episodes" in report(run, replace(config, task=TaskConfig(agent=agent)))
+    program = TaskConfig(agent=AgentConfig(command=["python", "agent.py"]))
+    for task in (program, TaskConfig(environment="x:Y")):
+        assert "Time of episodes" in report(run, replace(config, task=task))
 
 
 @pytest.mark.parametrize("with_folders", [True, False])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import RolloutConfig
-from moerl.controller.engine_pool import CHUNK, PrefixIndex
+from moerl.controller.engine_choice import CHUNK, PrefixIndex
 from moerl.core.messages import Ok
 from moerl.core.types import PolicyVersion, Prompt
 from tests.helpers.controllers import CONFIG, hello, make, running, train
@@ -70,7 +70,7 @@ async def start_all(tmp_path: Path, engines: list[StubEngine], rollout: RolloutC
 
 @pytest.mark.parametrize("slack", [-1, 100, 1])
 def test_prompts_that_come_again_go_where_they_are_known(tmp_path: Path, slack: int) -> None:
-    rollout = replace(CONFIG.rollout, groups_per_step=4, groups_per_request=1, buffer_depth=1)
+    rollout = replace(CONFIG.rollout, groups_per_step=4, buffer_depth=1)
     rollout = replace(rollout, prefix_slack=slack)
     engines = [StubEngine(hangs=always), StubEngine(hangs=always)]
     asyncio.run(start_all(tmp_path, engines, rollout))
@@ -89,25 +89,22 @@ def test_prompts_that_come_again_go_where_they_are_known(tmp_path: Path, slack: 
         assert loads[1] - loads[0] <= 2 + slack, "never further out of balance than allowed"
 
 
-def test_a_home_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    """What was handed to an engine that stops serving is taken by another; nothing is lost."""
+def test_a_home_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+    """Turns of groups that began on an engine that fails go to another; nothing is lost."""
 
     async def scenario() -> None:
-        engines = [StubEngine(), StubEngine()]
-        rollout = replace(CONFIG.rollout, prefix_slack=100, groups_per_request=1)
+        engines = [StubEngine(), StubEngine(fails=always)]
+        rollout = replace(CONFIG.rollout, prefix_slack=100)
         controller, reports = make(
             tmp_path, engines[0], replace(CONFIG, rollout=rollout), more_engines=engines[1:]
         )
         controller.producer.prompts = Repeating()
-        # of another history: not served
-        controller.context.pool.members[1].version = PolicyVersion(9, 0)
-        producer = controller.producer
-        producer._prefix_index.sent(1, PolicyVersion(9, 0), Repeating().prompt(0).token_ids)
-        producer._handed[controller.context.buffer.start()] = 1, producer._partials(0)
         plans = await running(controller, train(controller, 4))
         assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
-        assert not producer._handed
+        assert engines[1].calls, "no group began there"
         assert not engines[1].requests
+        pool = controller.context.pool
+        assert [pool.members[index].groups for index in (0, 1)] == [0, 0], "homes have moved"
         found = [r.metrics.get("async/cached_frac") for r in reports]
         assert 0.0 in found, "the stub caches nothing"
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moerl.controller.rollout_builder import PartialRollout, blob_uris
-from moerl.controller.turn_rows import join
 from moerl.core.errors import RecordError
 from moerl.core.types import (
     BlobRef,
@@ -18,16 +16,19 @@ from moerl.core.types import (
     MaskBlob,
     ModelShape,
     PolicyVersion,
-    Prompt,
+    Rollout,
     RoutingBlob,
     SamplingParams,
     Segment,
 )
+from moerl.episodes.rows import join
+from moerl.episodes.turn import TurnInFlight
 from moerl.records.header_check import check
+from moerl.records.record_uris import blob_uris
 
 LAYERS, TOP_K, VOCAB = 2, 2, 50
 SHAPE = ModelShape(VOCAB, LAYERS, (0, 1), 8, TOP_K)
-PROMPT = Prompt(3, (5, 9, 11), "p", None, {})
+IDS = np.asarray([5, 9, 11], np.int32)
 SAMPLING = SamplingParams(max_new_tokens=6, top_p=0.9, top_k=8)
 
 
@@ -67,12 +68,20 @@ def reply(
     )
 
 
-def accept(partial: PartialRollout) -> None:
-    check(partial.rollout(), SHAPE)
+def turn_of() -> TurnInFlight:
+    return TurnInFlight("3.0", IDS, SAMPLING, audit=False)
+
+
+def record_of(partial: TurnInFlight) -> Rollout:
+    return join(partial.name, [partial.sampled(partial.sampling)])
+
+
+def accept(partial: TurnInFlight) -> None:
+    check(record_of(partial), SHAPE)
 
 
 def test_two_interruptions_give_one_aligned_record() -> None:
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1, 2], 0))
     partial.add(reply(partial.request(), [], 0))  # aborted before its first token
     second = partial.request()
@@ -80,7 +89,7 @@ def test_two_interruptions_give_one_aligned_record() -> None:
     assert second.sampling.max_new_tokens == 4
     partial.add(reply(second, [3], 1))
     partial.add(reply(partial.request(), [4, 5], 2, Finish.STOP))
-    record = partial.rollout()
+    record = record_of(partial)
     assert partial.finished
     assert record.token_ids.tolist() == [5, 9, 11, 1, 2, 3, 4, 5]
     assert record.loss_mask.tolist() == [False] * 3 + [True] * 5
@@ -92,26 +101,15 @@ def test_two_interruptions_give_one_aligned_record() -> None:
     accept(partial)
 
 
-def test_tokens_prefilled_again_are_those_fed_before_and_not_cached() -> None:
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
-    seen = []
-    for tokens, cached in (([1, 2], 0), ([], 0), ([3], 1), ([4, 5], 5)):
-        segment = replace(reply(partial.request(), tokens, 0), cached_tokens=cached)
-        seen.append(partial.recomputed(segment))
-        partial.add(segment)
-    # fed before: nothing, unknown, 3 + 1, 3 + 2: each without the newest token
-    assert seen == [0, 0, 4 - 1, 5 - 5]
-
-
 def test_an_abort_at_the_length_limit_is_finished() -> None:
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1, 2, 3, 4, 5, 6], 0))
     assert partial.finished
-    assert partial.rollout().finish == Finish.LENGTH
+    assert record_of(partial).finish == Finish.LENGTH
 
 
 def test_a_version_that_goes_back_is_refused() -> None:
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1], 2))
     with pytest.raises(RecordError, match=r"after 0\.2"):
         partial.add(reply(partial.request(), [1], 1))
@@ -119,7 +117,7 @@ def test_a_version_that_goes_back_is_refused() -> None:
 
 def test_a_missing_seam_row_is_refused() -> None:
     """The row of the last token before a stop exists only in the resumed call: drop it."""
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1, 2], 0))
     request = partial.request()
     late = GenerateRequest(
@@ -138,7 +136,7 @@ def test_a_missing_seam_row_is_refused() -> None:
 
 def test_cumulative_rows_are_refused() -> None:
     """An engine that sends all rows again on resume gives too many."""
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1, 2], 0))
     request = partial.request()
     again = GenerateRequest(
@@ -155,10 +153,10 @@ def test_cumulative_rows_are_refused() -> None:
 )
 def test_records_that_end_before_the_tokens_are_refused(field: str, reason: str) -> None:
     """The last segment's blob is not in the header; the others tile from the first token."""
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     partial.add(reply(partial.request(), [1, 2], 0))
     partial.add(reply(partial.request(), [3], 0, Finish.STOP))
-    record = partial.rollout()
+    record = record_of(partial)
     check(record, SHAPE)
     with pytest.raises(RecordError) as refused:
         check(replace(record, **{field: getattr(record, field)[:-1]}), SHAPE)
@@ -166,7 +164,7 @@ def test_records_that_end_before_the_tokens_are_refused(field: str, reason: str)
 
 
 def test_a_missing_mask_is_refused() -> None:
-    partial = PartialRollout("3.0", PROMPT, SAMPLING, audit=False)
+    partial = turn_of()
     from dataclasses import replace
 
     segment = replace(reply(partial.request(), [1, 2], 0, Finish.STOP), sampling_mask=None)
@@ -177,14 +175,14 @@ def test_a_missing_mask_is_refused() -> None:
 
 
 def test_a_later_turn_continues_the_rows_of_an_earlier_one() -> None:
-    first = PartialRollout("1.0", PROMPT, SAMPLING, audit=False)
+    first = TurnInFlight("1.0", IDS, SAMPLING, audit=False)
     first.add(reply(first.request(), [1, 2, 3], 4, Finish.STOP))
-    prompt = Prompt(3, (*PROMPT.token_ids, 1, 2, 3, 20, 21), "p", None, {})
-    second = PartialRollout("1.0.t1", prompt, SAMPLING, audit=False, rows_known=5)
+    prompt_ids = np.asarray([*IDS, 1, 2, 3, 20, 21], np.int32)
+    second = TurnInFlight("1.0.t1", prompt_ids, SAMPLING, audit=False, rows_known=5)
     request = second.request()
     assert request.rows_from == 5
     second.add(reply(request, [4, 5], 5, Finish.STOP))
-    row = join("1.0", [first.turn(), second.turn()])
+    row = join("1.0", [first.sampled(SAMPLING), second.sampled(SAMPLING)])
     check(row, SHAPE)
     assert [part.row_begin for part in row.routing] == [0, 5]
     with pytest.raises(RecordError) as refused:  # control: alone it lacks the rows before
@@ -193,9 +191,9 @@ def test_a_later_turn_continues_the_rows_of_an_earlier_one() -> None:
 
 
 # --- slices ---------------------------------------------------------------------------------------
-def sliced() -> PartialRollout:
+def sliced() -> TurnInFlight:
     sampling = replace(SAMPLING, stop_token_ids=(2,))
-    return PartialRollout("3.0", PROMPT, sampling, audit=False, slice_tokens=4)
+    return TurnInFlight("3.0", IDS, sampling, audit=False, slice_tokens=4)
 
 
 def test_a_slice_goes_on_where_it_ended() -> None:
@@ -208,7 +206,7 @@ def test_a_slice_goes_on_where_it_ended() -> None:
     assert (request.sampling.max_new_tokens, request.num_sampled) == (2, 4)
     partial.add(reply(request, [5, 4], 1, Finish.LENGTH))
     assert partial.finished
-    rollout = partial.rollout()
+    rollout = record_of(partial)
     assert rollout.finish == Finish.LENGTH
     assert [span.first for span in rollout.versions] == [0]
     check(rollout, SHAPE)
@@ -230,16 +228,16 @@ def test_an_aborted_slice_asks_for_a_whole_one() -> None:
 
 def test_a_call_carries_the_prompt_of_its_siblings_once() -> None:
     """Tokens are the same as ever, and pickling the call writes the shared array once."""
-    prompt = Prompt(3, tuple(range(500)), "p", None, {})
-    shared = np.asarray(prompt.token_ids, np.int32)
+    shared = np.arange(500, dtype=np.int32)
 
-    def call(prompt_ids: np.ndarray | None) -> list[GenerateRequest]:
+    def call(*prompts: np.ndarray) -> list[GenerateRequest]:
         siblings = [
-            PartialRollout(f"3.{i}", prompt, SAMPLING, audit=False, prompt_ids=prompt_ids)
-            for i in range(8)
+            TurnInFlight(f"3.{i}", prompt_ids, SAMPLING, audit=False)
+            for i, prompt_ids in enumerate(prompts)
         ]
         return [sibling.request() for sibling in siblings]
 
-    together, apart = (pickle.dumps(call(ids), protocol=5) for ids in (shared, None))
+    together = pickle.dumps(call(*[shared] * 8), protocol=5)
+    apart = pickle.dumps(call(*(shared.copy() for _ in range(8))), protocol=5)
     assert len(together) < len(apart) - 7 * shared.nbytes + 100
     assert all(r.token_ids.tolist() == list(range(500)) for r in pickle.loads(together))

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moerl.controller.rollout_builder import blob_uris
 from moerl.core.errors import BlobError, ProtocolError, RecordError
 from moerl.core.messages import Plan, SamePlan
 from moerl.core.serialization import decode, decode_value, encode, encode_value
@@ -33,6 +32,7 @@ from moerl.data.packing import pack_microbatch
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
+from moerl.records.record_uris import blob_uris
 from tests.helpers.random_rollouts import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)

@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moerl.agents.chat_messages import first_messages
 from moerl.config.schema import TaskConfig, TinyModel
-from moerl.core.errors import ConfigError, ModelError, MoerlError
+from moerl.config.task_programs import AgentConfig
+from moerl.core.errors import ConfigError, ModelError, MoerlError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
@@ -101,6 +103,44 @@ def test_the_chat_template_is_applied_on_request(tokenizer: Any, tiny_model: Pat
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"task\.chat_template = True .*no template"):
         PromptStream(TaskConfig(chat_template=True), bare, 0)
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_messages_of_an_agent_begin_with_the_system_message(
+    chat_template: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The template is applied to each turn, never to the prompt."""
+    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "2+2="}, {"messages": own}, {"messages": own[1:]})
+    agent, system = AgentConfig(command=["program"]), {"role": "system", "content": "add"}
+    task = TaskConfig(
+        name="jsonl", path=path, agent=agent, system="add", chat_template=chat_template,
+        shuffle=False,
+    )  # fmt: skip
+    stream = PromptStream(task, tokenizer, 0)
+    prompts = [stream.prompt(index) for index in range(3)]
+    begun = [first_messages(prompt) for prompt in prompts]
+    asked = [system, {"role": "user", "content": "2+2="}]
+    assert begun == [(asked, {}), (own, {}), ([system, own[1]], {})]
+    assert [prompt.text for prompt in prompts] == ["2+2=", "be brief\n1+1", "1+1"]
+    (plain,) = [PromptStream(replace(task, system=""), tokenizer, 0).prompt(0)]
+    assert first_messages(plain) == ([asked[1]], {}), "control"
+
+
+def test_rewards_of_programs_and_objects_are_their_own_or_named() -> None:
+    agent, prompt = AgentConfig(command=["program"]), Prompt(0, (1,), "21=", "12", {})
+    for task in (TaskConfig(agent=agent), TaskConfig(environment="package.module:Class")):
+        assert task.brings_reward
+        with pytest.raises(ScoreError):
+            make_reward(replace(task, name="jsonl"))(prompt, ["12"])
+        for name in ("source", "exact_match"):
+            named = replace(task, reward=name)
+            assert not named.brings_reward
+            assert make_reward(named)(prompt, ["21", "12"]).reward == 1.0
+    kinds = [TaskConfig(environment=name).kind for name in ("", "check_digits", "a.b:f", "a.b:F")]
+    assert [kind.name for kind in kinds] == [
+        *("SINGLE_ANSWER", "TEXT_REPLIES", "TEXT_REPLIES", "ENVIRONMENT")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.agents.chat_messages import ChatMessage
-from moerl.agents.episode_types import Ends, EpisodeLimits, FinishedEpisode, Policy
-from moerl.agents.open_episode import OpenEpisode
-from moerl.agents.prompt_tokens import PromptTokens
-from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import PlainAnswers
+from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.episode_types import Ends, EpisodeLimits
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.controller.agent_episodes import PlayedEpisode, PlayedTurn
 from moerl.controller.controller import Controller
+from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.journal.turn_log import TurnLog
-from moerl.controller.pooled_turns import EnginePin, EpisodeTurns, PooledTurns
-from moerl.controller.rollout_builder import PartialRollout, blob_uris, group_uris
+from moerl.controller.turn_router import TurnRouter
 from moerl.core.ids import life_of, name_rollout, without_life
 from moerl.core.messages import Ok
 from moerl.core.types import (
@@ -37,19 +33,35 @@ from moerl.core.types import (
     Finish,
     GenerateRequest,
     Grammar,
-    GraphTurn,
-    ModelShape,
     PolicyVersion,
-    Prompt,
     SamplingParams,
-    Score,
     Segment,
 )
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
+from moerl.episodes.open_episode import (
+    EnginePin,
+    EpisodeSpec,
+    OpenEpisode,
+    Outcome,
+    TurnCall,
+    TurnRequest,
+)
+from moerl.episodes.turn import TurnInFlight
 from moerl.records import BlobStore
 from moerl.records.header_check import check as check_record
-from tests.helpers.agent_stubs import AGENT, FakeRunner, program_runner, until
-from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
+from moerl.records.record_uris import blob_uris, group_uris
+from tests.helpers.agent_stubs import (
+    AGENT,
+    PROMPT,
+    SHAPE,
+    FakeRunner,
+    policy_of,
+    program_runner,
+    until,
+)
+from tests.helpers.agent_stubs import SAMPLING as PLAIN
 from tests.helpers.controllers import CONFIG, hello, make, running, successor, train
+from tests.helpers.one_engine import far
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import WordEngine
 
@@ -62,23 +74,62 @@ def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path / "blobs", "n")
 
 
+EVERY_TURN = replace(CONFIG, rollout=replace(CONFIG.rollout, journal_tokens=0))
+
+
+class OneRequest(TurnInFlight):
+    """A turn that ends with the reply to this request, whatever it is."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        super().__init__(
+            request.rollout_id, request.token_ids, request.sampling, audit=request.audit
+        )
+        self._request = request
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.segments)
+
+    def request(self, *, streams: bool = False) -> GenerateRequest:
+        return self._request
+
+    def add(self, segment: Segment) -> None:
+        assert all(piece.rollout_id == self.name for piece in segment.pieces)
+        self.segments.append(segment)
+
+
 class Life:
     """One controller's turns; its episodes have the names that it would give them."""
 
     def __init__(self, controller: Controller, engine: WordEngine) -> None:
         self.controller, self.engine = controller, engine
-        self.turns = PooledTurns(controller.context)
-        self.log = controller.context.services.journal.turns
+        context = controller.context
+        engines = EngineChoice(context.pool, context.config.rollout, context.step_metrics)
+        self.router = TurnRouter(context, engines)
+        context.tasks.spawn(self.router.run())
+        self.log = context.services.journal.turns
+        self.episodes: dict[str, OpenEpisode] = {}
         self._number = 0
 
+    def open(self, sibling: int) -> OpenEpisode:
+        name = name_rollout(8, sibling, self.controller.producer.life)
+        if name not in self.episodes:
+            spec = EpisodeSpec(name, PROMPT, PLAIN)
+            self.episodes[name] = OpenEpisode(spec, self.router)
+        return self.episodes[name]
+
     async def ask(self, prompt: list[int], sibling: int = 0, **changes: Any) -> Segment:
-        episode = name_rollout(8, sibling, self.controller.producer.life)
-        request = request_of(f"{episode}.t{self._number}", prompt, **changes)
+        episode = self.open(sibling)
+        turn = OneRequest(request_of(f"{episode.name}.t{self._number}", prompt, **changes))
         self._number += 1
-        (reply,) = await self.turns.generate([request])
-        assert isinstance(reply, Segment)
-        assert all(piece.rollout_id == request.rollout_id for piece in reply.pieces)
-        return reply
+        call = TurnCall(episode, turn, TurnRequest(turn.prompt_ids))
+        self.router.submit(call)
+        try:
+            await call.done
+        except BaseException:
+            self.router.withdraw(call)
+            raise
+        return turn.segments[0]
 
     @property
     def counts(self) -> tuple[float, float, float]:
@@ -95,6 +146,7 @@ def request_of(name: str, prompt: list[int], **changes: Any) -> GenerateRequest:
 @asynccontextmanager
 async def life(folder: Path, engine: WordEngine, **changes: Any) -> AsyncIterator[Life]:
     """A controller that is killed at the end: what it has open is not closed."""
+    changes = {"config": EVERY_TURN} | changes
     controller, _ = make(folder, engine, blobs=engine.store, **changes)
     controller.context.pool.incarnation = 0
     if not controller.context.lineage.begins:
@@ -105,6 +157,10 @@ async def life(folder: Path, engine: WordEngine, **changes: Any) -> AsyncIterato
     finally:
         for task in list(controller.context.tasks._tasks):
             task.cancel()
+
+
+def ended(sibling: int) -> FinishedEpisode:
+    return FinishedEpisode(f"8.{sibling}", PROMPT, ())
 
 
 def same(a: Segment, b: Segment) -> bool:
@@ -152,10 +208,8 @@ def test_finished_turns_are_given_out_and_the_open_one_is_sampled_again(
             await two.ask([9], sibling=1)
             assert len(engine.requests) == asked + 1
             assert two.counts == (2, 8, 0)
-            turns = two.turns.episodes["8.0.r1-0"]
-            assert set(turns.oldest.values()) == {turns.newest} == {V0}, (
-                "the rules of staleness see them"
-            )
+            known = two.episodes["8.0.r1-0"].oldest_step(runs_through_updates=False)
+            assert known == V0.step, "the rules of staleness see them"
         async with life(tmp_path, engine, trainer_alive=True) as three:
             assert same(await three.ask([1, 2]), first), "of two controllers before"
             assert not same(await three.ask([9, 9], sibling=1), first)
@@ -296,7 +350,7 @@ def test_a_lost_or_damaged_record_costs_its_turn(
             assert same(await two.ask([3]), other)
             assert two.counts == (1, 4, 1)
             two.controller.context.buffer._started.add(8)
-            two.controller.scoring_stage.cancelled(8, [])
+            two.controller.scoring_stage.cancelled(8, [ended(sibling) for sibling in range(4)])
             assert set(store.uris()) == blob_uris(again, other), "what is left of it is deleted"
 
     run(body())
@@ -329,14 +383,15 @@ def test_a_turn_whose_client_left_is_not_kept(tmp_path: Path, store: BlobStore) 
         async with life(tmp_path, engine) as one:
             engine.open.clear()
             asking = asyncio.ensure_future(one.ask([1]))
-            while not one.turns.sampling:
+            while not one.router._sent:
                 await asyncio.sleep(0.01)
-            await one.turns.abort([f"{name}-s0" for name in ("8.0.t0",)])
+            asking.cancel()
+            await asyncio.wait([asking])
             engine.open.set()
-            await asking
             await one.ask([2])
+            assert len(engine.requests) == 2
             assert rows(tmp_path) == 1
-            assert not one.turns._withdrawn
+            assert not one.router._sent
 
     run(body())
 
@@ -347,8 +402,8 @@ def test_held_out_turns_are_not_kept(tmp_path: Path, store: BlobStore) -> None:
     async def body() -> None:
         async with life(tmp_path, engine) as one:
             pin = EnginePin(0, engine.version)
-            one.turns.episodes["eval-0.0-1.0"] = EpisodeTurns(pin=pin)
-            await one.turns.generate([request_of("eval-0.0-1.0.t0", [1])])
+            spec = EpisodeSpec("eval-0.0-1.0", PROMPT, PLAIN, held_out=True, pin=pin)
+            await OpenEpisode(spec, one.router).sample(TurnRequest(np.asarray([1], np.int32)))
             assert not (tmp_path / "journal" / "turns.sqlite").exists()
 
     run(body())
@@ -364,7 +419,7 @@ def reply_of(name: str) -> Segment:
 def test_a_reply_comes_back_as_it_was(tmp_path: Path) -> None:
     log, name = TurnLog(tmp_path), "3.1.r2-5.t7"
     later = replace(reply_of(name), version=PolicyVersion(0, 1), kept_kv=True)
-    log.add(request_of(name, [1]), replace(reply_of(name), rest=(later,)))
+    log.add([(request_of(name, [1]), replace(reply_of(name), rest=(later,)))])
     log.close()
     again = TurnLog(tmp_path)
     again.load(set())
@@ -384,10 +439,10 @@ def test_the_log_does_not_grow(tmp_path: Path) -> None:
     for group in range(1000):
         for turn in range(4):
             name = f"{group}.0.t{turn}"
-            log.add(request_of(name, [turn]), reply_of(name))
-        log.end(group - 1)
+            log.add([(request_of(name, [turn]), reply_of(name))])
+        log.end([f"{group - 1}.0"])
         most = max(most, sum(path.stat().st_size for path in tmp_path.iterdir()))
-    log.end(999)
+    log.end(["999.0"])
     log.close()
     assert most < 4 << 20
     with sqlite3.connect(tmp_path / "turns.sqlite") as db:
@@ -399,7 +454,7 @@ def test_groups_that_the_journal_knows_are_not_open(tmp_path: Path) -> None:
     """The controller died between the admission and the end of a group's entries."""
     log = TurnLog(tmp_path)
     for group in (1, 2):
-        log.add(request_of(f"{group}.0.t0", [1]), reply_of(f"{group}.0.t0"))
+        log.add([(request_of(f"{group}.0.t0", [1]), reply_of(f"{group}.0.t0"))])
     log.close()
     again = TurnLog(tmp_path)
     again.load({1})
@@ -410,13 +465,13 @@ def test_groups_that_the_journal_knows_are_not_open(tmp_path: Path) -> None:
 
 def test_without_a_whole_journal_nothing_is_used(tmp_path: Path) -> None:
     log = TurnLog(tmp_path)
-    log.add(request_of("1.0.t0", [1]), reply_of("1.0.t0"))
+    log.add([(request_of("1.0.t0", [1]), reply_of("1.0.t0"))])
     log.close()
     again = TurnLog(tmp_path)
     again.load(None)
     assert again.take(request_of("1.0.r1-0.t0", [1])) is None
     assert (again.lost, again.uris) == (1, set())
-    again.add(request_of("1.0.r1-0.t0", [1]), reply_of("1.0.r1-0.t0"))
+    again.add([(request_of("1.0.r1-0.t0", [1]), reply_of("1.0.r1-0.t0"))])
     third = TurnLog(tmp_path)
     third.load(set())
     assert third.take(request_of("1.0.r2-0.t0", [1])) is not None, "a new log was begun"
@@ -436,14 +491,14 @@ def altered(log: Path) -> None:
 def test_damage_costs_turns(tmp_path: Path, damage: Callable[[Path], None], left: int) -> None:
     log = TurnLog(tmp_path)
     for turn in range(3):
-        log.add(request_of(f"1.0.t{turn}", [turn]), reply_of(f"1.0.t{turn}"))
+        log.add([(request_of(f"1.0.t{turn}", [turn]), reply_of(f"1.0.t{turn}"))])
     log.close()
     damage(tmp_path / "turns.sqlite")
     again = TurnLog(tmp_path)
     again.load(set())
     found = [again.take(request_of("1.0.r1-0.t0", [turn])) for turn in range(3)]
     assert sum(reply is not None for reply in found) == left
-    again.add(request_of("1.0.r1-0.t1", [9]), reply_of("1.0.r1-0.t1"))
+    again.add([(request_of("1.0.r1-0.t1", [9]), reply_of("1.0.r1-0.t1"))])
     assert again.take_failed() == 0
 
 
@@ -451,7 +506,7 @@ def test_a_torn_end_of_the_file_costs_what_was_written_last(tmp_path: Path) -> N
     """As a power cut leaves it: at each length, a beginning of what was written is found."""
     log = TurnLog(tmp_path)
     for turn in range(6):
-        log.add(request_of(f"1.0.t{turn}", [turn]), reply_of(f"1.0.t{turn}"))
+        log.add([(request_of(f"1.0.t{turn}", [turn]), reply_of(f"1.0.t{turn}"))])
     whole = (tmp_path / "turns.sqlite-wal").read_bytes()
     main = (tmp_path / "turns.sqlite").read_bytes()
     counts = []
@@ -474,7 +529,7 @@ def test_a_full_disk_costs_turns_and_never_mixes_two_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = TurnLog(tmp_path)
-    log.add(request_of("1.0.t0", [1]), reply_of("1.0.t0"))
+    log.add([(request_of("1.0.t0", [1]), reply_of("1.0.t0"))])
     real, full = TurnLog._query, [True]
 
     def query(self: TurnLog, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
@@ -483,11 +538,11 @@ def test_a_full_disk_costs_turns_and_never_mixes_two_tries(
         return real(self, sql, values)
 
     monkeypatch.setattr(TurnLog, "_query", query)
-    log.end(1)  # cancelled; it is played again
-    log.add(request_of("1.0.r0-1.t0", [2]), reply_of("1.0.r0-1.t0"))
+    log.end(["1.0"])  # cancelled; it is played again
+    log.add([(request_of("1.0.r0-1.t0", [2]), reply_of("1.0.r0-1.t0"))])
     assert log.take_failed() == 2
     full[0] = False
-    log.add(request_of("1.0.r0-1.t1", [3]), reply_of("1.0.r0-1.t1"))
+    log.add([(request_of("1.0.r0-1.t1", [3]), reply_of("1.0.r0-1.t1"))])
     again = TurnLog(tmp_path)
     again.load(set())
     found = [again.take(request_of("1.0.r1-0.t0", [prompt])) is not None for prompt in (1, 2, 3)]
@@ -501,9 +556,7 @@ def test_names_of_an_episode_are_the_same_in_every_life() -> None:
 
 
 # --- whole episodes -------------------------------------------------------------------------------
-SHAPE = ModelShape(SIZE, 0, (), 4, top_k=0)
-TOKENS = PromptTokens(chat_tokenizer())
-FINDER = StopFinder(TOKENS)
+POLICY = policy_of()
 LIMITS = EpisodeLimits(context_tokens=4000)
 
 
@@ -512,10 +565,8 @@ class Program:
 
     def __init__(self, life: Life, seed: int, other_from: int = 99) -> None:
         """other_from: the step from which on it does something else than with another number."""
-        name = name_rollout(8, 0, life.controller.producer.life)
-        sampling = SamplingParams(4, stop_token_ids=(END,))
-        policy = Policy(life.turns, TOKENS, FINDER, PlainAnswers(), sampling)
-        self.episode = OpenEpisode(name, policy, LIMITS)
+        self._opened = life.open(sibling=0)
+        self._turns = ChatTurns(far(self._opened), POLICY, LIMITS)
         self._choices, self._other_from = random.Random(seed), other_from
         self._histories: list[list[ChatMessage]] = [[]]
 
@@ -531,12 +582,13 @@ class Program:
                 self._histories += histories
 
     async def _ask(self, history: list[ChatMessage], n: int) -> list[list[ChatMessage]]:
-        answers = await self.episode.chat(history, (), Ends(), n)
+        answers = await self._turns.chat(history, (), Ends(), n)
         said = [ChatMessage("assistant", answer.text, []) for answer in answers]
         return [[*history, message] for message in said]
 
     async def finish(self) -> FinishedEpisode:
-        return await self.episode.finish()
+        await self._turns.end()
+        return self._opened.finish(self._turns.outcome(("", ""), None, {}))
 
 
 @settings(max_examples=20, deadline=None)
@@ -577,7 +629,7 @@ def test_an_episode_played_again_has_every_finished_turn(
             for turn in turns:
                 check_record(turn.rollout, SHAPE)
             two.controller.context.buffer._started.add(8)
-            two.controller.scoring_stage.cancelled(8, [])
+            two.controller.scoring_stage.cancelled(8, [ended(sibling) for sibling in range(4)])
             assert set(store.uris()) == blob_uris(*segments)
             assert rows(folder) == 0
 
@@ -592,30 +644,15 @@ def hangs_after(engine: WordEngine, folder: Path, replies: int) -> bool:
 class ThreeTurns(FakeRunner):
     """Plays episodes of three turns, without a program."""
 
-    async def play(
-        self, name: str, prompt: Prompt, held_out: SamplingParams | None = None
-    ) -> PlayedEpisode:
-        sibling = int(name.split(".")[1])
-        ids, turns, graph = [*prompt.token_ids, sibling], list[PlayedTurn](), list[GraphTurn]()
-        for number in range(3):
-            partial = PartialRollout(
-                f"{name}.t{number}",
-                prompt,
-                SamplingParams(4),
-                audit=False,
-                prompt_ids=np.asarray(ids, np.int32),
-            )
-            while not partial.finished:
-                (reply,) = await self.engine.generate([partial.request()])
-                assert isinstance(reply, Segment)
-                partial.add(reply)
-            turn = PlayedTurn(partial.turn(), number - 1 if number else None)
-            parent = graph[-1].name if graph else ""
-            graph.append(turn.sampled.in_graph(partial.rollout_id, parent))
-            turns.append(turn)
-            ids += [*map(int, partial.output_ids), 5]
-        score = Score(float(sibling))
-        return PlayedEpisode(name, prompt, tuple(turns), own_score=score, graph=tuple(graph))
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        sibling = int(episode.name.split(".")[1])
+        ids = np.asarray([*episode.spec.prompt.token_ids, sibling], np.int32)
+        turn: RecordedTurn | None = None
+        for _ in range(3):
+            inherited = turn.num_tokens if turn else 0
+            turn = await episode.sample(TurnRequest(ids, turn, inherited))
+            ids = np.append(turn.token_ids, np.int32(5))
+        return Outcome(reward=float(sibling))
 
     def end(self, name: str) -> None: ...
 
@@ -636,16 +673,16 @@ def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
     """Groups of two episodes; each is trained once, with the turns of both controllers."""
 
     async def body() -> None:
-        config = replace(CONFIG, task=TASK)
+        config = replace(EVERY_TURN, task=TASK)
         dying, dead = WordEngine(store), agents(tmp_path)
         dying.hangs_at, size = replies, 2 * num_turns
-        first, _ = make(tmp_path, dying, config, blobs=store, agents=dead, model=SHAPE)
+        first, _ = make(tmp_path, dying, config, blobs=store, agents={"": dead}, model=SHAPE)
         tasks = asyncio.create_task(first.run())
         assert await first.handle(hello(V0)) == Ok()
         await until(lambda: not dying.open.is_set() and rows(tmp_path) % size == replies % size)
         logged, engine = rows(tmp_path), WordEngine(store, first_call=1000)
         second, reports = successor(
-            tmp_path, engine, first, config=config, blobs=store, agents=agents(tmp_path),
+            tmp_path, engine, first, config=config, blobs=store, agents={"": agents(tmp_path)},
             model=SHAPE, trainer_alive=True,
         )  # fmt: skip
         tasks.cancel()
@@ -659,5 +696,43 @@ def test_a_controller_that_dies_in_mid_group_costs_open_turns_only(
         assert len(engine.requests) - engine.cut == 8 * size - replies
         assert rows(tmp_path) == 0
         await dead.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize(("journal_tokens", "continues"), [(2, True), (5, False), (-1, False)])
+def test_a_long_answer_continues_where_an_update_had_cut_it(
+    tmp_path: Path, store: BlobStore, journal_tokens: int, continues: bool
+) -> None:
+    """Answers of four tokens; the first two were sampled when the controller died.
+
+    The controls: too few tokens for the journal, and no journal of turns.
+    """
+
+    async def body() -> None:
+        rollout = replace(CONFIG.rollout, journal_tokens=journal_tokens)
+        config = replace(CONFIG, rollout=rollout)
+        dying = WordEngine(store)
+        dying.cuts, dying.hangs_at = {1}, 1
+        first, _ = make(tmp_path, dying, config, blobs=store, model=SHAPE)
+        tasks = asyncio.create_task(first.run())
+        assert await first.handle(hello(V0)) == Ok()
+        await until(lambda: not dying.open.is_set())
+        await asyncio.sleep(0.05)
+        assert rows(tmp_path) == continues
+        engine = WordEngine(store, first_call=1000)
+        second, _ = successor(
+            tmp_path, engine, first, config=config, blobs=store, model=SHAPE, trainer_alive=True
+        )
+        tasks.cancel()
+        await second.rejoin([])
+        plans = await running(second, train(second, 4), 50)
+        groups = [group for plan in plans for group in plan.groups]
+        assert sorted(group.group_id for group in groups) == list(range(8)), "each once"
+        begun: dict[str, int] = {}
+        for request in engine.requests:
+            begun.setdefault(request.rollout_id, request.num_sampled)
+        assert sorted(begun.values())[-2:] == [0, 2 * continues], "first requests"
+        assert rows(tmp_path) == 0
 
     run(body())

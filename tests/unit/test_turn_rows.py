@@ -16,8 +16,6 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.config.checks import check as check_config
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig
-from moerl.controller.rollout_builder import PartialEpisode
-from moerl.controller.turn_rows import SampledTurn, TurnRows, join, rows_of
 from moerl.core.errors import ConfigError, RecordError
 from moerl.core.messages import Plan
 from moerl.core.serialization import decode, decode_value, encode, encode_value
@@ -35,11 +33,14 @@ from moerl.core.types import (
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import pack_microbatch
+from moerl.episodes.rows import TurnRows, join, rows_of
+from moerl.episodes.turn import SampledTurn
 from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
 from tests.helpers.random_rollouts import LAYERS, SHAPE, TRUNCATED
 from tests.helpers.random_turns import Call, random_episode
+from tests.helpers.scripted_episode import ScriptedEpisode
 from tests.helpers.synthetic import RolloutSpec
 
 V0, V1, V2 = (PolicyVersion(0, step) for step in range(3))
@@ -55,7 +56,9 @@ def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path, "n")
 
 
-def episode(store: BlobStore, turns: Sequence[Sequence[Call]], name: str = "0.0") -> PartialEpisode:
+def episode(
+    store: BlobStore, turns: Sequence[Sequence[Call]], name: str = "0.0"
+) -> ScriptedEpisode:
     return random_episode(store, name, PROMPT, turns, SPEC, audit=True)
 
 
@@ -66,18 +69,18 @@ def checked(rows: Sequence[Rollout]) -> Sequence[Rollout]:
 
 
 @pytest.fixture
-def played(store: BlobStore) -> list[PartialEpisode]:
+def played(store: BlobStore) -> list[ScriptedEpisode]:
     """Two groups of two episodes with 1, 2 and 3 turns."""
     places = [(number, sibling) for number in range(2) for sibling in range(2)]
     return [episode(store, PLAIN[: 1 + sum(place) % 3], "{}.{}".format(*place)) for place in places]
 
 
-def plan_of(played: Sequence[PartialEpisode], turn_rows: TurnRows) -> BatchPlan:
+def plan_of(played: Sequence[ScriptedEpisode], turn_rows: TurnRows) -> BatchPlan:
     episodes = []
     for partial in played:
         rows = partial.rows(turn_rows)
         turns = tuple(Turn(row, (idx - 1,) if idx else ()) for idx, row in enumerate(rows))
-        episodes.append(Episode(partial.episode_id, turns, Score(len(episodes) % 3)))
+        episodes.append(Episode(partial.name, turns, Score(len(episodes) % 3)))
     groups = [EpisodeGroup(i, PROMPT, tuple(episodes[2 * i : 2 * i + 2])) for i in range(2)]
     return plan_batch(0, V0, groups, dp_size=1, max_tokens_per_microbatch=128)
 
@@ -137,7 +140,7 @@ def test_join_keeps_the_rows_of_each_pass_and_marks_what_is_behind_an_update(
 
 @pytest.mark.parametrize("grid", [Grid(), Grid(packed=True), Grid(cp_rank=1, cp_size=2)])
 def test_records_are_beside_their_tokens_in_every_layout(
-    store: BlobStore, played: list[PartialEpisode], grid: Grid
+    store: BlobStore, played: list[ScriptedEpisode], grid: Grid
 ) -> None:
     plan = plan_of(played, "join")
     assert plan.num_microbatches == 1
@@ -193,7 +196,7 @@ def test_split_begins_a_row_where_the_weights_change(store: BlobStore) -> None:
 
 
 def test_another_distribution_begins_a_row(store: BlobStore) -> None:
-    turns = [turn.turn() for turn in episode(store, PLAIN).turns]
+    turns = [turn.sampled for turn in episode(store, PLAIN).turns]
     hotter = replace(TRUNCATED, temperature=2.0)
     turns[2] = replace(turns[2], sampling=hotter)
     first, second = checked(rows_of("0.0", turns, "join"))
@@ -205,11 +208,11 @@ def test_another_distribution_begins_a_row(store: BlobStore) -> None:
 
 
 def test_a_turn_of_two_branches_is_trained_in_one(store: BlobStore) -> None:
-    first, left = (turn.turn() for turn in episode(store, PLAIN[:2]).turns)
+    first, left = (turn.sampled for turn in episode(store, PLAIN[:2]).turns)
     right = episode(store, PLAIN[:2], "0.1").turns[1]
     begin = len(first.prompt_ids) + len(first.output_ids)
-    prompt = np.concatenate([first.prompt_ids, first.output_ids, right.prompt_ids[begin:]])
-    branch = [replace(first, trained=False), replace(right.turn(), prompt_ids=prompt)]
+    prompt = np.concatenate([first.prompt_ids, first.output_ids, right.sampled.prompt_ids[begin:]])
+    branch = [replace(first, trained=False), replace(right.sampled, prompt_ids=prompt)]
     (whole,) = checked(rows_of("0.0", [first, left], "join"))
     (other,) = checked(rows_of("0.0", branch, "join"))
     assert (whole.num_sampled, other.num_sampled) == (8, 5)
@@ -220,7 +223,7 @@ def test_a_turn_of_two_branches_is_trained_in_one(store: BlobStore) -> None:
 
 
 def test_turns_that_do_not_continue_each_other_are_refused(store: BlobStore) -> None:
-    first, second = (turn.turn() for turn in episode(store, PLAIN[:2]).turns)
+    first, second = (turn.sampled for turn in episode(store, PLAIN[:2]).turns)
     other = first.prompt_ids.copy()
     other[1] += 1
     for wrong in (replace(first, prompt_ids=other), replace(first, segments=second.segments)):
@@ -232,7 +235,7 @@ def test_turns_that_do_not_continue_each_other_are_refused(store: BlobStore) -> 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean", "seq_mean_token_sum"])
 def test_every_token_has_the_weight_and_advantage_of_a_row_per_turn(
-    played: list[PartialEpisode], aggregation: str
+    played: list[ScriptedEpisode], aggregation: str
 ) -> None:
     """A sequence of the aggregation is the episode, and credit crosses the gaps."""
     config = AlgorithmConfig(aggregation=aggregation, overlong_buffer=4, mask_truncated=True)
@@ -250,7 +253,7 @@ def test_every_token_has_the_weight_and_advantage_of_a_row_per_turn(
     assert len(set(found[0][1])) > 10, "control: returns differ from token to token"
 
 
-def test_a_plan_travels_with_rows_of_several_turns(played: list[PartialEpisode]) -> None:
+def test_a_plan_travels_with_rows_of_several_turns(played: list[ScriptedEpisode]) -> None:
     for mode in get_args(TurnRows):
         plan = plan_of(played, mode)
         received = decode(encode(Plan(plan)))
@@ -260,7 +263,7 @@ def test_a_plan_travels_with_rows_of_several_turns(played: list[PartialEpisode])
             assert (a.ends, a.joined_from) == (b.ends, b.joined_from)
 
 
-def test_records_of_a_row_per_turn_are_still_read(played: list[PartialEpisode]) -> None:
+def test_records_of_a_row_per_turn_are_still_read(played: list[ScriptedEpisode]) -> None:
     """A journal or kept records from before rows had several turns."""
     rows = played[-1].rows("separate")
     stored = msgspec.msgpack.decode(encode_value(rows))

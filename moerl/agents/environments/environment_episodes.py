@@ -1,4 +1,4 @@
-"""Plays episodes of `task.agent.environment`: turns of the policy, answered by an environment.
+"""Plays episodes with an environment object: turns of the policy, and its answers.
 
 Turns are asked for as a client of the gateway asks, without HTTP, so they are recorded in the same
 way.  The environment says what the policy reads next; what the policy wrote goes back into the
@@ -18,15 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from moerl.agents.agent_loop import (
-    AgentRunner,
-    EngineClock,
-    EngineFar,
-    EpisodeTable,
-    PolicySettings,
-    played_episode,
-)
-from moerl.agents.chat_messages import ChatMessage, Json
+from moerl.agents.agent_loop import AgentRunner, EpisodeTable
+from moerl.agents.chat_messages import ChatMessage, Json, first_messages
+from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.environments.episode_environment import (
     AnswerCall,
     EpisodeEnd,
@@ -34,12 +28,13 @@ from moerl.agents.environments.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
-from moerl.agents.episode_types import Ends, TurnAnswer
+from moerl.agents.episode_types import Ends, Policy, TurnAnswer
+from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.api_errors import ApiError
-from moerl.agents.open_episode import OpenEpisode
 from moerl.config.schema import TaskConfig
-from moerl.controller.agent_episodes import ENDED, PlayedEpisode
-from moerl.core.types import Prompt, SamplingParams
+from moerl.core.types import Prompt
+from moerl.episodes.finished_episode import ENDED
+from moerl.episodes.open_episode import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +83,8 @@ class Environments(Protocol):
 class EnvironmentEpisodes(AgentRunner):
     """An `EpisodeRunner`."""
 
-    def __init__(
-        self, task: TaskConfig, settings: PolicySettings, environments: Environments
-    ) -> None:
-        super().__init__(lambda engine: _EnvironmentTable(task, settings, engine, environments))
+    def __init__(self, task: TaskConfig, policy: Policy, environments: Environments) -> None:
+        super().__init__(_EnvironmentTable(task, policy, environments))
 
 
 @dataclass(slots=True, eq=False)
@@ -118,16 +111,10 @@ class _Talk:
 
 
 class _EnvironmentTable(EpisodeTable):
-    def __init__(
-        self,
-        task: TaskConfig,
-        settings: PolicySettings,
-        engine: EngineFar,
-        environments: Environments,
-    ) -> None:
-        super().__init__(engine)
+    def __init__(self, task: TaskConfig, policy: Policy, environments: Environments) -> None:
+        super().__init__()
         self._task, self._environments = task, environments
-        self._policy, self._limits = settings.policy(engine), settings.limits(task.agent)
+        self._policy, self._limits = policy, policy.limits(task)
 
     async def start(self) -> None:
         await self._environments.start()
@@ -135,43 +122,38 @@ class _EnvironmentTable(EpisodeTable):
     async def stop(self) -> None:
         await self._environments.close()
 
-    async def play_one(
-        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
-    ) -> PlayedEpisode:
-        now = asyncio.get_running_loop().time
-        begin, talk = now(), _Talk()
-        episode = OpenEpisode(name, self._policy.of(held_out), self._limits)
+    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+        name, talk = episode.name, _Talk()
+        turns = ChatTurns(episode, self._policy, self._limits)
         counts: dict[str, float] = {}
         failure = "", ""
         try:
-            start = self._start(name, prompt, held_out=held_out is not None)
-            await _until(end, self._limits.wall_s, self._converse(episode, start, talk, counts))
+            start = self._start(name, episode.spec.prompt, held_out=episode.spec.held_out)
+            await _until(end, self._limits.wall_s, self._converse(turns, start, talk, counts))
         except EpisodeFailed as error:
             failure = error.reason, error.detail
         except TimeoutError:
-            failure = "timeout", f"took longer than task.agent.wall_s = {self._limits.wall_s:g}"
+            failure = "timeout", f"took longer than task.wall_s = {self._limits.wall_s:g}"
         except Exception as error:  # an error of one episode does not end the run
             log.exception("the episode %s failed", name)
             failure = "error", f"failed: {error!r}"
         finally:
-            done = await episode.finish()
-        clock = self.engine.clocks.pop(name, EngineClock())
-        counts |= {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
+            await turns.end()
         if not failure[0]:
-            failure = self._missing(talk, has_turns=bool(done.turns))
-        judges = self._task.agent.reward == "agent"
-        return played_episode(prompt, done, failure, talk.reward if judges else None, counts)
+            failure = self._missing(talk, has_turns=bool(turns.forest.turns))
+        own = talk.reward if self._task.brings_reward else None
+        return turns.outcome(failure, own, counts)
 
     async def _converse(
-        self, episode: OpenEpisode, start: StartFields, talk: _Talk, counts: dict[str, float]
+        self, turns: ChatTurns, start: StartFields, talk: _Talk, counts: dict[str, float]
     ) -> None:
         """Raises EpisodeFailed."""
-        environment = await self._environments.open(episode.name)
+        environment = await self._environments.open(turns.name)
         try:
             seen: Observation | EpisodeEnd = await environment.reset(start)
             while isinstance(seen, Observation):
                 talk.hear(seen)
-                answer = await _turn(episode, talk)
+                answer = await _turn(turns, talk)
                 if answer is None:
                     counts["limits_reached"] = 1.0
                     talk.is_rewarded = True  # a reward at the end only is 0 here
@@ -185,25 +167,23 @@ class _EnvironmentTable(EpisodeTable):
 
     def _start(self, name: str, prompt: Prompt, *, held_out: bool) -> StartFields:
         """The right answer only where the environment gives the reward."""
-        extra = dict(prompt.extra)
-        given = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
-        judges = self._task.agent.reward == "agent"
-        answer = prompt.answer if judges else None
-        return StartFields(name, prompt.text, list(given), answer, extra, held_out)
+        messages, extra = first_messages(prompt)
+        answer = prompt.answer if self._task.brings_reward else None
+        return StartFields(name, prompt.text, messages, answer, extra, held_out)
 
     def _missing(self, talk: _Talk, *, has_turns: bool) -> tuple[str, str]:
         if not has_turns:
             return "no_turn", "has an environment that ended before the first turn"
-        if self._task.agent.reward == "agent" and not talk.is_rewarded:
+        if self._task.brings_reward and not talk.is_rewarded:
             return "no_reward", "has an environment that gave no reward"
         return "", ""
 
 
-async def _turn(episode: OpenEpisode, talk: _Talk) -> PolicyAnswer | None:
+async def _turn(turns: ChatTurns, talk: _Talk) -> PolicyAnswer | None:
     """The policy's next turn, which is added to the conversation; None: a limit is reached."""
     for left in range(_TRIES)[::-1]:
         try:
-            (answer,) = await episode.chat(talk.messages, talk.tools, Ends())
+            (answer,) = await turns.chat(talk.messages, talk.tools, Ends())
             talk.messages.append(ChatMessage("assistant", answer.text, list(answer.calls)))
             return _answer(answer)
         except ApiError as error:

@@ -44,8 +44,8 @@ from moerl.agents.environments.episode_environment import (
 )
 from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings
 from moerl.config.schema import TaskConfig
-from moerl.controller.agent_episodes import LOST
 from moerl.core.errors import ConfigError
+from moerl.episodes.finished_episode import LOST
 from moerl.runtime.frames import framed
 from moerl.sandbox.isolation import Isolation, SandboxedProcess
 from moerl.sandbox.limits import NoSandbox, import_paths, isolation_of
@@ -71,16 +71,16 @@ class EnvironmentPool:
         """Raises ConfigError where the machine cannot isolate workers, or tools."""
         self._task, self._isolation = task, isolation_of(task)
         self._sandbox = _sandbox(task)
-        self._workers: list[EnvironmentProcess | None] = [None] * task.agent.environment_workers
+        self._workers: list[EnvironmentProcess | None] = [None] * task.environment_workers
         self._tools: ToolHost | None = None
         self._lock = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the workers.  Raises ConfigError when the environment cannot be made."""
-        agent = self._task.agent
+        task = self._task
         if self._sandbox is not None:
-            settings = ToolSettings(names=tuple(agent.tools), timeout_s=agent.tool_s)
+            settings = ToolSettings(names=tuple(task.tools), timeout_s=task.tool_s)
             self._tools = ToolHost(self._sandbox, settings)
         starts = (self._started() for _ in self._workers)
         found = await asyncio.gather(*starts, return_exceptions=True)
@@ -89,7 +89,7 @@ class EnvironmentPool:
             if isinstance(error, BaseException):
                 await self.close()
                 problem = f"its worker {error}"
-                raise ConfigError("task.agent.environment", agent.environment, problem) from error
+                raise ConfigError("task.environment", task.environment, problem) from error
 
     async def open(self, name: str) -> OpenEnvironment:
         """Raises EpisodeFailed."""
@@ -180,11 +180,11 @@ class EnvironmentProcess:
         python = [sys.executable, "-P", "-c", _WORKER, json.dumps(import_paths())]
         self._kept, data = await asyncio.to_thread(self._isolation.connect, python)
         reader, self._writer = await asyncio.open_connection(sock=data)
-        agent = self._task.agent
+        task = self._task
         schemas: list[Json] = [] if self._tools is None else self._tools.schemas
         ready = self._expect(0)
         self._reading = asyncio.ensure_future(self._read(reader))
-        self._send(SetUp(agent.environment, agent.options, schemas, self._most))
+        self._send(SetUp(task.environment, task.environment_options, schemas, self._most))
         async with asyncio.timeout(_START_S):
             found = await ready
         if found.failure:
@@ -200,7 +200,7 @@ class EnvironmentProcess:
 
     @property
     def answer_s(self) -> float:
-        return self._task.agent.environment_s
+        return self._task.environment_s
 
     async def ask(self, command: Reset | Step | Close, timeout_s: float) -> WorkerReply:
         """Raises WorkerGone, TimeoutError."""
@@ -324,7 +324,7 @@ class _Episode:
         except WorkerGone as error:
             raise EpisodeFailed(LOST, f"has an environment whose worker {error}") from error
         except TimeoutError as error:
-            problem = f"took longer than task.agent.environment_s = {limit_s:g}"
+            problem = f"took longer than task.environment_s = {limit_s:g}"
             raise EpisodeFailed("timeout", f"has an environment that {problem}") from error
         answer = found.observation or found.ended
         if found.failure or answer is None:
@@ -334,9 +334,9 @@ class _Episode:
 
 
 def _sandbox(task: TaskConfig) -> SandboxFactory | None:
-    if not task.agent.tools:
+    if not task.tools:
         return None
     try:
         return SandboxFactory(read_paths=task.read_paths)
     except NoSandbox as error:
-        raise ConfigError("task.agent.tools", task.agent.tools, str(error)) from None
+        raise ConfigError("task.tools", task.tools, str(error)) from None

@@ -5,10 +5,10 @@
         async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd: ...
         async def close(self) -> None: ...
 
-`task.agent.environment` names the class; it is called without arguments, or with
-`task.agent.options`.  It runs in a worker process (`moerl.agents.environments.environment_worker`)
-that holds
-many episodes on one event loop, so it awaits what it waits for.  The form is that of Gym and
+`task.environment` names the class; it is called without arguments, or with
+`task.environment_options`.  It runs in a worker process
+(`moerl.agents.environments.environment_worker`) that holds many episodes on one event loop, so it
+awaits what it waits for.  The form is that of Gym and
 OpenEnv: rewards are given step by step, and those of an episode are added up.
 """
 
@@ -22,7 +22,7 @@ from moerl.agents.chat_messages import Json
 
 
 class EpisodeTools(Protocol):
-    """The tools of `task.agent.tools`, in the episode's own sandbox."""
+    """The tools of `task.tools`, in the episode's own sandbox."""
 
     @property
     def schemas(self) -> Sequence[Json]:

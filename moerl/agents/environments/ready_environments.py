@@ -15,6 +15,8 @@ from moerl.agents.environments.episode_environment import (
 from moerl.agents.environments.http_environment import HttpEnvironment
 from moerl.agents.environments.socket_environment import SocketEnvironment
 from moerl.config.functions import look_up
+from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS
+from moerl.config.task_tables import ENVIRONMENT_NAMES
 
 
 class SandboxEnvironment:
@@ -55,8 +57,8 @@ def _of_server(url: str, **options: str | float) -> EpisodeEnvironment:
 
 
 READY: Mapping[str, Callable[..., EpisodeEnvironment]] = {
-    "sandbox_tools": SandboxEnvironment,
-    "http": _of_server,
+    SANDBOX_TOOLS: SandboxEnvironment,
+    HTTP: _of_server,
 }
 
 
@@ -64,5 +66,5 @@ def environment_class(name: str) -> Callable[..., EpisodeEnvironment]:
     """Raises ConfigError for an unknown one."""
     if name in READY:
         return READY[name]
-    found: Callable[..., EpisodeEnvironment] = look_up("task.agent.environment", name, list(READY))
+    found: Callable[..., EpisodeEnvironment] = look_up("task.environment", name, ENVIRONMENT_NAMES)
     return found

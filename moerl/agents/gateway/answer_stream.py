@@ -1,8 +1,8 @@
 """The part of an answer that is shown while the engine samples the rest.
 
 Shown text is never taken back.  So that is held back which the end of the answer may change: a
-part of a character, the beginning of a stop text or of a mark, what may be a call.  When the tokens
-that were shown are lost with their engine, the turn fails: other tokens would follow them.
+part of a character, the beginning of a stop text or of a mark, what may be a call.  When tokens
+that were heard are lost with their engine, the turn fails: other tokens would follow them.
 """
 
 from __future__ import annotations
@@ -57,26 +57,16 @@ class AnswerStream:
 
         tell: receives what is shown, each time it has grown.
         """
-        self._decode, self._begun, self._stop_ids, self._tell = decode, begun, stop_ids, tell
-        self._before: list[int] = []  # sampled by earlier requests of this turn
+        self._begun, self._stop_ids, self._tell = begun, stop_ids, tell
         self._growing = GrowingText(decode)
-        self._needed: list[int] = []  # tokens of what is shown
         self.shown = PartialAnswer(prompt_len)
 
-    def begin(self, output_ids: Sequence[int]) -> None:
-        """A request continues behind these tokens."""
-        self._before, self._growing = list(output_ids), GrowingText(self._decode)
-
     def heard(self, output_ids: Array) -> None:
-        """output_ids: of this request, so far."""
-        ids = self._before + output_ids.tolist()
+        """output_ids: of this turn, so far."""
+        ids = output_ids.tolist()
         if ids and ids[-1] in self._stop_ids:  # one that ends a turn has no text
             ids = ids[:-1]
         found = PartialAnswer(self.shown.prompt_len, *self._begun(self._growing.add(ids)))
         if found != self.shown:
-            self.shown, self._needed = found, ids
+            self.shown = found
             self._tell(found)
-
-    def has_lost(self, output_ids: Sequence[int]) -> bool:
-        """Whether what is shown came from other tokens than these."""
-        return list(output_ids[: len(self._needed)]) != self._needed

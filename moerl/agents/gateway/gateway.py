@@ -2,7 +2,7 @@
 
     client --/episodes/NAME/v1/...--> Gateway --GenerateRequest--> engine hosts
                                          |
-                                  OpenEpisode: turns --> FinishedEpisode
+                                  ChatTurns: turns --> OpenEpisode
 
 Clients of OpenAI's chat completions and responses and of Anthropic's messages work without change.
 It stands in front of engine hosts, not of SGLang: records stay on their node, and an update of the
@@ -28,7 +28,9 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from moerl.agents.episode_types import EpisodeLimits, FinishedEpisode, Policy, Tell, TurnAnswer
+from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.episode_types import EpisodeLimits, Policy, Tell, TurnAnswer
+from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway import anthropic_messages, event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.gateway.api_errors import ApiError
@@ -45,10 +47,8 @@ from moerl.agents.gateway.openai_requests import (
 )
 from moerl.agents.gateway.openai_responses import ResponsesEvents, ResponsesReply, ResponsesRequest
 from moerl.agents.gateway.other_models import OtherModels
-from moerl.agents.open_episode import OpenEpisode
 from moerl.config.task_programs import POLICY
 from moerl.core.errors import ConfigError
-from moerl.core.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Gateway:
         """others: models that clients may call besides the policy."""
         self._policy, self._endpoint = policy, endpoint
         self._others = others or OtherModels({})
-        self._episodes: dict[str, OpenEpisode] = {}
+        self._episodes: dict[str, ChatTurns] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys by name
         self._nobody = secrets.token_urlsafe(24)  # key of episodes that do not exist
         self._runner: web.AppRunner | None = None
@@ -111,16 +111,12 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
 
-    def open_episode(
-        self, name: str, limits: EpisodeLimits, held_out: SamplingParams | None = None
-    ) -> OpenEpisode:
-        """name: unique in a run; it names the rollouts and their blobs.
-
-        held_out: the distribution of an evaluation's episode, in place of the policy's.
-        """
+    def open_episode(self, episode: FarEpisode, limits: EpisodeLimits) -> ChatTurns:
+        """The episode's name is unique in a run; it names the rollouts and their blobs."""
+        name = episode.name
         if name in self._episodes or name in self._ended or not _NAMES.fullmatch(name):
             raise ConfigError("episode", name, _ALLOWED)
-        self._episodes[name] = OpenEpisode(name, self._policy.of(held_out), limits)
+        self._episodes[name] = ChatTurns(episode, self._policy, limits)
         return self._episodes[name]
 
     def base_url(self, name: str) -> str:
@@ -130,13 +126,13 @@ class Gateway:
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/episodes/{name}/v1"
 
-    async def end_episode(self, name: str) -> FinishedEpisode:
+    async def end_episode(self, name: str) -> None:
         """Turns that run are dropped."""
         episode = self._episodes.pop(name)
         self._ended[name] = episode.key
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
-        return await episode.finish()
+        await episode.end()
 
     # --- routes -----------------------------------------------------------------------------------
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -211,13 +207,13 @@ class Gateway:
         return self._others.asked(await self._body(request), self._endpoint.model)
 
     async def _ask_other(
-        self, request: web.Request, episode: OpenEpisode, name: str
+        self, request: web.Request, episode: ChatTurns, name: str
     ) -> web.StreamResponse:
         route, data = request.path.partition("/v1/")[2], await self._body(request)
         return await episode.ask_other(name, lambda: self._others.ask(name, route, data))
 
     # --- requests ---------------------------------------------------------------------------------
-    def _episode(self, request: web.Request) -> OpenEpisode:
+    def _episode(self, request: web.Request) -> ChatTurns:
         """The episode whose name and key the request has.  Raises ApiError."""
         name = request.match_info["episode"]
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -231,7 +227,7 @@ class Gateway:
             raise ApiError(410, "episode_ended", "the episode has ended", retry=False)
         return found
 
-    async def _read(self, request: web.Request, form: type[Known], episode: OpenEpisode) -> Known:
+    async def _read(self, request: web.Request, form: type[Known], episode: ChatTurns) -> Known:
         if other := await self._other_model(request):
             message = f"the model {other} is served by chat/completions and completions only"
             raise ApiError(404, "model_not_found", message, retry=False)
@@ -263,7 +259,7 @@ class Gateway:
 
     async def _translated(
         self,
-        episode: OpenEpisode,
+        episode: ChatTurns,
         asked: ChatRequest,
         form: Callable[[TurnAnswer], Translated],
         tell: Tell,
@@ -288,7 +284,7 @@ class Gateway:
 
 
 def _turns(
-    episode: OpenEpisode, asked: ChatRequest, tell: Tell | None
+    episode: ChatTurns, asked: ChatRequest, tell: Tell | None
 ) -> Coroutine[None, None, list[TurnAnswer]]:
     forces = forced_call(asked.tool_choice)
     return episode.chat(

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moerl.config.agent_checks import program_path
+from moerl.config.episode_checks import program_path
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError
 from moerl.sandbox.isolation import Isolation
@@ -109,7 +109,7 @@ async def _watch(
     reading.add_done_callback(lambda _: end.set())
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(task.agent.wall_s):
+            async with asyncio.timeout(task.wall_limit_s):
                 await end.wait()
         why: Literal["exit", "timeout", "ended"] = "ended" if end.is_set() else "timeout"
         why = "exit" if reading.done() else why

@@ -12,22 +12,18 @@ from pathlib import Path
 
 import msgspec
 
-from moerl.agents.agent_loop import (
-    AgentRunner,
-    EngineClock,
-    EngineFar,
-    EpisodeTable,
-    PolicySettings,
-    played_episode,
-)
-from moerl.agents.episode_types import FinishedEpisode
+from moerl.agents.agent_loop import AgentRunner, EpisodeTable
+from moerl.agents.chat_messages import first_messages
+from moerl.agents.episode_types import Policy
+from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
 from moerl.agents.programs.agent_process import ProgramEnd, run_program
 from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.config.schema import TaskConfig
-from moerl.controller.agent_episodes import ENDED, PlayedEpisode
-from moerl.core.types import Prompt, SamplingParams
+from moerl.core.types import Prompt
+from moerl.episodes.finished_episode import ENDED
+from moerl.episodes.open_episode import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +35,18 @@ _SHOWN = 300  # characters of a program's last words in an error
 class AgentPrograms(AgentRunner):
     """An `EpisodeRunner`."""
 
-    def __init__(self, task: TaskConfig, settings: PolicySettings, log_file: Path) -> None:
-        super().__init__(lambda engine: _ProgramTable(task, settings, engine, log_file))
+    def __init__(self, task: TaskConfig, policy: Policy, log_file: Path) -> None:
+        super().__init__(_ProgramTable(task, policy, log_file))
 
 
 class _ProgramTable(EpisodeTable):
     """Gateway and running programs."""
 
-    def __init__(
-        self, task: TaskConfig, settings: PolicySettings, engine: EngineFar, log_file: Path
-    ) -> None:
-        super().__init__(engine)
+    def __init__(self, task: TaskConfig, policy: Policy, log_file: Path) -> None:
+        super().__init__()
         self._task, self._log = task, _program_log(log_file)
-        self._gateway = Gateway(settings.policy(engine), Endpoint(), OtherModels(task.agent.models))
-        self._limits = settings.limits(task.agent)
+        self._gateway = Gateway(policy, Endpoint(), OtherModels(task.agent.models))
+        self._limits = policy.limits(task)
         self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
 
     async def start(self) -> None:
@@ -68,23 +62,21 @@ class _ProgramTable(EpisodeTable):
             handler.close()
             self._log.removeHandler(handler)
 
-    async def play_one(
-        self, name: str, prompt: Prompt, end: asyncio.Event, held_out: SamplingParams | None
-    ) -> PlayedEpisode:
-        now = asyncio.get_running_loop().time
-        episode, begin = self._gateway.open_episode(name, self._limits, held_out), now()
+    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+        name, spec = episode.name, episode.spec
+        turns = self._gateway.open_episode(episode, self._limits)
         try:
-            given = self._given(name, prompt) | {"held_out": held_out is not None}
-            ended = await self._run(name, given, episode.key, end)
+            given = self._given(name, spec.prompt) | {"held_out": spec.held_out}
+            ended = await self._run(name, given, turns.key, end)
         except Exception as error:  # an error of one episode does not end the run
             log.exception("the episode %s failed", name)
             ended = ProgramEnd(-1, b"", repr(error).encode(errors="replace"), "failed")
         finally:
-            done = await self._gateway.end_episode(name)
+            await self._gateway.end_episode(name)
         self._log_end(name, ended)
-        clock = self.engine.clocks.pop(name, EngineClock())
-        seconds = {"engine_s": clock.seconds, "program_s": now() - begin - clock.seconds}
-        return _played(self._task, prompt, done, ended, seconds)
+        reward = _reward(ended.out) if self._task.brings_reward else None
+        has_turns = bool(turns.forest.turns)
+        return turns.outcome(_failure(self._task, ended, reward, has_turns=has_turns), reward, {})
 
     async def _run(
         self, name: str, given: dict[str, object], key: str, end: asyncio.Event
@@ -109,12 +101,10 @@ class _ProgramTable(EpisodeTable):
 
     def _given(self, name: str, prompt: Prompt) -> dict[str, object]:
         """Input of the program; the answer is in it where the program gives the reward."""
-        extra = dict(prompt.extra)
-        messages = extra.pop("messages", None) or [{"role": "user", "content": prompt.text}]
+        messages, extra = first_messages(prompt)
         given: dict[str, object] = {"episode": name, "index": prompt.index, "prompt": prompt.text}
         given |= {"messages": messages, "extra": extra}
-        judges = self._task.agent.reward == "agent"
-        return given | {"answer": prompt.answer} if judges else given
+        return given | {"answer": prompt.answer} if self._task.brings_reward else given
 
     def _log_end(self, name: str, ended: ProgramEnd) -> None:
         printed = (ended.out + ended.err).decode(errors="replace").strip()
@@ -131,25 +121,14 @@ def _program_log(file: Path) -> logging.Logger:
     return found
 
 
-def _played(
-    task: TaskConfig,
-    prompt: Prompt,
-    done: FinishedEpisode,
-    ended: ProgramEnd,
-    seconds: dict[str, float],
-) -> PlayedEpisode:
-    reward = _reward(ended.out) if task.agent.reward == "agent" else None
-    return played_episode(prompt, done, _failure(task, done, ended, reward), reward, seconds)
-
-
 def _failure(
-    task: TaskConfig, done: FinishedEpisode, ended: ProgramEnd, reward: float | None
+    task: TaskConfig, ended: ProgramEnd, reward: float | None, *, has_turns: bool
 ) -> tuple[str, str]:
     """Why an episode cannot be trained; empty if it can."""
     if ended.why == "ended":
         return ENDED, "was ended"
     if ended.why == "timeout":
-        return "timeout", f"took longer than task.agent.wall_s = {task.agent.wall_s:g}"
+        return "timeout", f"took longer than task.wall_s = {task.wall_limit_s:g}"
     if ended.why == "error":
         return "error", f"has answered with an error: {_last_line(ended.err)}"
     if ended.why == "failed":
@@ -158,9 +137,9 @@ def _failure(
         return "lost", f"was lost with its worker, which {_last_line(ended.err)}"
     if ended.code:
         return "exit", f"ended with exit code {ended.code}: {_last_line(ended.err)}"
-    if not done.turns:
+    if not has_turns:
         return "no_turn", "asked for no turn that was finished"
-    if task.agent.reward == "agent" and reward is None:
+    if task.brings_reward and reward is None:
         return "no_reward", (
             'did not print {"reward": NUMBER} as its last line, but ' + repr(_last_line(ended.out))
         )

@@ -62,7 +62,7 @@ class AgentWorkers:
     async def play(self, name: str, given: Mapping[str, object], end: asyncio.Event) -> ProgramEnd:
         """One episode, in the worker that plays the fewest.
 
-        It ends when the worker has answered, when task.agent.wall_s are over, or when `end` is set.
+        It ends when the worker has answered, when task.wall_s are over, or when `end` is set.
         """
         worker = min(self._workers, key=lambda one: (one.retires, len(one.open)))
         return await worker.play(name, msgspec.json.encode(given) + b"\n", end)
@@ -87,7 +87,7 @@ class _Worker:
         self._last_words = b""
 
     async def play(self, name: str, line: bytes, end: asyncio.Event) -> ProgramEnd:
-        wall_s = self._task.agent.wall_s
+        wall_s = self._task.wall_limit_s
         one = self.open[name] = _OpenEpisode(line, asyncio.get_running_loop().create_future())
         ending = asyncio.ensure_future(end.wait())
         either: tuple[asyncio.Future[Any], ...] = (one.end, ending)
@@ -156,7 +156,7 @@ class _Worker:
             changing.cancel()
             if hearing.done():
                 return hearing.result()
-        return "was ended: an episode took longer than task.agent.wall_s"
+        return "was ended: an episode took longer than task.wall_s"
 
     def _send(self, one: _OpenEpisode) -> None:
         if self._stdin is None or self.retires or one.sent:

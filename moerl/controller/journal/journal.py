@@ -48,12 +48,12 @@ from moerl.controller.journal.recovered_state import (
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.journal.sqlite_files import remove_logs, set_up
 from moerl.controller.journal.turn_log import TurnLog
-from moerl.controller.rollout_builder import group_refs
 from moerl.core.errors import JournalError
 from moerl.core.ids import IdSet, Ranges, ids_of, page_union, pages_of, ranges
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup, PolicyVersion
 from moerl.records.blob_store import BlobStore, sizes_of
+from moerl.records.record_uris import group_refs
 from moerl.runtime.private_dir import private_dir
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from moerl.controller.journal.recovered_state import RecoveredState, SharedState
-from moerl.controller.rollout_builder import group_uris
 from moerl.core.errors import BlobError, JournalError
 from moerl.core.ids import spread
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
 from moerl.records.blob_copies import SUFFIX, copied_blobs_of, seal
+from moerl.records.record_uris import group_uris
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,27 @@
 """Replies of engines to the turns of open episodes, for the controller that comes after this one.
 
-An agent cannot be stopped and continued: when the controller dies, what plays an episode ends, and
-the next controller starts it again.  It then asks for the same turns.  A request that equals one of
-the dead controller's is answered with that reply and its records, so a death costs open turns only.
+When the controller dies, every running episode ends, and the next controller plays it again.  It
+then asks for the same turns.  A request that equals one of the dead controller's is answered with
+that reply and its records: an agent gets its finished turns back, a long answer continues where an
+update or a slice had cut it.
 
 Equal requests have the same tokens and the same of all that decides what is sampled and recorded.
 They are answered in the order in which they were before, each reply once.  A reply is not given out
 when the turn before it was sampled again, even to the same tokens: its rows continue other ones.
 
-A reply is written before it leaves the controller's loop.  One that cannot be written leaves
-anyway, and is sampled again after a death.  The log is a database of its own next to the journal,
-so that damage to it costs turns and no groups; entries of a group are deleted when the group ends.
-Rejected: whole turns (an update ends a request in mid-turn, whose tokens would be lost), the forest
-of an episode (the state of the program is lost in any case, so it asks for every turn again).
+A reply that cannot be written is sampled again after a death.  The log is a database of its own
+next to the journal, so that damage to it costs turns and no groups; entries of an episode are
+deleted when its group ends.  Rejected: whole turns (an update ends a request in mid-turn, whose
+tokens would be lost), the forest of an episode (the state of a program is lost in any case, so it
+asks for every turn again).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,10 +30,10 @@ import xxhash
 
 from moerl.controller.journal.recovered_state import digest_of
 from moerl.controller.journal.sqlite_files import remove_logs, set_up
-from moerl.controller.rollout_builder import blob_uris
 from moerl.core.ids import episode_of, group_of, without_life
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Array, GenerateRequest, Segment
+from moerl.records.record_uris import blob_uris
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +46,19 @@ create table if not exists replies(
     body blob not null,
     digest text not null      -- of group_id, episode, request and body
 );
-create index if not exists replies_by_group on replies(group_id);
+create index if not exists replies_by_episode on replies(episode);
 """
 _Row = tuple[int, str, str, bytes, str]  # without the id
 
 
 @dataclass(slots=True)
 class _EarlierReplies:
-    """Turns of one group that earlier controllers left."""
+    """Turns of one episode that earlier controllers left."""
 
-    # By episode and request: ids of rows that were not given out, in their order
-    rows: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    # By request: ids of rows that were not given out, in their order
+    rows: dict[str, list[int]] = field(default_factory=dict)
     uris: set[str] = field(default_factory=set)  # blobs to which no episode that runs refers
-    anew: set[tuple[str, str]] = field(default_factory=set)  # by episode: contexts sampled anew
+    anew: set[str] = field(default_factory=set)  # contexts sampled anew
 
 
 class TurnLog:
@@ -65,9 +67,9 @@ class TurnLog:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "turns.sqlite"
         self._db: sqlite3.Connection | None = None
-        self._groups: set[int] = set()  # with rows
-        self._ended: set[int] = set()  # whose rows could not be deleted yet
-        self._earlier: dict[int, _EarlierReplies] = {}
+        self._episodes: set[str] = set()  # with rows, as GROUP.SIBLING
+        self._ended: set[str] = set()  # whose rows could not be deleted yet
+        self._earlier: dict[str, _EarlierReplies] = {}  # by episode
         self._failed = 0  # writes since `take_failed`
         self.lost = 0  # replies that `load` could not use
 
@@ -89,8 +91,8 @@ class TurnLog:
         except sqlite3.Error as error:
             log.error("turns of open episodes are sampled again, without %s: %s", self._path, error)
             self._start_again()
-        for group_id in self._groups.intersection(ended or ()):
-            self.end(group_id)
+        gone = set(ended or ())
+        self.end([episode for episode in self._episodes if group_of(episode) in gone])
 
     def close(self) -> None:
         if self._db is not None:
@@ -108,37 +110,46 @@ class TurnLog:
         return failed
 
     # --- replies of this controller -------------------------------------------------------------
-    def add(self, request: GenerateRequest, reply: Segment) -> None:
-        """Keep a reply of an engine for the next controller.  A failed write is counted."""
-        group_id, episode = group_of(request.rollout_id), _episode(request)
-        if earlier := self._earlier.get(group_id):
-            sampled = [piece.output_ids for piece in reply.pieces]
-            earlier.anew.add((episode, _tokens_digest(request.token_ids, *sampled)))
-        row = (group_id, episode, _request_digest(request), encode_value(reply))
-        self._groups.add(group_id)
+    def add(self, asked: Sequence[tuple[GenerateRequest, Segment]]) -> None:
+        """Keep replies of engines for the next controller.  A failed write is counted."""
+        rows = [self._row(request, reply) for request, reply in asked]
         try:
             self._delete_ended()
-            sql = "insert into replies values (null, ?, ?, ?, ?, ?)"
-            self._query(sql, (*row, _row_digest(*row)))
+            self._query("begin")
+            for row in rows:
+                self._query("insert into replies values (null, ?, ?, ?, ?, ?)", row)
+            self._query("commit")
         except sqlite3.Error as error:
-            self._failed += 1
-            log.error("a turn of group %d is not in %s: %s", group_id, self._path, error)
+            self._failed += len(rows)
+            log.error("%d turns are not in %s: %s", len(rows), self._path, error)
+            with contextlib.suppress(sqlite3.Error):
+                self._query("rollback")
 
-    def end(self, group_id: int) -> set[str]:
-        """Forget a group that is not open any more.
+    def _row(self, request: GenerateRequest, reply: Segment) -> _Row:
+        group_id, episode = group_of(request.rollout_id), _episode(request)
+        if earlier := self._earlier.get(episode):
+            sampled = [piece.output_ids for piece in reply.pieces]
+            earlier.anew.add(_tokens_digest(request.token_ids, *sampled))
+        self._episodes.add(episode)
+        row = (group_id, episode, _request_digest(request), encode_value(reply))
+        return *row, _row_digest(*row)
+
+    def end(self, episodes: Iterable[str]) -> set[str]:
+        """Forget episodes that are not open any more.  episodes: their names.
 
         Returns blobs of earlier replies to which no episode of this controller refers.
         """
-        earlier = self._earlier.pop(group_id, None)
-        if group_id in self._groups:
-            self._groups.discard(group_id)
-            self._ended.add(group_id)
+        names = set(map(without_life, episodes))
+        earlier = [found for name in names if (found := self._earlier.pop(name, None))]
+        if ended := names & self._episodes:
+            self._episodes -= ended
+            self._ended |= ended
             try:
                 self._delete_ended()
             except sqlite3.Error as error:
-                self._failed += 1
-                log.error("that group %d has ended is written later: %s", group_id, error)
-        return set() if earlier is None else earlier.uris
+                self._failed += len(ended)
+                log.error("the end of %d episodes is written later: %s", len(ended), error)
+        return set[str]().union(*(one.uris for one in earlier))
 
     # --- replies of earlier controllers -----------------------------------------------------------
     def take(self, request: GenerateRequest) -> Segment | None:
@@ -146,12 +157,10 @@ class TurnLog:
 
         `adopt` must be called when it is given out.
         """
-        earlier = self._earlier.get(group_of(request.rollout_id))
-        if earlier is None:
+        if not self._earlier or (earlier := self._earlier.get(_episode(request))) is None:
             return None
-        episode = _episode(request)
-        ids = earlier.rows.get((episode, _request_digest(request)))
-        if not ids or (episode, _context_digest(request)) in earlier.anew:
+        ids = earlier.rows.get(_request_digest(request))
+        if not ids or _context_digest(request) in earlier.anew:
             return None
         sql = "select group_id, episode, request, body, digest from replies where id = ?"
         try:
@@ -162,7 +171,7 @@ class TurnLog:
 
     def adopt(self, reply: Segment) -> None:
         """This reply was given out: its blobs belong to an episode that runs."""
-        if earlier := self._earlier.get(group_of(reply.rollout_id)):
+        if earlier := self._earlier.get(without_life(episode_of(reply.rollout_id))):
             earlier.uris -= blob_uris(reply)
 
     # --- plumbing ---------------------------------------------------------------------------------
@@ -172,14 +181,14 @@ class TurnLog:
         for number, *row in self._query(
             "select id, group_id, episode, request, body, digest from replies order by id"
         ):
-            group_id, episode, request, *_ = row
-            self._groups.add(group_id)
+            _, episode, request, *_ = row
+            self._episodes.add(episode)
             if (reply := _decoded(tuple(row))) is None:
-                log.error("a turn of group %s does not match its digest", group_id)
+                log.error("a turn of episode %s does not match its digest", episode)
                 continue
             kept += 1
-            earlier = self._earlier.setdefault(group_id, _EarlierReplies())
-            earlier.rows.setdefault((episode, request), []).append(number)
+            earlier = self._earlier.setdefault(episode, _EarlierReplies())
+            earlier.rows.setdefault(request, []).append(number)
             earlier.uris |= blob_uris(reply)
         return kept
 
@@ -190,7 +199,7 @@ class TurnLog:
     def _start_again(self) -> None:
         """Delete the database; the next write makes a new one."""
         self.close()
-        self._groups.clear()
+        self._episodes.clear()
         self._earlier.clear()
         self._path.unlink(missing_ok=True)
         remove_logs(self._path)
@@ -202,10 +211,10 @@ class TurnLog:
         return self._db.execute(sql, values)
 
     def _delete_ended(self) -> None:
-        """A group that is played again begins without the rows of its end."""
-        for group_id in list(self._ended):
-            self._query("delete from replies where group_id = ?", (group_id,))
-            self._ended.discard(group_id)
+        """An episode that is played again begins without the rows of its end."""
+        for episode in list(self._ended):
+            self._query("delete from replies where episode = ?", (episode,))
+            self._ended.discard(episode)
 
 
 def _episode(request: GenerateRequest) -> str:

@@ -300,7 +300,7 @@ class EngineHost:
     async def stream(
         self, request: GenerateRequest, heard: Callable[[Array], None]
     ) -> Segment | RecordError:
-        """As `TurnEngine.stream`."""
+        """As `generate`, of one request that streams."""
         (reply,) = await self.generate([request], heard)
         return reply
 

@@ -324,7 +324,7 @@ class Membership:
         def rows(known: list[dict[str, Any]]) -> None:
             sizes = self.sizes  # one may have left since
             found = [row | {"tp": sizes[row["engine"]]} for row in known if row["engine"] in sizes]
-            starting = {"state": "starting", "version": "", "groups": 0}
+            starting = {"state": "starting", "version": "", "requests": 0}
             found += [{"engine": i, "tp": sizes[i]} | starting for i in sorted(self._joining)]
             self._reply(name, {"do": "list"}, {"answer": found})
 

@@ -19,81 +19,25 @@ a new one.  A turn on several branches is trained in one of them and is context 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import numpy as np
 
-from moerl.config.task_programs import POLICY
 from moerl.core.errors import RecordError
 from moerl.core.types import (
     Array,
-    GraphTurn,
-    LeftOut,
     LogprobBlob,
     MaskBlob,
     Rollout,
-    SamplingParams,
     Segment,
     TurnEnd,
-    VersionSpan,
 )
+from moerl.episodes.turn import SampledTurn, versions_of
 from moerl.records.segment_split import split_segments
 
 TurnRows = Literal["join", "split", "separate"]
 Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
-
-
-class SharedIds:
-    """Tokens of turns that continue one another: all begin the same array, which grows.
-
-    An array of its own for each turn would be quadratic in the length of an episode.
-    """
-
-    def __init__(self, ids: Array) -> None:
-        self._ids, self.used = np.asarray(ids, np.int32), len(ids)
-
-    def first(self, count: int) -> Array:
-        return self._ids[:count]
-
-    def append(self, new: Array) -> None:
-        begin, self.used = self.used, self.used + len(new)
-        if self.used > len(self._ids):
-            grown = np.empty(2 * self.used, np.int32)
-            grown[:begin] = self._ids[:begin]
-            self._ids = grown
-        self._ids[begin : self.used] = new
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledTurn:
-    """A turn that has ended: the policy's prompt and the replies of its calls."""
-
-    prompt_ids: Array  # [P] i32, the whole conversation before it
-    segments: tuple[Segment, ...]
-    sampling: SamplingParams
-    trained: bool = True  # False: context of the turns behind it
-
-    @property
-    def output_ids(self) -> Array:
-        return np.concatenate([segment.output_ids for segment in self.segments])
-
-    @property
-    def end(self) -> int:
-        """Tokens of the conversation at its end."""
-        return len(self.prompt_ids) + sum(len(segment.output_ids) for segment in self.segments)
-
-    def in_graph(self, name: str, parent: str, left_out: LeftOut = "") -> GraphTurn:
-        """The turn in the graph of its episode."""
-        versions = tuple(dict.fromkeys(span.version for span in _versions(self.segments)))
-        return GraphTurn(
-            name,
-            parent,
-            POLICY,
-            left_out=left_out,
-            versions=versions,
-            num_sampled=self.end - len(self.prompt_ids),
-        )
 
 
 def rows_of(episode_id: str, turns: Sequence[SampledTurn], turn_rows: TurnRows) -> list[Rollout]:
@@ -134,7 +78,7 @@ def join(rollout_id: str, turns: Sequence[SampledTurn]) -> Rollout:
         token_ids=tokens,
         loss_mask=mask,
         logprobs=np.concatenate([s.logprobs for s in own]).astype(np.float32),
-        versions=_versions(own),
+        versions=versions_of(own),
         routing=tuple(
             rows for s in calls for rows in (s.prompt_rows, s.routing) if rows is not None
         ),
@@ -186,17 +130,6 @@ def _ends(turns: Sequence[SampledTurn]) -> tuple[TurnEnd, ...]:
     ends = np.cumsum([len(turn.output_ids) for turn in trained]).tolist()
     found = [TurnEnd(e, t.segments[-1].finish) for e, t in zip(ends, trained, strict=True)]
     return tuple(found) if len(found) > 1 else ()
-
-
-def _versions(segments: Sequence[Segment]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    at = 0
-    for segment in segments:
-        span = VersionSpan(at, segment.version, segment.kept_kv)
-        if len(segment.output_ids) and (not spans or replace(spans[-1], first=at) != span):
-            spans.append(span)
-        at += len(segment.output_ids)
-    return tuple(spans)
 
 
 def _placed(

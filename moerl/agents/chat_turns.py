@@ -1,4 +1,4 @@
-"""One open episode: its key, its limits, and the turns that a client asks for.
+"""The turns of one episode in messages: its key, its limits, and the turns that a client asks for.
 
 It answers in the terms of a turn; the forms of HTTP are in `gateway`.  Sampling belongs to the
 recipe: a client says where a turn ends, never from which distribution it is drawn.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -18,26 +18,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.agents.episode_types import (
-    Ends,
-    EpisodeLimits,
-    FinishedEpisode,
-    Policy,
-    Tell,
-    TurnAnswer,
-)
+from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, Tell, TurnAnswer
+from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.prompt_tokens import PromptIds, TemplateError
 from moerl.agents.stop_texts import Stops
-from moerl.agents.turn_forest import TurnForest, TurnRequest
-from moerl.agents.turn_sampler import TurnSampler
-from moerl.config.task_programs import POLICY
-from moerl.controller.rollout_builder import PartialRollout, blob_uris
-from moerl.controller.turn_rows import SampledTurn
+from moerl.agents.turn_forest import MatchedRequest, TurnForest
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import without_life
-from moerl.core.types import Array, GraphTurn, LeftOut, Prompt, SamplingParams
+from moerl.core.types import Array, Grammar
+from moerl.episodes.finished_episode import RecordedTurn
+from moerl.episodes.open_episode import EpisodeEnded, Outcome, TurnRequest
 
 T = TypeVar("T")
 NO_MASKS = (
@@ -53,25 +45,25 @@ class _Plan:
     """Parts that the siblings of one request share."""
 
     prompt: PromptIds
-    sampling: SamplingParams
+    max_new_tokens: int
+    grammar: Grammar | None
     stops: Stops
     tools: Sequence[Json]  # calls of these are parsed
     is_chat: bool
     tell: Tell | None = None
 
 
-class OpenEpisode:
-    """Used from one event loop."""
+class ChatTurns:
+    """Used from one event loop, which may be another one than the controller's."""
 
-    def __init__(self, name: str, policy: Policy, limits: EpisodeLimits) -> None:
-        self.name, self.limits, self._policy = name, limits, policy
-        self.sampling = policy.sampling
+    def __init__(self, episode: FarEpisode, policy: Policy, limits: EpisodeLimits) -> None:
+        self.name, self.limits, self._policy = episode.name, limits, policy
+        self._episode, self.sampling = episode, episode.spec.sampling
+        self._stop_ids = frozenset(self.sampling.stop_token_ids)
         self.key = secrets.token_urlsafe(24)
         self.forest = TurnForest()
         self.counts: Counter[str] = Counter()
-        self.wasted: set[str] = set()  # blobs of turns that were not recorded
-        self._sampler = TurnSampler(policy.engine, policy.finder, self.wasted.update)
-        self._graph: dict[str, GraphTurn] = {}  # turns that were asked for, by name
+        self._num_asked = 0  # turns
         self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
         self._running: set[asyncio.Task[Any]] = set()
         self._ended = False
@@ -98,8 +90,9 @@ class OpenEpisode:
         self._check_length(len(message.text) for message in messages[request.covered :])
         prompt = self._chat_prompt(request, messages, tools)
         ends = self._with_calls(ends, tools)
-        sampling = self._sampling(prompt, ends, stops, n)
-        plan = _Plan(prompt, sampling, stops, tools if calls else (), is_chat=True, tell=tell)
+        most = self._most(prompt, ends, n)
+        shown_tools = tools if calls else ()
+        plan = _Plan(prompt, most, ends.grammar, stops, shown_tools, is_chat=True, tell=tell)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def complete(
@@ -116,21 +109,22 @@ class OpenEpisode:
             ids = self._known_ids(prompt)
             request = self.forest.match_tokens(ids)
             found = PromptIds(ids, request.parent.num_tokens if request.parent else 0)
-        sampling = self._sampling(found, ends, stops, n)
-        plan = _Plan(found, sampling, stops, (), is_chat=False, tell=tell)
+        most = self._most(found, ends, n)
+        plan = _Plan(found, most, ends.grammar, stops, (), is_chat=False, tell=tell)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def ask_other(self, role: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """A turn of another model, which is not trained.  role: its name.  Raises ApiError."""
         self._check_open(1)
-        name = self._begin("", role)
+        self._num_asked += 1
+        name = await self._episode.begin("", role)
         try:
             answer = await self._until_end(call())
         except ApiError as error:
             if error.code != "episode_ended":
-                self._leave_out(name, "no_answer")
+                self._episode.leave_out(name, "no_answer")
             raise
-        self._leave_out(name, "other_model")
+        self._episode.leave_out(name, "other_model")
         return answer
 
     async def end(self) -> None:
@@ -139,21 +133,22 @@ class OpenEpisode:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._sampler.close()
-        self.counts["resumed"] = self._sampler.resumed
-        self.wasted -= {
-            uri for turn in self.forest.turns for uri in blob_uris(*turn.sampled.segments)
-        }
 
-    async def finish(self) -> FinishedEpisode:
-        """End the episode, and return its record."""
-        await self.end()
-        turns, graph = tuple(self.forest.turns), tuple(self._graph.values())
-        return FinishedEpisode(self.name, turns, graph, dict(self.counts), frozenset(self.wasted))
+    def outcome(
+        self, failure: tuple[str, str], reward: float | None, counts: Mapping[str, float]
+    ) -> Outcome:
+        """failure: one word, empty if the episode can be trained, and a sentence.
+
+        reward: by the episode's own program; counts: added to those of the turns.
+        """
+        word, detail = failure
+        counted = {name: float(count) for name, count in self.counts.items()}
+        detail = f"the agent of {self.name} {detail}" if word else ""
+        return Outcome(word, detail, None if word else reward, {**counts, **counted})
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
-        self, request: TurnRequest, messages: Sequence[ChatMessage], tools: Sequence[Json]
+        self, request: MatchedRequest, messages: Sequence[ChatMessage], tools: Sequence[Json]
     ) -> PromptIds:
         tokens, parent = self._policy.tokens, request.parent
         try:
@@ -161,18 +156,18 @@ class OpenEpisode:
                 found = tokens.whole(messages, tools)
             else:
                 new = messages[request.covered :]
-                found = tokens.continued(parent, self._policy.stop_ids, new, tools)
+                found = tokens.continued(parent, self._stop_ids, new, tools)
         except TemplateError as error:
             raise ApiError(400, "invalid_messages", str(error)) from error
         self.counts["control_tokens_in_contents"] += found.cuts
         return found
 
-    def _text_prompt(self, request: TurnRequest, prompt: str) -> PromptIds:
+    def _text_prompt(self, request: MatchedRequest, prompt: str) -> PromptIds:
         tokens, parent = self._policy.tokens, request.parent
         if parent is None:
             return PromptIds(tokens.encode(prompt))
         rest = prompt[request.covered :]
-        return tokens.continued_text(parent, self._policy.stop_ids, rest)
+        return tokens.continued_text(parent, self._stop_ids, rest)
 
     def _known_ids(self, prompt: Sequence[int]) -> Array:
         size = self._policy.tokens.vocab_size
@@ -187,7 +182,7 @@ class OpenEpisode:
             raise _gone("the episode has ended")
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _gone(f"the episode has used its {self.limits.wall_s:g} s")
-        left = self.limits.turns - len(self._graph)
+        left = self.limits.turns - self._num_asked
         if n > left:
             raise ApiError(
                 400,
@@ -197,16 +192,11 @@ class OpenEpisode:
                 retry=False,
             )
 
-    def _sampling(self, prompt: PromptIds, ends: Ends, stops: Stops, n: int) -> SamplingParams:
-        sampling = self._policy.sampling
+    def _most(self, prompt: PromptIds, ends: Ends, n: int) -> int:
+        """Most tokens that each of n turns may sample.  Raises ApiError."""
         if ends.grammar is not None:
             self._check_grammars()
-        return replace(
-            sampling,
-            grammar=ends.grammar,
-            max_new_tokens=self._room(prompt, ends, n),
-            stop_token_ids=(*sampling.stop_token_ids, *sorted(stops.ids)),
-        )
+        return self._room(prompt, ends, n)
 
     def _room(self, prompt: PromptIds, ends: Ends, n: int) -> int:
         """Most tokens that each of n turns may sample.  Raises ApiError when there are none."""
@@ -224,7 +214,7 @@ class OpenEpisode:
                 f"the episode has none of its {self.limits.sampled_tokens} sampled tokens left",
                 retry=False,
             )
-        most = self._policy.sampling.max_new_tokens
+        most = self.sampling.max_new_tokens
         return min(room, left, most, ends.max_tokens or most)
 
     def _check_length(self, num_chars: Iterable[int]) -> None:
@@ -255,14 +245,14 @@ class OpenEpisode:
         grammar = self._policy.parser.call_grammar(named)
         if grammar is None:
             raise unsupported(
-                "tool_choice: this run's format of calls (task.agent.call_format) has no grammar "
+                "tool_choice: this run's format of calls (task.call_format) has no grammar "
                 "of its own; allowed are auto and none"
             )
         return replace(ends, grammar=grammar)
 
     def _check_grammars(self) -> None:
         why = self._policy.no_grammar
-        if not why and not self._policy.sampling.truncates:
+        if not why and not self.sampling.truncates:
             why = NO_MASKS
         if why:
             raise unsupported(f"response_format, grammars and a forced tool_choice: {why}")
@@ -270,7 +260,7 @@ class OpenEpisode:
     async def _stops(self, texts: tuple[str, ...]) -> Stops:
         if not texts:
             return Stops()
-        sampling = self._policy.sampling
+        sampling = self.sampling
         if sampling.ignore_eos:
             raise ApiError(400, "unsupported_parameter", "stop: this run ignores stop tokens")
         found = await asyncio.to_thread(self._policy.finder.find, texts, sampling.stop_token_ids)
@@ -284,15 +274,15 @@ class OpenEpisode:
         return found
 
     # --- sampling ---------------------------------------------------------------------------------
-    async def _siblings(self, requests: Sequence[TurnRequest], plan: _Plan) -> list[TurnAnswer]:
-        names = [self._begin(request.parent.name if request.parent else "") for request in requests]
-        tokens = plan.sampling.max_new_tokens * len(requests)
+    async def _siblings(self, requests: Sequence[MatchedRequest], plan: _Plan) -> list[TurnAnswer]:
+        self._num_asked += len(requests)
+        tokens = plan.max_new_tokens * len(requests)
         self._reserved += tokens
         try:
             async with asyncio.TaskGroup() as group:
                 turns = [
-                    group.create_task(self._turn(name, request, plan, self._stream(plan, place)))
-                    for place, (name, request) in enumerate(zip(names, requests, strict=True))
+                    group.create_task(self._turn(request, plan, self._stream(plan, place)))
+                    for place, request in enumerate(requests)
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -311,37 +301,44 @@ class OpenEpisode:
             return parser.begun(text, plan.tools) if plan.is_chat else ("", text)
 
         tell = partial(plan.tell, place)
-        stop_ids = self._policy.stop_ids
-        return AnswerStream(tokens.decode, begun, stop_ids, len(plan.prompt.ids), tell)
+        return AnswerStream(tokens.decode, begun, self._stop_ids, len(plan.prompt.ids), tell)
 
     async def _turn(
-        self, name: str, request: TurnRequest, plan: _Plan, shown: AnswerStream | None
+        self, request: MatchedRequest, plan: _Plan, shown: AnswerStream | None
     ) -> TurnAnswer:
+        wanted = self._wanted(request, plan, shown)
         try:
-            rollout = self._partial(name, request, plan)
-            sampled = await self._until_end(self._sampler.sample(rollout, plan.stops, shown))
-            return self._recorded(name, request, plan, sampled, shown)
+            turn = await self._until_end(self._episode.sample(wanted))
+            return self._answer(turn, request, plan, shown)
+        except EpisodeEnded as error:
+            raise _gone("the episode has ended") from error
         except EngineError as error:
-            self._leave_out(name, "no_answer")
             raise ApiError(503, "engine_unavailable", "the engine failed: ask again") from error
         except RecordError as error:
-            self._leave_out(name, "refused")
-            if plan.sampling.grammar is not None and error.reason == "request":
+            if plan.grammar is not None and error.reason == "request":
                 message = f"the engine refuses the grammar: {error.detail}"
                 raise ApiError(400, "invalid_grammar", message, retry=False) from error
             self.counts[f"refused/{error.reason}"] += 1
             raise ApiError(502, "record_refused", "the engine's record was refused") from error
 
-    def _partial(self, name: str, request: TurnRequest, plan: _Plan) -> PartialRollout:
-        parent, inherited = request.parent, plan.prompt.inherited
-        known = inherited if parent is not None and inherited == parent.num_tokens else 0
-        return PartialRollout(
-            name,
-            Prompt(0, (), "", None, {}),
-            plan.sampling,
-            audit=self._policy.audit,
-            rows_known=max(0, known - 1),  # the last token is fed only now
+    def _wanted(
+        self, request: MatchedRequest, plan: _Plan, shown: AnswerStream | None
+    ) -> TurnRequest:
+        stops, finder = plan.stops, self._policy.finder
+
+        async def ends(output_ids: Array) -> bool:
+            return finder.ends(output_ids.tolist(), stops)
+
+        return TurnRequest(
             prompt_ids=plan.prompt.ids,
+            parent=request.parent,
+            inherited=plan.prompt.inherited,
+            origin=request.origin,
+            max_new_tokens=plan.max_new_tokens,
+            stop_ids=tuple(sorted(stops.ids)),
+            grammar=plan.grammar,
+            ends=ends if stops.texts else None,
+            heard=None if shown is None else shown.heard,
         )
 
     async def _until_end(self, turn: Coroutine[Any, Any, T]) -> T:
@@ -361,47 +358,26 @@ class OpenEpisode:
         finally:
             self._running.discard(work)
 
-    # --- records ----------------------------------------------------------------------------------
-    def _begin(self, parent: str, role: str = POLICY) -> str:
-        """The name of a turn that begins.  It is left out unless it is recorded."""
-        name = f"{self.name}.t{len(self._graph)}"
-        self._graph[name] = GraphTurn(name, parent, role, "cancelled")
-        return name
-
-    def _leave_out(self, name: str, why: LeftOut) -> None:
-        self._graph[name] = replace(self._graph[name], left_out=why)
-
-    def _recorded(
-        self,
-        name: str,
-        request: TurnRequest,
-        plan: _Plan,
-        sampled: SampledTurn,
-        shown: AnswerStream | None,
+    def _answer(
+        self, turn: RecordedTurn, request: MatchedRequest, plan: _Plan, shown: AnswerStream | None
     ) -> TurnAnswer:
         """Raises RecordError when the shown part of the answer is no beginning of it."""
         if self._ended:
-            self.wasted |= blob_uris(*sampled.segments)
+            self._episode.leave_out(turn.name, "cancelled")
             raise _gone("the episode has ended")
-        # Tokens of stop texts say where this turn ends, not how it is sampled.
-        stop_ids = self._policy.sampling.stop_token_ids
-        own = replace(plan.sampling, stop_token_ids=stop_ids, grammar=None)
-        sampled = replace(sampled, sampling=own)
-        ids = sampled.output_ids.tolist()
-        is_closed = ids[-1] in self._policy.stop_ids  # its finish does not tell
+        ids = turn.output_ids.tolist()
+        is_closed = ids[-1] in self._stop_ids  # its finish does not tell
         whole = self._policy.tokens.decode(ids[:-1] if is_closed else ids)
         text, stop_text = plan.stops.cut(whole)
         reasoning, calls = "", tuple[MessageCall, ...]()
         if plan.is_chat:
             reasoning, text, found = self._policy.parser.parse(text, plan.tools)
-            calls = tuple(_named(f"{name}/{at}", *call) for at, call in enumerate(found))
+            calls = tuple(_named(f"{turn.name}/{at}", *call) for at, call in enumerate(found))
         if shown is not None and not shown.shown.begins(PartialAnswer(0, reasoning, text)):
-            self.wasted |= blob_uris(*sampled.segments)
-            raise RecordError("stream", f"{name}: its answer does not begin as it was shown")
+            self._episode.leave_out(turn.name, "refused")
+            raise RecordError("stream", f"{turn.name}: its answer does not begin as it was shown")
         answer = ChatMessage("assistant", text, list(calls)) if plan.is_chat else whole
-        turn = self.forest.add(request, answer, name, sampled, plan.prompt.inherited)
-        left_out: LeftOut = "held_out" if self._policy.held_out else ""
-        self._graph[name] = sampled.in_graph(name, self._graph[name].parent, left_out)
+        self.forest.add(request, answer, turn)
         self._num_sampled += len(ids)
         self.counts[f"origin/{turn.origin}"] += 1
         self.counts["tool_calls"] += len(calls)

@@ -1,0 +1,145 @@
+"""Checks of the settings with which episodes are played: environment, program, limits."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from shutil import which
+
+from moerl.config.clusters import is_local
+from moerl.config.functions import check_importable, functions
+from moerl.config.schema import Config
+from moerl.config.secret_values import HIDDEN
+from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS, TaskKind
+from moerl.config.task_mixture import TaskEntry, entries_of, naming
+from moerl.config.task_programs import POLICY, AgentConfig, OtherModelConfig
+from moerl.config.task_tables import ENVIRONMENT_NAMES, ENVIRONMENTS, REWARD_NAMES, STEP_REWARDS
+from moerl.core.errors import ConfigError
+
+Problem = tuple[str, object, str]
+_HTTP = ("http://", "https://")
+_SCHEMES = (*_HTTP, "ws://", "wss://")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_KEY = re.compile(r"[!-~]*")
+_OBJECTS = "a task.environment that is a class, sandbox_tools or http"
+_OF_OBJECTS = ("environment_options", "environment_workers", "environment_s", "tools", "tool_s")
+_REWARDS = [name for name in REWARD_NAMES if name not in STEP_REWARDS]
+_FORMATS = ("call_format", "reasoning_format")
+
+
+def check_episodes(config: Config) -> None:
+    """Raises ConfigError."""
+    for entry in entries_of(config):
+        with naming(entry):
+            for field, value, reason in _of_entry(config, entry):
+                raise ConfigError(field, value, reason)
+
+
+def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    kind = task.kind
+    if kind is TaskKind.PROGRAM:
+        yield from _of_program(config, task)
+    elif task.agent != AgentConfig():
+        yield "task.agent.command", [], "the settings of an agent need its program"
+    if task.environment not in ("", *ENVIRONMENTS, SANDBOX_TOOLS, HTTP):
+        check_importable("task.environment", task.environment, ENVIRONMENT_NAMES)
+    if kind is TaskKind.ENVIRONMENT:
+        yield from _of_object(task)
+    else:
+        yield from _set(task, _OF_OBJECTS, f"it needs {_OBJECTS}")
+    if kind.speaks_messages:
+        if task.reward in STEP_REWARDS:
+            yield "task.reward", task.reward, "rewards of steps have no place in branches"
+    else:
+        yield from _set(task, _FORMATS, f"it needs task.agent.command, or {_OBJECTS}")
+        yield from _of_texts(task)
+
+
+def _set(task: TaskEntry, fields: tuple[str, ...], reason: str) -> Iterator[Problem]:
+    """Fields that are not as `TaskEntry` has them."""
+    default = TaskEntry()
+    for field in fields:
+        if (value := getattr(task, field)) != getattr(default, field):
+            yield f"task.{field}", value, reason
+
+
+def _of_texts(task: TaskEntry) -> Iterator[Problem]:
+    """Single answers, and replies of a function."""
+    if task.max_turns < 2 and task.kind is TaskKind.TEXT_REPLIES:
+        yield (
+            "task.max_turns",
+            task.max_turns,
+            f"use at least 2: the function {task.environment} answers between turns (the name of a "
+            "class begins with a capital letter)",
+        )
+    if task.max_turns > 1 and task.kind is TaskKind.SINGLE_ANSWER:
+        allowed = "several turns need a task.environment that answers, or task.agent.command"
+        yield "task.max_turns", task.max_turns, allowed
+    answer = task.sampling.max_new_tokens
+    if 0 < task.max_sampled_tokens < answer:
+        yield (
+            "task.max_sampled_tokens",
+            task.max_sampled_tokens,
+            f"use at least sampling.max_new_tokens = {answer}, or 0",
+        )
+    if 0 < task.context_tokens < (longest := task.max_prompt_tokens + answer):
+        yield (
+            "task.context_tokens",
+            task.context_tokens,
+            f"use at least task.max_prompt_tokens + sampling.max_new_tokens = {longest}, or 0",
+        )
+
+
+def _of_object(task: TaskEntry) -> Iterator[Problem]:
+    if task.environment == SANDBOX_TOOLS:
+        if not task.tools:
+            yield "task.tools", [], "sandbox_tools offers these: name at least one"
+        if not task.reward:
+            yield "task.reward", "", f"sandbox_tools gives none; use {functions(_REWARDS)}"
+    elif task.environment == HTTP:
+        if not str(task.environment_options.get("url", "")).startswith(_SCHEMES):
+            allowed = f"http needs a url that begins with {', '.join(_SCHEMES)}"
+            yield "task.environment_options", task.environment_options, allowed
+        if task.isolation == "bwrap":
+            yield "task.isolation", "bwrap", "the environment http needs a network; use process"
+
+
+def program_path(name: str) -> str | None:
+    """The program that a command names; `python` is moerl's own."""
+    return sys.executable if name == "python" else which(name)
+
+
+def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    agent = task.agent
+    name = agent.command[0]
+    if task.environment:
+        yield (
+            "task.environment",
+            task.environment,
+            "task.agent.command plays the episodes; use one of both",
+        )
+    if is_local(config.cluster) and program_path(name) is None:
+        yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
+    if task.isolation == "bwrap":
+        yield (
+            "task.isolation",
+            "bwrap",
+            "the program of task.agent.command is not isolated by it, and needs a network; "
+            "use process",
+        )
+    for model, endpoint in agent.models.items():
+        yield from _of_model(model, endpoint)
+
+
+def _of_model(name: str, endpoint: OtherModelConfig) -> Iterator[Problem]:
+    field, url = f"task.agent.models.{name}", endpoint.base_url
+    if name == POLICY or not _MODEL.fullmatch(name):
+        allowed = f"a name has letters, digits, _ and -, and is not {POLICY}, which is trained"
+        yield "task.agent.models", name, allowed
+    if not url.startswith(_HTTP):
+        yield f"{field}.base_url", url, "it begins with http:// or https://"
+    if "@" in url:
+        yield f"{field}.base_url", HIDDEN, "it has no login; use api_key"
+    if not _KEY.fullmatch(endpoint.api_key):
+        yield f"{field}.api_key", HIDDEN, "it is a word of printable ASCII characters"

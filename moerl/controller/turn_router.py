@@ -1,0 +1,314 @@
+"""All turns of all open episodes, and the engines that sample them.
+
+A turn is with one engine at a time.  When an update or a slice cuts its request, or its engine
+fails, the rest is asked for in a callback: no coroutine wakes for a turn that waits or resumes.
+
+An episode that has sampled `rollout.journal_tokens` has its replies kept in the journal
+(`moerl.controller.journal.turn_log`).  An equal request gets the reply that an earlier controller
+had, if its weights are part of the trainer's history and its records can be read whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from moerl.controller.context import Context
+from moerl.controller.engine_calls import Reply
+from moerl.controller.engine_choice import EngineChoice
+from moerl.controller.engine_pool import EnginePhase, EngineState
+from moerl.core.errors import EngineError, RecordError
+from moerl.core.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
+from moerl.episodes.open_episode import EnginePin, OpenEpisode, TurnCall, VersionGone
+from moerl.records.blob_store import sizes_of
+from moerl.records.record_uris import blob_refs, blob_uris, own_uris
+
+log = logging.getLogger(__name__)
+
+
+class TurnRouter:
+    """The `Router` protocol; used from the controller's event loop."""
+
+    def __init__(self, context: Context, engines: EngineChoice) -> None:
+        self._pool, self._tasks, self._engines = context.pool, context.tasks, engines
+        self._step_metrics, self._buffer = context.step_metrics, context.buffer
+        self._turn_log, self._blobs = context.services.journal.turns, context.services.blobs
+        self._history, self._ref_counts = context.lineage, context.ref_counts
+        self._ends_run = not context.config.supervision.max_restarts
+        self._journal_tokens = context.config.rollout.journal_tokens
+        self._to_log: list[tuple[GenerateRequest, Segment]] = []  # written at the end of this tick
+        self._sent: dict[str, TurnCall] = {}  # by request
+        # Turns without an engine, by the oldest version that may continue their episode
+        self._waiting: dict[PolicyVersion, deque[TurnCall]] = {}
+
+    async def run(self) -> None:
+        """Send turns that wait as soon as an engine serves them; until cancelled."""
+        while True:
+            await self._tasks.wait_change(1.0)
+            self._dispatch()
+
+    def submit(self, call: TurnCall) -> None:
+        """Sample a turn; then `call.done` has a result or an error."""
+        call.asked = request = call.turn.request(streams=call.wanted.heard is not None)
+        is_trained = call.episode.spec.pin is None
+        if is_trained and (reply := self._turn_log.take(request)) is not None:
+            self._tasks.spawn(self._replay(call, reply))
+        else:
+            self._place(call)
+
+    def withdraw(self, call: TurnCall) -> None:
+        """Nobody waits for this turn any more."""
+        episode = call.episode
+        if episode.count_lost is not None:
+            episode.count_lost(call.turn.num_sampled)
+
+        def late(reply: Reply) -> None:
+            self._came_late(episode, reply)
+
+        if isinstance(call.member, EngineState) and call.asked is not None:
+            del self._sent[call.asked.name]
+            call.member.calls.cancel([call.asked.name], late)
+            self._has_left(call, call.member)
+
+    def _came_late(self, episode: OpenEpisode, reply: Reply) -> None:
+        """A reply that nobody waits for."""
+        if not isinstance(reply, Segment):
+            return
+        if episode.count_lost is not None:
+            episode.count_lost(reply.num_sampled)
+        if episode.is_released:
+            self._ref_counts.release(own_uris(reply))
+        else:  # siblings may refer to rows of their prompt in this blob
+            episode.uris |= blob_uris(reply)
+
+    @property
+    def waiting(self) -> set[str]:
+        """Episodes with a turn that no engine serves yet."""
+        calls = (call for waiting in self._waiting.values() for call in waiting)
+        return {call.episode.name for call in calls if not call.done.done()}
+
+    # --- sending ----------------------------------------------------------------------------------
+    def _dispatch(self) -> None:
+        members = self._pool.members
+        serving = [members[index].version for index in members if self._pool.serves(index)]
+        newest = max(serving, default=None)
+        if newest is None:
+            return
+        for version in sorted(one for one in self._waiting if one <= newest):
+            for call in self._waiting.pop(version):
+                if not call.done.done():
+                    self._place(call)
+
+    def _place(self, call: TurnCall) -> None:
+        """Send a turn to an engine, or let it wait for one."""
+        version = call.wanted.version
+        if version is not None and not self._engines.has(version):
+            self._version_gone(call, version)
+        elif (pin := call.episode.spec.pin) is not None:
+            self._pinned(call, pin)
+        elif (index := self._engines.for_turn(call)) is not None:
+            self._send(call, index)
+        else:
+            self._waiting.setdefault(call.episode.newest, deque()).append(call)
+
+    def _version_gone(self, call: TurnCall, version: PolicyVersion) -> None:
+        self._step_metrics.agents["version_gone"] += 1
+        call.fail(VersionGone(f"{call.turn.name}: no engine has the weights {version}"))
+
+    def _pinned(self, call: TurnCall, pin: EnginePin) -> None:
+        """A turn of an evaluation is sampled by one engine at one version, or not at all."""
+        if member := self._pool.members.get(pin.engine):
+            pin.check(member.version)
+        else:
+            pin.breaks(EngineError(f"engine {pin.engine} has left the run"))
+        if pin.broken.done():
+            call.fail(pin.broken.result())
+        else:
+            self._send(call, pin.engine)
+
+    def _send(self, call: TurnCall, index: int) -> None:
+        member, request = self._pool.members[index], call.asked
+        assert request is not None, "a turn is placed with its request"
+        call.member, call.step, call.episode.engine = member, member.version.step, index
+        self._sent[request.name] = call
+        member.generating += 1
+        member.calls.send([request], self._take, _listener(call))
+
+    def _has_left(self, call: TurnCall, member: EngineState) -> None:
+        call.member = None
+        member.generating -= 1
+        if not member.generating:  # an update, or its end, may wait for it
+            self._tasks.notify()
+
+    # --- replies ----------------------------------------------------------------------------------
+    def _take(self, name: str, reply: Reply) -> None:
+        call = self._sent.pop(name)
+        member = call.member
+        assert isinstance(member, EngineState), "it was sent to an engine"
+        self._has_left(call, member)
+        if call.done.done():  # its episode was ended in this tick
+            self._came_late(call.episode, reply)
+        elif isinstance(reply, EngineError):
+            self._engine_failed(call, member, reply)
+        elif isinstance(reply, RecordError):
+            call.fail(reply)
+        else:
+            self._count(call, reply)
+            self._add(call, reply, is_new=True)
+
+    def _add(self, call: TurnCall, reply: Segment, *, is_new: bool) -> None:
+        episode, turn, request = call.episode, call.turn, call.asked
+        assert request is not None
+        try:
+            self._check_versions(reply)  # else the turn would wait for an engine that has them
+            episode.add(call, reply)
+        except RecordError as error:
+            call.fail(error)
+            return
+        if pin := episode.spec.pin:
+            pin.check(*(piece.version for piece in reply.pieces if len(piece.output_ids)))
+        elif is_new and reply.num_sampled and self._journal_tokens >= 0:
+            self._log(episode, request, reply)
+        version = call.wanted.version
+        if version is not None and any(piece.version != version for piece in reply.pieces):
+            self._version_gone(call, version)
+        elif _has_lost(call):
+            call.fail(EngineError("tokens that a client has heard are lost with their engine"))
+        elif not turn.finished:
+            episode.resumed += 1
+            self.submit(call)
+        elif call.wanted.ends is not None and turn.segments[-1].finish is Finish.STOP:
+            self._tasks.spawn(self._ask_end(call))
+        else:
+            call.done.set_result(None)
+
+    def _check_versions(self, reply: Segment) -> None:
+        """Raises RecordError for weights that no trainer has published."""
+        for piece in reply.pieces:
+            if not self._history.knows(piece.version, self._buffer.next_step):
+                detail = f"{reply.rollout_id}: tokens of {piece.version}, which was never published"
+                raise RecordError("version", detail)
+
+    def _log(self, episode: OpenEpisode, request: GenerateRequest, reply: Segment) -> None:
+        episode.unlogged.append((request, reply))
+        if episode.num_heard < self._journal_tokens:
+            return
+        if not self._to_log:
+            asyncio.get_running_loop().call_soon(self._write_log)
+        self._to_log += episode.unlogged
+        episode.unlogged = []
+
+    def _write_log(self) -> None:
+        """Write the replies of this tick in one transaction."""
+        asked, self._to_log = self._to_log, []
+        self._turn_log.add(asked)
+
+    async def _ask_end(self, call: TurnCall) -> None:
+        """A stop token of the client ends the turn, or it is sampled on."""
+        assert call.wanted.ends is not None
+        try:
+            is_end = await call.wanted.ends(call.turn.output_ids)
+        except Exception as error:  # an error of one client does not end the run
+            call.fail(error)
+            return
+        if call.done.done():
+            return
+        if not is_end:
+            call.turn.continue_behind_stop()
+        if call.turn.finished:
+            call.done.set_result(None)
+        else:
+            self.submit(call)
+
+    def _engine_failed(self, call: TurnCall, member: EngineState, error: EngineError) -> None:
+        """A request has failed with its engine: its turn continues on any engine."""
+        if pin := call.episode.spec.pin:
+            pin.breaks(error)
+            call.fail(error)
+            return
+        if self._ends_run:
+            self._tasks.fail(error)
+            call.fail(error)
+            return
+        for index, other in self._pool.members.items():
+            if other is member and member.phase == EnginePhase.UP:
+                log.warning("engine %d failed, its turns continue elsewhere: %s", index, error)
+                self._pool.rest(index)
+        if _has_lost(call):
+            call.fail(EngineError("tokens that a client has heard are lost with their engine"))
+        else:
+            call.episode.resumed += 1
+            self.submit(call)
+
+    def _count(self, call: TurnCall, reply: Segment) -> None:
+        """Call before the reply is added: recomputed tokens depend on the earlier length."""
+        metrics, request = self._step_metrics, call.asked
+        assert request is not None
+        if call.episode.spec.pin is not None:
+            return
+        metrics.prompt_tokens += request.num_tokens
+        metrics.cached_tokens += reply.cached_tokens
+        if request.num_sampled and len(reply.output_ids):
+            metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
+
+    # --- replies that an earlier controller had ---------------------------------------------------
+    async def _replay(self, call: TurnCall, reply: Segment | None) -> None:
+        assert call.asked is not None
+        while reply is not None:
+            if self._is_of_history(reply) and await asyncio.to_thread(self._is_whole, reply):
+                break
+            log.warning("a turn of %s is sampled again: it cannot be used", reply.rollout_id)
+            self._step_metrics.turns_lost(1)
+            reply = self._turn_log.take(call.asked)
+        if call.done.done():
+            return
+        if reply is None:
+            self._place(call)
+            return
+        self._turn_log.adopt(reply)
+        self._step_metrics.turn_replayed(reply.num_sampled)
+        call.episode.engine = reply.engine  # its prefix cache may have the turn
+        self._add(call, _renamed(reply, call.asked), is_new=False)
+
+    def _is_of_history(self, reply: Segment) -> bool:
+        return all(
+            self._history.holds(piece.version)
+            and self._history.knows(piece.version, self._buffer.next_step)
+            for piece in reply.pieces
+        )
+
+    def _is_whole(self, reply: Segment) -> bool:
+        """Whether every byte of its records can be read.  Slow; thread-safe."""
+        refs = list(blob_refs(reply))
+        return not (self._blobs.find(sizes_of(refs)).gone or self._blobs.damaged(refs))
+
+
+def _listener(call: TurnCall) -> Callable[[Array], None] | None:
+    """Passes the tokens of a request on as those of its whole turn."""
+    if (told := call.wanted.heard) is None:
+        return None
+    before = call.turn.output_ids
+
+    def heard(output_ids: Array) -> None:
+        if not call.done.done():
+            call.heard = np.concatenate([before, output_ids])
+            told(call.heard)
+
+    return heard
+
+
+def _renamed(reply: Segment, request: GenerateRequest) -> Segment:
+    """An earlier reply as the reply to this request."""
+    first, *rest = (replace(p, rollout_id=request.rollout_id, rest=()) for p in reply.pieces)
+    return replace(first, rest=tuple(rest))
+
+
+def _has_lost(call: TurnCall) -> bool:
+    """Whether a listener knows tokens that the turn has lost."""
+    seen = call.heard
+    return not np.array_equal(call.turn.output_ids[: len(seen)], seen)

@@ -1,0 +1,1 @@
+"""Episodes: turns of the policy, from a request to the rows that train it."""

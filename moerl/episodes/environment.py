@@ -1,0 +1,132 @@
+"""Environments that speak tokens, and the loop that plays an episode with one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moerl.core.errors import RecordError, ScoreError
+from moerl.core.messages import Scorer
+from moerl.core.types import Array
+from moerl.episodes.finished_episode import ENDED, REFUSED, RecordedTurn
+from moerl.episodes.open_episode import (
+    EpisodeEnded,
+    EpisodeSpec,
+    OpenEpisode,
+    Outcome,
+    TurnRequest,
+)
+
+
+class Environment(Protocol):
+    """The world of one episode, in tokens."""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Events of the episode."""
+        ...
+
+    async def reset(self) -> Array:
+        """[P] i32: the first prompt."""
+        ...
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        """Tokens that the policy reads next, behind its last turn; None: the episode is over.
+
+        turns: all so far.  Raises ScoreError.
+        """
+        ...
+
+
+class SingleTurn:
+    """A prompt that is answered once."""
+
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self._prompt_ids = spec.prompt_ids
+        self.counts: Mapping[str, float] = {}
+
+    async def reset(self) -> Array:
+        return self._prompt_ids
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        return None
+
+
+class TextReplies(SingleTurn):
+    """Replies of `task.environment`, a function of texts in the scorer's processes."""
+
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        encode: Callable[[str], list[int]],
+        context_tokens: int,
+        sampled_tokens: int = 0,
+    ) -> None:
+        """context_tokens: longest sequence that the engines take; 0 = not known.
+
+        sampled_tokens: most of the whole episode; 0 = no limit.
+        """
+        super().__init__(spec)
+        self._spec, self._scorer, self._decode, self._encode = spec, scorer, decode, encode
+        self._context, self._most = context_tokens, sampled_tokens
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        if len(turns) == self._spec.max_turns:
+            return None
+        sampled = sum(len(turn.output_ids) for turn in turns)
+        if self._most and sampled + self._spec.sampling.max_new_tokens > self._most:
+            self.counts = {"limits_reached": 1.0}
+            return None
+        texts = [self._decode(turn.output_ids.tolist()) for turn in turns]
+        text = await self._scorer.reply(self._spec.prompt, texts)
+        token_ids = self._encode(text) if text else []
+        needed = turns[-1].num_tokens + len(token_ids) + self._spec.sampling.max_new_tokens
+        if token_ids and self._context and needed > self._context:
+            self.counts = {"context_ends": 1.0}
+            return None
+        return np.asarray(token_ids, np.int32) if token_ids else None
+
+
+class EnvironmentRunner:
+    """An `EpisodeRunner` on the controller's own loop."""
+
+    def __init__(
+        self,
+        make: Callable[[EpisodeSpec], Environment],
+        wall_s: Callable[[EpisodeSpec], float] = lambda spec: 0.0,
+    ) -> None:
+        """wall_s: seconds of an episode; 0 = no limit."""
+        self._make, self._wall_s = make, wall_s
+
+    async def start(self) -> None: ...
+
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        environment, wall_s = self._make(episode.spec), self._wall_s(episode.spec)
+        try:
+            async with asyncio.timeout(wall_s or None):
+                await self._converse(episode, environment)
+        except TimeoutError:
+            return Outcome("timeout", f"took longer than task.wall_s = {wall_s:g}")
+        except EpisodeEnded:
+            return Outcome(ENDED, "was ended")
+        except RecordError as error:
+            return Outcome(REFUSED, str(error), refused=error)
+        except ScoreError as error:
+            return Outcome("environment", str(error))
+        return Outcome(counts=environment.counts)
+
+    async def _converse(self, episode: OpenEpisode, environment: Environment) -> None:
+        turn = await episode.sample(TurnRequest(await environment.reset()))
+        while (said := await environment.step(episode.turns)) is not None:
+            prompt_ids = np.concatenate([turn.token_ids, said])
+            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens))
+
+    def end(self, name: str) -> None:
+        """`OpenEpisode.end` is enough."""
+
+    async def close(self) -> None: ...

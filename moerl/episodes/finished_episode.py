@@ -1,0 +1,261 @@
+"""Episodes that have ended: their turns, and the rows that train them.
+
+Turns form a forest, because a program may begin a conversation again or continue one twice.  Each
+branch is a row of training.  A turn on several branches is trained in the first one and is context
+in the others, as in slime and prime-rl.
+
+A turn continues its parent when its prompt begins with all tokens of it.  Where the chat template
+has replaced the last one, a stop token, the parent ends a branch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from moerl.core.errors import RecordError
+from moerl.core.types import (
+    Array,
+    Finish,
+    GraphTurn,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    Score,
+    Turn,
+)
+from moerl.episodes.rows import TurnRows, join, rows_of
+from moerl.episodes.turn import SampledTurn, SharedIds
+from moerl.records.record_uris import blob_uris
+
+# Failures of an episode: the controller ended it; its program or worker has died, through no fault
+# of its own, and the group is played again; the engine's record of a turn was refused, and the
+# episode is played again.
+ENDED, LOST, REFUSED = "ended", "lost", "refused"
+
+
+class RecordedTurn:
+    """A turn that has ended.  Its prompt begins with `inherited` tokens of its parent.
+
+    These are all tokens of the parent, or all but its last one: a stop token that the template
+    replaces by another.  sampled: the replies to its own calls.  origin: how its request relates to
+    earlier ones.
+    """
+
+    __slots__ = ("_ids", "before", "inherited", "name", "num_tokens", "origin", "sampled")
+
+    def __init__(
+        self,
+        before: RecordedTurn | None,
+        inherited: int,
+        origin: str,
+        name: str,
+        sampled: SampledTurn,
+    ) -> None:
+        """Raises RecordError when the turn does not continue its parent."""
+        self.before, self.inherited, self.origin, self.name = before, inherited, origin, name
+        self.sampled, self.num_tokens = sampled, sampled.end
+        self._ids: SharedIds | None = None  # of the conversation, made for the first continuation
+        if before is not None:
+            self._continue(before)
+
+    @property
+    def continues(self) -> bool:
+        """Whether its prompt begins with all tokens of its parent."""
+        return self.before is not None and self.inherited == self.before.num_tokens
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """Version of its last token."""
+        return self.sampled.segments[-1].version
+
+    @property
+    def token_ids(self) -> Array:
+        """[T] i32, the conversation at its end."""
+        return self._shared().first(self.num_tokens)
+
+    @property
+    def output_ids(self) -> Array:
+        return self.sampled.output_ids
+
+    @property
+    def num_sampled(self) -> int:
+        return self.num_tokens - len(self.sampled.prompt_ids)
+
+    @property
+    def finish(self) -> Finish:
+        return self.sampled.segments[-1].finish
+
+    @property
+    def rollout(self) -> Rollout:
+        """Its row, with the rows of the turns whose tokens it begins with.
+
+        It is as long as the conversation and made at each call.
+        """
+        return join(self.name, [*self._chain(), self.sampled])
+
+    def blob_uris(self) -> set[str]:
+        return blob_uris(*self.sampled.segments)
+
+    def _chain(self) -> list[SampledTurn]:
+        """The turns whose routing rows it need not deliver again, oldest first, untrained."""
+        found: list[SampledTurn] = []
+        turn = self
+        while turn.continues:
+            assert turn.before is not None
+            turn = turn.before
+            found.append(replace(turn.sampled, trained=False))
+        return found[::-1]
+
+    def _continue(self, before: RecordedTurn) -> None:
+        prompt = self.sampled.prompt_ids
+        if not _begins(prompt, before.token_ids[: self.inherited]):
+            raise RecordError("turns", f"the turn at {len(prompt)} does not continue its parent")
+        ids = before._shared()
+        if ids.used != self.inherited:  # another turn continues it, or its last token is replaced
+            ids = SharedIds(prompt[: self.inherited])
+        ids.append(np.concatenate([prompt[self.inherited :], self.sampled.output_ids]))
+        self._hold(ids)
+
+    def _shared(self) -> SharedIds:
+        if self._ids is None:
+            ids = SharedIds(np.concatenate([self.sampled.prompt_ids, self.sampled.output_ids]))
+            self._hold(ids)
+        assert self._ids is not None
+        return self._ids
+
+    def _hold(self, ids: SharedIds) -> None:
+        """Keep the tokens once, in the array that the turns of a conversation share."""
+        self._ids = ids
+        prompt_ids = ids.first(len(self.sampled.prompt_ids))
+        self.sampled = replace(self.sampled, prompt_ids=prompt_ids)
+
+
+def _begins(ids: Array, prefix: Array) -> bool:
+    return len(prefix) <= len(ids) and bool(np.array_equal(ids[: len(prefix)], prefix))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedEpisode:
+    """An episode that has ended.
+
+    turns: the recorded ones, in the order in which they ended; graph: all that were asked for, with
+    the reason of each that is left out.  uris: every blob that was sealed for it.  failure: why it
+    cannot be trained, in one word; detail: the same in a sentence.  own_score: by its own program
+    or environment; None: it is scored by task.reward.
+    """
+
+    episode_id: str
+    prompt: Prompt
+    turns: tuple[RecordedTurn, ...]
+    uris: frozenset[str] = frozenset()
+    failure: str = ""
+    detail: str = ""
+    refused: RecordError | None = None  # of a record, for which it is played again
+    own_score: Score | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    graph: tuple[GraphTurn, ...] = ()
+
+    @property
+    def lacks_context(self) -> bool:
+        """The context had no room for a further turn."""
+        return bool(self.counts.get("context_ends"))
+
+    @property
+    def is_chain(self) -> bool:
+        """True if each turn continues the one before."""
+        return len(self._branches()) == 1
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(turn.num_sampled for turn in self.turns)
+
+    def nodes(self, turn_rows: TurnRows) -> tuple[Turn, ...]:
+        """The rows that train every turn once.  Raises RecordError."""
+        nodes: list[Turn] = []
+        row_of: dict[int, int] = {}  # turn -> the row that trains it
+        for branch in self._branches():
+            new = [place for place in branch if place not in row_of]
+            chain = [replace(self.turns[place].sampled, trained=place in new) for place in branch]
+            name = f"{self.episode_id}.b{len(nodes)}" if nodes else self.episode_id
+            before = next((row_of[place] for place in branch[::-1] if place in row_of), None)
+            rows = rows_of(name, chain, turn_rows)
+            for place in new:
+                end = self.turns[place].sampled.end
+                row_of[place] = len(nodes) + _first_with(rows, end)
+            for row in rows:
+                trained = [self.turns[place] for place in new if self._is_in(place, row)]
+                origins = tuple(turn.origin for turn in trained if turn.origin)
+                nodes.append(Turn(row, () if before is None else (before,), origins))
+                before = len(nodes) - 1
+        return tuple(nodes)
+
+    def texts(self, decode: Callable[[Sequence[int]], str]) -> list[str]:
+        """Text of the policy in each turn."""
+        return [decode(turn.output_ids.tolist()) for turn in self.turns]
+
+    def blob_uris(self) -> frozenset[str]:
+        """Every blob that was sealed for it."""
+        return self.uris
+
+    def _is_in(self, place: int, row: Rollout) -> bool:
+        """Whether a row trains tokens of this turn."""
+        turn = self.turns[place].sampled
+        return bool(row.loss_mask[len(turn.prompt_ids) : turn.end].any())
+
+    def _branches(self) -> list[list[int]]:
+        """The turns from each root to each turn that none continues, oldest first."""
+        places = {turn.name: place for place, turn in enumerate(self.turns)}
+        parents = [
+            places.get(turn.before.name) if turn.before is not None and turn.continues else None
+            for turn in self.turns
+        ]
+        continued = set(parents)
+        return [
+            list(_ancestors(place, parents))[::-1]
+            for place in range(len(self.turns))
+            if place not in continued
+        ]
+
+
+def _ancestors(place: int | None, parents: Sequence[int | None]) -> Iterator[int]:
+    """A turn, the one that it continues, and so on."""
+    while place is not None:
+        yield place
+        place = parents[place]
+
+
+def _first_with(rows: Sequence[Rollout], end: int) -> int:
+    return next(idx for idx, row in enumerate(rows) if row.num_tokens >= end)
+
+
+def checked_graph(episode: FinishedEpisode, nodes: Sequence[Turn]) -> tuple[GraphTurn, ...]:
+    """The graph of an episode, of which the rows train the trained turns and nothing else.
+
+    Age, admission, advantages and sums of the loss read rows, and so count no other turn.
+    Raises RecordError `graph`.
+    """
+    trained = [turn for turn in episode.graph if turn.trained]
+    rows = [node.rollout for node in nodes]
+    said = sum(turn.num_sampled for turn in trained), {v for one in trained for v in one.versions}
+    found = sum(row.num_sampled for row in rows), {s.version for row in rows for s in row.versions}
+    if said != found:
+        detail = f"{said[0]} tokens of {_shown(said[1])}, its rows {found[0]} of {_shown(found[1])}"
+        raise RecordError("graph", f"{episode.episode_id}: the graph trains {detail}")
+    return episode.graph
+
+
+def _shown(versions: Collection[PolicyVersion]) -> str:
+    return ", ".join(map(str, sorted(versions))) or "no version"
+
+
+def used_uris(episodes: Iterable[FinishedEpisode]) -> set[str]:
+    """Blobs to which a turn of these episodes refers."""
+    return {uri for episode in episodes for turn in episode.turns for uri in turn.blob_uris()}
+
+
+def sealed_uris(episodes: Iterable[FinishedEpisode]) -> set[str]:
+    """Every blob that was sealed for these episodes."""
+    return {uri for episode in episodes for uri in episode.uris}
