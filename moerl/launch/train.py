@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -150,8 +151,9 @@ def _end_at_once(run: RunDir, err: IO[str]) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
     _close_endpoints(run)
     end_descendants(grace_s=_GRACE_S)
-    print(f"moerl: {INTERRUPT}; its root process hung, see {run.logs / 'root.log'}", file=err)
-    print(f"moerl: continue with: moerl train --resume {run.root}", file=err, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"moerl: {INTERRUPT}; its root process hung, see {run.logs / 'root.log'}", file=err)
+        print(f"moerl: continue with: moerl train --resume {run.root}", file=err, flush=True)
     os._exit(130)
 
 
@@ -369,7 +371,15 @@ def _first_incarnation(config: Config, run: RunDir, *, resume: bool) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # all children have ended; Ray's exit hooks would wait for them
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # All children have ended; Ray's hooks for exits and exceptions would wait for them.
+        os._exit(code)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.patience import patience
@@ -149,3 +152,19 @@ def test_an_unknown_engine_argument_is_refused_before_the_start(tmp_path: Path) 
     assert run.finish(60) == 1
     assert "engine.args.attention_backed = 'x'" in run.text()
     assert "waiting for ray" not in run.text()
+
+
+@pytest.mark.full
+def test_a_terminal_that_is_closed_ends_the_run(tmp_path: Path) -> None:
+    """`moerl train ... | head`: its lines have no reader; every process ends, a resume goes on."""
+    settings = [*SETTINGS, f"run.root={tmp_path}", "run.name=x", "run.steps=40"]
+    command = [sys.executable, "-m", "moerl", "train", "quickstart", *settings]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.stdout.close()
+        assert process.wait(patience(120)) != 0
+    _, alive = psutil.wait_procs(started, timeout=patience(10))
+    assert not alive
