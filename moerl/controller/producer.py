@@ -10,9 +10,10 @@ record costs its episode only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -107,10 +108,9 @@ class Producer:
 
         async def once(engine: int, first: int) -> int:
             pin = EnginePin(engine, self._pool.members[engine].version)
-            prompts = [self.prompts.prompt(first + place) for place in range(_AT_ONCE)]
             playing = (
                 self._player.play(self._player.open(spec), one_turn=True)
-                for prompt in prompts
+                for prompt in self._usable(range(first, first + _AT_ONCE))
                 for spec in self._specs(_numbered(prompt.index, self._siblings), prompt, pin=pin)
             )
             ended = await asyncio.gather(*playing)
@@ -125,6 +125,11 @@ class Producer:
             index += len(calls) * _AT_ONCE
             tokens += sum(await asyncio.gather(*calls))
         return tokens / (time.monotonic() - begin)
+
+    def _usable(self, numbers: Iterable[int]) -> Iterator[Prompt]:
+        for number in numbers:
+            with contextlib.suppress(ConfigError):
+                yield self.prompts.prompt(number)
 
     def cancel_stale(self) -> None:
         """Stop playing groups, or siblings, with tokens too old for the next step to come."""

@@ -608,6 +608,7 @@ def test_a_line_that_cannot_be_used_is_set_aside(tmp_path: Path) -> None:
         trained = sorted(group.group_id for plan in plans for group in plan.groups)
         assert trained == [0, 2, 3, 5, 6, 7, 8, 9], "the next lines take their places"
         assert sum(report.metrics["async/bad_prompts"] for report in reports) == 2
+        assert {prompt.index for prompt in controller.producer._usable(range(6))} == {0, 2, 3, 5}
 
     asyncio.run(body())
 
