@@ -44,7 +44,8 @@ class GroupInFlight:
     @property
     def failed(self) -> list[FinishedEpisode]:
         """Episodes that failed by themselves, by sibling."""
-        return [one for one in self.finished if one.failure not in ("", ENDED)]
+        ended = (self.ended.get(episode.name) for episode in self.episodes)
+        return [one for one in ended if one is not None and one.failure not in ("", ENDED)]
 
     @property
     def goes_on(self) -> bool:
