@@ -28,7 +28,7 @@ from moerl.core.types import (
     Score,
     Segment,
 )
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Settled
 from moerl.episodes.turn import TurnInFlight
 from moerl.records.record_uris import blob_uris
 
@@ -148,7 +148,8 @@ class Outcome:
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
     reward: by the episode's own program or environment; None: it is scored by task.reward.
-    refused: the error of a record for which the episode is played again.
+    refused: the error of a record for which the episode is played again.  settled: hears what
+    became of it, on the controller's loop.
     """
 
     failure: str = ""
@@ -156,6 +157,7 @@ class Outcome:
     reward: float | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
+    settled: Callable[[Settled], None] = lambda how: None
 
 
 class EpisodeRunner(Protocol):
@@ -272,6 +274,7 @@ class OpenEpisode:
             refused=outcome.refused,
             own_score=None if failure or outcome.reward is None else Score(outcome.reward),
             counts=counts,
+            settled=outcome.settled,
             graph=tuple(replace(turn, left_out=turn.left_out or left_out) for turn in graph),
         )
 
