@@ -115,13 +115,24 @@ class TurnRequest:
 class TurnCall:
     """A turn while the router has it."""
 
-    __slots__ = ("asked", "done", "episode", "heard", "member", "step", "turn", "wanted")
+    __slots__ = (
+        "asked",
+        "done",
+        "episode",
+        "heard",
+        "member",
+        "sent_at",
+        "step",
+        "turn",
+        "wanted",
+    )
 
     def __init__(self, episode: OpenEpisode, turn: TurnInFlight, wanted: TurnRequest) -> None:
         self.episode, self.turn, self.wanted = episode, turn, wanted
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked: GenerateRequest | None = None  # the request of this turn that is open
         self.member: object | None = None  # state of the engine that has it
+        self.sent_at = 0.0  # seconds of the event loop
         self.step = 0  # of that engine's weights when it was sent
         self.heard: Array = np.zeros(0, np.int32)  # tokens that a listener knows
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,16 +23,18 @@ from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.core.errors import ConfigError
-from moerl.core.types import Score
+from moerl.core.messages import Ok
+from moerl.core.types import PolicyVersion, Prompt, Score
 from moerl.episodes.finished_episode import FinishedEpisode
 from tests.helpers.agent_stubs import SHAPE, play, policy_of
-from tests.helpers.chat_tokenizer import SIZE
-from tests.helpers.controllers import CONFIG, make, running, train
+from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
+from tests.helpers.controllers import CONFIG, hello, make, running, successor, train
 from tests.helpers.patience import patience
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine
 
 OK = {"accepted": True}
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/remote_worker.py"
 
 
 def task_of(**changes: Any) -> TaskConfig:
@@ -256,7 +260,7 @@ def test_each_submitted_episode_is_trained_once(tmp_path: Path) -> None:
         dead, _ = make(tmp_path, engine, config, agents={"": agents}, model=SHAPE)
 
         async def first() -> list[Any]:
-            await dead.context.tasks.wait_change(1.0)
+            await dead._player.started.wait()
             async with worker_of(tmp_path, task) as worker:
                 working = asyncio.ensure_future(worker.work(submits=2))
                 plans = await train(dead, 4)
@@ -287,6 +291,49 @@ def test_each_submitted_episode_is_trained_once(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_controller_that_dies_trains_a_submitted_episode_once(tmp_path: Path) -> None:
+    """Its group is open: the next controller plays it again, and an old submit changes nothing."""
+
+    async def body() -> None:
+        engine, task = StubEngine(), task_of()
+        config, dead = replace(CONFIG, task=task), runner_of(tmp_path, task)
+        first, _ = make(tmp_path, engine, config, agents={"": dead}, model=SHAPE)
+        tasks = asyncio.create_task(first.run())
+        assert await first.handle(hello(PolicyVersion(0, 0))) == Ok()
+        await first._player.started.wait()
+        async with worker_of(tmp_path, task) as worker:
+            given = await worker.take()
+            assert given["episode"] == "0.0"
+            await worker.turn(given)
+            assert (await worker.submit("0.0", reward=5))[0] == 200
+            assert (await worker.take())["episode"] == "0.1"
+            heir = {"": runner_of(tmp_path, task)}
+            second, _ = successor(
+                tmp_path, engine, first, config=config, agents=heir, model=SHAPE, trainer_alive=True
+            )
+            tasks.cancel()
+            await dead.close()
+            await second.rejoin([])
+
+            async def rest() -> list[Any]:
+                await second._player.started.wait()
+                assert await worker.submit("0.0", reward=5) == (200, OK | {"episode": "0.0"})
+                assert await worker.state("0.0") == "played_again"
+                assert (await worker.submit("0.1", reward=5))[0] == 404
+                working = asyncio.ensure_future(worker.work(submits=1))
+                plans = await train(second, 4)
+                working.cancel()
+                return plans
+
+            plans = await running(second, rest(), patience(60))
+        groups = [group for plan in plans for group in plan.groups]
+        assert sorted(group.group_id for group in groups) == list(range(8))
+        rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
+        assert rewards == [[0.0, 1.0]] * 8
+
+    asyncio.run(body())
+
+
 def test_what_was_submitted_but_not_admitted_is_played_again(tmp_path: Path) -> None:
     file = tmp_path / "submitted.jsonl"
     file.write_bytes(
@@ -301,6 +348,32 @@ def test_what_was_submitted_but_not_admitted_is_played_again(tmp_path: Path) -> 
 
     played(tmp_path, body)
     assert file.read_bytes().count(b"\n") == 1
+
+
+def test_the_worker_of_the_examples_plays(tmp_path: Path) -> None:
+    async def body() -> list[FinishedEpisode]:
+        engine, task = ScriptedEngine(), task_of()
+        engine.say(*[chat_tokenizer().convert_tokens_to_ids(list("1234")) for _ in range(9)])
+        agents = runner_of(tmp_path, task)
+        await agents.start()
+        token = (tmp_path / "worker-token").read_text()
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, str(EXAMPLE), str(task.agent.port), "one",
+            env=os.environ | {"WORKER_TOKEN": token},
+        )  # fmt: skip
+        try:
+            prompts = [Prompt(8, (1,), "4321", answer, {}) for answer in ("1243", "1234")]
+            plays = [play(agents, engine, f"8.{i}", prompt) for i, prompt in enumerate(prompts)]
+            async with asyncio.timeout(patience(60)):
+                return await asyncio.gather(*plays)
+        finally:
+            worker.kill()
+            await worker.wait()
+            await agents.close()
+
+    played = asyncio.run(body())
+    assert [episode.own_score for episode in played] == [Score(0.5), Score(1.0)]
+    assert [len(episode.turns) for episode in played] == [3, 1]
 
 
 @pytest.mark.parametrize(
