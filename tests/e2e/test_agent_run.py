@@ -71,7 +71,9 @@ def test_remote_workers_play_a_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     remote = ["task.agent.command=[]", f"task.agent.port={port}"]
-    run = start(tmp_path, "digits-by-agent", *SETTINGS, *remote, "run.steps=2", name="x")
+    run = start(
+        tmp_path, "digits-by-agent", *SETTINGS, *remote, "run.steps=2", name="x", copies=True
+    )
     token = run.dir.root / "worker-token"
     run.wait_for(token.exists)
     command = [sys.executable, f"{ROOT}/examples/remote_worker.py", port]
