@@ -188,13 +188,12 @@ class ScoringStage:
         try:
             is_admitted = await self._admit(group)
             kept = {episode.episode_id for episode in group.episodes}
-            chosen = [
-                partial
-                for episode, partial in zip(episodes, partials, strict=True)
-                if episode.episode_id in kept
-            ]
+            pairs = list(zip(episodes, partials, strict=True))
+            chosen = [partial for episode, partial in pairs if episode.episode_id in kept]
+            others = [partial for episode, partial in pairs if episode.episode_id not in kept]
             self._settle(chosen, "admitted" if is_admitted else "played_again")
-            self._settle([partial for partial in partials if partial not in chosen], "dropped")
+            if others:  # of an oversampled group
+                self._settle(others, "dropped")
         except RecordError as error:
             self.refuse(group_id, partials, error)
 

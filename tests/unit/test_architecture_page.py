@@ -43,7 +43,8 @@ def test_each_file_of_an_agent_is_compared() -> None:
     own, without = agent_files(page)
     text = {*listed_files(page, "token")}
     assert [file for file in own if not (ROOT / "moerl" / file).is_file()] == []
-    assert own and without
+    assert own
+    assert without
     assert (own & text, without - text) == (set(), set())
     seen = [Passed("token", file, "f", 1) for file in own | (text - without)]
     assert agent_differences(page, seen) == []
