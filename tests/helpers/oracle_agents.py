@@ -7,10 +7,10 @@ What follows below `agents_of` belongs to the machinery that plays them, and cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -36,6 +36,7 @@ from moerl.core.ids import without_life
 from tests.helpers.chat_tokenizer import chat_tokenizer
 from tests.helpers.oracle_engine import delay_s, draw
 
+T = TypeVar("T")
 ENVIRONMENT, PROGRAM = "package:Answering", "program"  # in settings
 _GONE_S = 0.0091  # after which an impatient client hangs up
 _HANDLERS_S = 0.0517  # then the gateway has handled that
@@ -116,15 +117,27 @@ class Faults:
 
 
 # --- what plays them ------------------------------------------------------------------------------
+@dataclass
+class Kills:
+    """Programs and environments that run, by episode; each ends when its event is set."""
+
+    programs: dict[str, asyncio.Event] = field(default_factory=dict)
+    environments: dict[str, asyncio.Event] = field(default_factory=dict)
+
+
 def agents_of(
-    config: Config, faults: Faults, folder: Path, patch: pytest.MonkeyPatch
+    config: Config,
+    faults: Faults,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    kills: Kills | None = None,
 ) -> dict[str, AgentRunner]:
     """By label of the task."""
-    tokens, left = PromptTokens(chat_tokenizer()), set(faults.lost)
+    tokens, left, kills = PromptTokens(chat_tokenizer()), set(faults.lost), kills or Kills()
     policy = Policy(tokens, StopFinder(tokens), PlainAnswers(), 4000)
-    patch.setattr(agent_programs, "run_program", _runs_here(faults, left))
+    patch.setattr(agent_programs, "run_program", _runs_here(faults, left, kills))
     return {
-        label: EnvironmentEpisodes(entry, policy, EnvironmentsHere(faults, left))
+        label: EnvironmentEpisodes(entry, policy, EnvironmentsHere(faults, left, kills))
         if entry.environment
         else agent_programs.AgentPrograms(entry, policy, folder / f"agents-{label}.log")
         for label, entry in by_label(config).items()
@@ -138,19 +151,23 @@ class EnvironmentsHere:
 
     faults: Faults
     left: set[str]  # episodes whose worker is still to die
+    kills: Kills
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def open(self, name: str) -> EnvironmentHere:
-        return EnvironmentHere(without_life(name), self)
+        killed = self.kills.environments[name] = asyncio.Event()
+        return EnvironmentHere(without_life(name), self, name, killed)
 
 
 @dataclass
 class EnvironmentHere:
     name: str
     pool: EnvironmentsHere
+    episode: str
+    killed: asyncio.Event  # set: its worker is dead
     environment: Answering = field(default_factory=Answering)
 
     @property
@@ -158,7 +175,7 @@ class EnvironmentHere:
         return {"environment/steps": float(self.environment.turns)}
 
     async def reset(self, start: StartFields) -> Observation:
-        return await self.environment.reset(start)
+        return await self._alive(self.environment.reset(start))
 
     async def step(self, answer: PolicyAnswer) -> Observation | EpisodeEnd:
         if self.name in self.pool.left:
@@ -166,13 +183,33 @@ class EnvironmentHere:
             raise EpisodeFailed("lost", "has an environment whose worker died")
         if self.name in self.pool.faults.fails:
             raise EpisodeFailed("environment", "has an environment that raised")
-        return await self.environment.step(answer)
+        return await self._alive(self.environment.step(answer))
+
+    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """The answer of a worker.  Raises EpisodeFailed when it is killed before it answers."""
+        working = asyncio.ensure_future(work)
+        if not await _comes_first(working, self.killed):
+            raise EpisodeFailed("lost", "has an environment whose worker was killed")
+        return working.result()
 
     async def close(self) -> None:
         await self.environment.close()
+        del self.pool.kills.environments[self.episode]
 
 
-def _runs_here(faults: Faults, left: set[str]) -> Callable[..., Any]:
+async def _comes_first(working: asyncio.Future[Any], other: asyncio.Event) -> bool:
+    """Whether work is done before an event is set; else it is cancelled."""
+    waiting = asyncio.ensure_future(other.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return not waiting.done()
+    finally:
+        waiting.cancel()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+def _runs_here(faults: Faults, left: set[str], kills: Kills) -> Callable[..., Any]:
     """`run_program` without a process."""
 
     async def run_program(
@@ -180,15 +217,17 @@ def _runs_here(faults: Faults, left: set[str]) -> Callable[..., Any]:
     ) -> ProgramEnd:
         given = msgspec.json.decode(text)
         name = without_life(given["episode"])
-        async with aiohttp.ClientSession() as session:
-            asks = Asks(session, variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
-            playing = asyncio.ensure_future(program(asks, given))
-            ending = asyncio.ensure_future(end.wait())
-            await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
-        if playing.cancelled():
+        killed = kills.programs[given["episode"]] = asyncio.Event()
+        try:
+            async with aiohttp.ClientSession() as session:
+                asks = Asks(session, variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
+                playing = asyncio.ensure_future(program(asks, given))
+                living = asyncio.ensure_future(_comes_first(playing, end))
+                if not await _comes_first(living, killed):
+                    return ProgramEnd(-9, b"", b"", "exit")
+        finally:
+            del kills.programs[given["episode"]]
+        if not living.result():
             return ProgramEnd(-1, b"", b"", "ended")
         if name in left:
             left.remove(name)
