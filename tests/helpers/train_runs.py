@@ -197,8 +197,13 @@ def last_step(run: Run) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def check_history(run: Run, trained: list[tuple[int, EpisodeGroup]]) -> None:
-    """Each prompt group at most once, none skipped, no token of weights that were given up."""
+def check_history(
+    run: Run, trained: list[tuple[int, EpisodeGroup]], dropped: frozenset[int] = frozenset()
+) -> None:
+    """Each prompt group at most once, no token of weights that were given up.
+
+    dropped: the only groups that were skipped.
+    """
     begins: dict[int, int] = {}
     for row in reversed(run.rows()):
         begins[int(row["version"].split(".")[0])] = row["step"]
@@ -210,7 +215,8 @@ def check_history(run: Run, trained: list[tuple[int, EpisodeGroup]]) -> None:
     ids = [group.group_id for _, group in trained]
     assert len(ids) == len(set(ids)), "a group was trained twice"
     line = range(max(ids) + 1)
-    assert set(line) - set(ids) <= set(line[-12:]), "a group was lost"
+    assert set(line) - set(ids) - dropped <= set(line[-12:]), "a group was lost"
+    assert not dropped & set(ids), "a dropped group was trained"
 
 
 def trained_rows(run: Run) -> list[dict]:
