@@ -27,6 +27,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +254,9 @@ class Trainer:
         """Optimizer steps inside the newest checkpoint."""
         return self.steps // CHECKPOINT_EVERY * CHECKPOINT_EVERY
 
-    async def run(self, controller: Controller, until_s: float) -> None:
+    async def run(self, controller: Controller, until_s: float, steps: float = inf) -> None:
         await controller.handle(Hello(1, 1, FIRST, (), (FIRST,)))
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and self.steps < steps:
             await self._step(controller)
 
     async def _step(self, controller: Controller) -> None:
