@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from moerl.core.errors import ConfigError, MoerlError, printable
+from moerl.core.json_files import read_json
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import shape_commands
@@ -51,6 +52,18 @@ def train(
         bool,
         typer.Option("--reset-optimizer", help="With --resume: start from fresh optimizer state."),
     ] = False,
+    allow_changed: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changed", help="With --resume: go on with another task, seed or algorithm."
+        ),
+    ] = False,
+    from_start: Annotated[
+        bool,
+        typer.Option(
+            "--from-start", help="With --resume: train steps again that no checkpoint holds."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -79,9 +92,19 @@ def train(
         if run:
             raise ConfigError("--run", run, "--resume continues in the run's folder; leave it out")
         changed = [item for item in (recipe, *(overrides or [])) if item]
-        _resume(find_run(resume, "--resume"), changed, reset_optimizer, dry_run)
-    if reset_optimizer:
-        raise ConfigError("--reset-optimizer", True, "a new run has no optimizer state yet")
+        asked = {
+            "reset_optimizer": reset_optimizer,
+            "allow_changed": allow_changed,
+            "from_start": from_start,
+        }
+        _resume(find_run(resume, "--resume"), changed, asked, dry_run)
+    for option, given in (
+        ("--reset-optimizer", reset_optimizer),
+        ("--allow-changed", allow_changed),
+        ("--from-start", from_start),
+    ):
+        if given:
+            raise ConfigError(option, True, "it belongs to --resume; a new run begins with nothing")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
     _start(recipe, overrides or [], run, dry_run)
@@ -339,25 +362,30 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
     raise typer.Exit(_guarded(arguments))
 
 
-def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: bool) -> NoReturn:
+def _resume(
+    folder: Path, overrides: list[str], options: dict[str, bool], dry_run: bool
+) -> NoReturn:
+    """options: of `moerl.launch.train.prepare`."""
     from moerl.config import resolve
     from moerl.config.checks import check, check_model
-    from moerl.config.load import load_saved
-    from moerl.config.resume import check_resume
+    from moerl.config.load import load_resumed
+    from moerl.config.resume import check_identity, check_resume
 
-    config = resolve(load_saved(folder / "config.yaml", overrides))
+    run, config = RunDir(folder), resolve(load_resumed(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    newest, _ = RunDir(folder).latest_whole_checkpoint()
+    newest, _ = run.latest_whole_checkpoint()
     if newest is not None:
-        check_resume(config, read_manifest(newest), reset_optimizer=reset_optimizer)
+        reset = options["reset_optimizer"]
+        check_resume(config, read_manifest(newest), reset_optimizer=reset)
+        if not options["allow_changed"] and run.identity.exists():
+            check_identity(config, read_json(run.identity))
     if dry_run:
         from moerl.planning.dry_run import describe
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit
-    arguments = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
-    raise typer.Exit(_guarded(arguments))
+    raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
 
 
 def _guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import yaml
@@ -30,6 +31,8 @@ from moerl.runtime.resources import resource_folder
 
 CONFIG_ROOT = resource_folder("configs")
 SECRETS = "secrets.yaml"  # next to config.yaml
+# Next to config.yaml: settings that `resolve` filled in, as they were before; null = not set
+DERIVED = "derived.yaml"
 PARTS = {"model": "models", "cluster": "clusters", "algorithm": "algorithms"}  # key: folder
 
 # Unlike YAML 1.1, which PyYAML follows: 1e-3 is a number, 2026-01-31 a text
@@ -55,13 +58,63 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
+    return _merge([_read_yaml(path), *_secrets(path), *_overrides(overrides)])
+
+
+def load_resumed(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The same for a resume: derived settings are as they were asked for, so `resolve` derives
+    them again from the sources that this resume may have changed.
+    """
+    saved, derived = _read_yaml(path), path.with_name(DERIVED)
+    if derived.exists():
+        _put_back(saved, _read_yaml(derived))
+    return _merge([saved, *_secrets(path), *_overrides(overrides)])
+
+
+def _secrets(path: Path) -> list[dict[str, Any]]:
     secret = path.with_name(SECRETS)
-    secrets = [_read_yaml(secret)] if secret.exists() else []
-    return _merge([_read_yaml(path), *secrets, *_overrides(overrides)])
+    return [_read_yaml(secret)] if secret.exists() else []
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration, its secrets into a file of their own next to it."""
+def derived_settings(config: Config) -> dict[str, Any]:
+    """The settings that `resolve` changes, with their values before it; None: not set."""
+    return _differing(asdict(config), asdict(resolve(config)))
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            if below := _differing(old, value):
+                found[name] = below
+        elif old != value:
+            found[name] = old
+    return found
+
+
+def _put_back(settings: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if isinstance(value, Mapping) and isinstance(settings.get(name), dict):
+            _put_back(settings[name], value)
+        elif value is None:
+            settings.pop(name, None)
+        else:
+            settings[name] = value
+
+
+def save_config(
+    config: Config, path: Path, derived: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write the resolved configuration, its secrets into a file of their own next to it.
+
+    derived: `derived_settings` of the configuration before it was resolved, for a resume.
+    """
+    before = path.with_name(DERIVED)
+    if derived:
+        atomic_write(before, yaml.safe_dump(dict(derived)), sync=True, mode=0o600)
+    else:
+        before.unlink(missing_ok=True)
     secret, found = path.with_name(SECRETS), secrets_of(asdict(config))
     if found:
         atomic_write(secret, OmegaConf.to_yaml(OmegaConf.create(found)), sync=True, mode=0o600)

@@ -7,8 +7,9 @@ megatron-core 0.19.2 do not: with expert parallelism they are a chain of two, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,20 @@ import xxhash
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import Config
+from moerl.config.secret_values import hide
+from moerl.config.task_mixture import TaskEntry, entries_of
+from moerl.config.task_tables import SOURCES
 from moerl.core.errors import ConfigError
 
-_ENDS = 2**20  # bytes of a file's begin and end that name it
+_ENDS, _DATA_ENDS = 2**20, 2**16  # bytes of a file's begin and end that name it
+# Of a task: how it is run.  All other settings say which prompts, episodes and rewards it has.
+_OPERATION = (
+    *("scorer_workers", "score_timeout_s", "on_score_error", "isolation"),
+    *("pass_environment", "read_paths", "environment_workers", "environment_s", "tool_s"),
+    *("wall_s", "max_bad_lines", "overlong", "evaluation_path", "path"),
+    *("agent.workers", "agent.port"),
+)
+_OPERATION_PARTS = ("limits.", "sampling.")
 
 
 def resume_facts(config: Config) -> dict[str, Any]:
@@ -34,16 +46,93 @@ def resume_facts(config: Config) -> dict[str, Any]:
     }
 
 
+def identity(config: Config) -> dict[str, Any]:
+    """Seed, tasks with fingerprints of their data, and algorithm, as plain JSON.
+
+    A resume that changes one of them trains something else (`check_identity`).
+    """
+    facts: dict[str, Any] = {"run.seed": config.run.seed}
+    for task in entries_of(config):
+        settings = {
+            name: value
+            for name, value in _settings(task)
+            if name not in _OPERATION and not name.startswith(_OPERATION_PARTS)
+        }
+        facts |= {f"{_above(task)}.{name}": value for name, value in hide(settings).items()}
+        facts[f"{_above(task)}.path"] = _data_fingerprint(task)
+    facts |= {f"algorithm.{name}": value for name, value in asdict(config.algorithm).items()}
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def check_identity(config: Config, saved: Mapping[str, Any]) -> None:
+    """Raises ConfigError where task, seed or algorithm differ from `identity` of an earlier start.
+
+    Settings that the earlier start did not know are not compared, nor data that is not here.
+    """
+    ours = identity(config)
+    paths = {f"{_above(task)}.path": task.path for task in entries_of(config)}
+    tasks, before = (
+        {name.split(".")[1] for name in facts if name.startswith("tasks.")}
+        for facts in (ours, saved)
+    )
+    if tasks != before:
+        raise ConfigError("tasks", sorted(tasks), f"{_BEGUN} with {sorted(before)}; {_ASK}")
+    for name, value in saved.items():
+        if name not in ours or ours[name] == value:
+            continue
+        if name not in paths:
+            raise ConfigError(name, ours[name], f"{_BEGUN} with {value!r}; {_ASK}")
+        if value and ours[name]:
+            raise ConfigError(name, paths[name], f"{_BEGUN} with other files or contents; {_ASK}")
+
+
+def _settings(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values; a later version of this program may know more of them."""
+    for name, value in asdict(section).items():
+        below = getattr(section, name)
+        if is_dataclass(below):
+            yield from _settings(below, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _above(task: TaskEntry) -> str:
+    return f"tasks.{task.label}" if task.label else "task"
+
+
+_BEGUN = "this run was begun"
+_ASK = "give --allow-changed to continue with another task, seed or algorithm"
+
+
+def _data_fingerprint(task: TaskEntry) -> str:
+    """Of the files of a task; empty where it has none, or where they are not on this machine."""
+    source = SOURCES.get(task.name)
+    if not task.path or source is None or not source.files:
+        return ""
+    path = Path(task.path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    else:
+        files = [path] if path.is_file() else sorted(path.parent.glob(path.name))
+    return _digest(files, _DATA_ENDS, with_names=False) if files else ""
+
+
 def fingerprint(folder: Path) -> str:
     """Of a model's files: names, sizes, their first and last MiB."""
+    return _digest(sorted(folder.glob("*.safetensors")), _ENDS, with_names=True)
+
+
+def _digest(files: Iterable[Path], ends: int, *, with_names: bool) -> str:
+    """Of sizes, and of the first and last bytes of each file."""
     found = xxhash.xxh3_64()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
+        found.update(f"{path.name if with_names else ''} {size} ".encode())
         with path.open("rb") as file:
-            found.update(file.read(_ENDS))
-            file.seek(max(0, size - _ENDS))
-            found.update(file.read(_ENDS))
+            found.update(file.read(ends))
+            file.seek(max(0, size - ends))
+            found.update(file.read(ends))
     return str(found.hexdigest())
 
 

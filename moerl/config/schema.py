@@ -435,6 +435,9 @@ class SupervisionConfig:
 class ObserveConfig:
     tensorboard: bool = False
     wandb_project: str = ""  # empty = off
+    trackio_project: str = ""  # empty = off
+    prometheus_port: Natural = 0  # serves the newest metrics behind the run's token; 0 = off
+    report_s: NonNegative = 60.0  # between pages of report.html in training; 0 = at the end only
     # Steps between measurements of the entropy over the whole vocabulary; 0 = never
     full_entropy: Natural = 20
     sample_rollouts: Natural = 16  # rollouts with text kept for the report

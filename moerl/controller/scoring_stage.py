@@ -18,7 +18,6 @@ from moerl.algorithms.selection import resample_correct
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, by_label, naming
 from moerl.controller.context import Context
-from moerl.controller.journal import write_retry
 from moerl.controller.journal.write_retry import WriteRetry
 from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.core.ids import without_life
@@ -32,6 +31,7 @@ from moerl.episodes.finished_episode import (
 )
 from moerl.records.header_check import check
 from moerl.records.record_uris import blob_uris, group_uris
+from moerl.runtime import disk_wait
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class ScoringStage:
         Raises RecordError when the blobs to copy are lost.
         """
         while not await self._is_written(group):
-            await asyncio.sleep(write_retry.PAUSE_S)
+            await asyncio.sleep(disk_wait.PAUSE_S)
         self._attempts.pop(group.group_id, None)
         if self._history.in_lineage(group):
             self._buffer.admit(group)

@@ -71,6 +71,7 @@ class StepMetrics:
         self.journal_lost = 0
         self.failed_writes = 0
         self.last_failed_write = ""
+        self.notices: list[str] = []  # for the console, not shown yet
         self.pauses: list[float] = []
         self.evaluations_given_up = 0
         self.dropped_siblings = 0

@@ -30,6 +30,7 @@ from moerl.core.messages import (
     Failed,
     Hello,
     Message,
+    Notice,
     Ok,
     Plan,
     PrepareUpdate,
@@ -112,6 +113,9 @@ class TrainerHandler:
                 return Ok()
             case Failed():
                 return self._failed(message)
+            case Notice():
+                self._step_metrics.notices.append(message.text)
+                return Ok()
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a message for the controller")
 
@@ -123,7 +127,8 @@ class TrainerHandler:
         log.error("%s", error)
         if failed.blob:
             self._availability.report(failed.blob)
-        if not self._config.supervision.max_restarts:
+        is_final = failed.ends_run and is_newest
+        if is_final or not self._config.supervision.max_restarts:
             self._tasks.fail(error)
         return Ok()
 

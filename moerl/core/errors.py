@@ -76,6 +76,12 @@ class TrainerError(MoerlError):
     """The trainer failed; carries the first rank's cause."""
 
 
+class NonRetryableError(TrainerError):
+    """A fault of the trainer that a restart would meet again: a full disk, weights that are not
+    finite, a model that cannot be written.  The run ends.
+    """
+
+
 class ScoreError(MoerlError):
     """A reward that raised, timed out or was not finite."""
 

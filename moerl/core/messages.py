@@ -214,7 +214,7 @@ class Failed:
     """The trainer is about to end with this cause.  Reply: Ok.
 
     blob: URI of the damaged blob that it has read, if that is the cause; its groups are generated
-    again.
+    again.  ends_run: a restart would meet the cause again.
     """
 
     rank: int
@@ -222,6 +222,14 @@ class Failed:
     job: str = "trainer"  # trainer | ref_models
     incarnation: int = -1  # -1 = unknown
     blob: str = ""
+    ends_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A sentence for the console, such as a wait for room on a disk.  Reply: Ok."""
+
+    text: str
 
 
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
@@ -345,6 +353,7 @@ Message = (
     | TakePlan
     | StepDone
     | Failed
+    | Notice
     | TakeRecords
     | Scored
     | Ok

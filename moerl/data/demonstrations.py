@@ -1,16 +1,19 @@
 """Supervised batches: the prompts of a task with their answers as if the policy had sampled them.
 
-A demonstration is a `Rollout` without an engine: the prompt, then the answer's tokens and the end
-token, both of which count in the loss.  Any task with text answers works: a JSONL file of
-{"prompt" or "messages", "answer"}, or sort_digits.  Where an item has the field "demonstration", a
-list, it is the texts of policy and environment in turn, and takes the answer's place: every text of
-the policy is learned with an end token, as one row.  The stream is the same as in training: step s
-takes the next `batch` prompts, and the seed shuffles a file again in each epoch.
+A demonstration is a `Rollout` without an engine: the prompt, then the answer's tokens and its end,
+both of which count in the loss.  The end is the token that the template writes behind a turn, such
+as <|im_end|>; without a template, the tokenizer's end token (`AnswerEnd`).  Any task with text
+answers works: a JSONL file of {"prompt" or "messages", "answer"}, or sort_digits.  Where an item
+has the field "demonstration", a list, it is the texts of policy and environment in turn, and takes
+the answer's place: every text of the policy is learned with an end token, as one row.  The stream
+is the same as in training: step s takes the next `batch` prompts, and the seed shuffles a file
+again in each epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,13 +35,16 @@ from moerl.core.types import (
 from moerl.data.batching import plan_batch
 from moerl.data.prompt_mixture import PromptMixture
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
 
 def demonstration_plan(
     step: int,
     batch: int,
     prompts: PromptMixture,
     encode: Callable[[str], Sequence[int]],
-    eos: int,
+    end: Callable[[Prompt], Sequence[int]],
     *,
     dp_size: int,
     max_tokens_per_microbatch: int,
@@ -46,12 +52,12 @@ def demonstration_plan(
 ) -> BatchPlan:
     """The plan of one supervised step, equal on every rank.
 
-    encode: text -> token ids without special tokens.  pair: as in `plan_batch`.  Raises ConfigError
-    for an answer that is missing, not text, or empty.
+    encode: text -> token ids without special tokens.  end: token ids behind an answer.  pair: as in
+    `plan_batch`.  Raises ConfigError for an answer that is missing, not text, or empty.
     """
     version = PolicyVersion(0, step)
     groups = [
-        _group(prompts.prompt(index), encode, eos, version)
+        _group(prompts.prompt(index), encode, end(prompts.prompt(index)), version)
         for index in range(step * batch, (step + 1) * batch)
     ]
     return plan_batch(
@@ -64,14 +70,64 @@ def demonstration_plan(
     )
 
 
+class AnswerEnd:
+    """Token ids behind an answer of the policy.
+
+    What a template writes behind the end token, a line feed for example, is no part of it: the
+    policy never samples it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError for a tokenizer without an end token."""
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "model.path", tokenizer.name_or_path, "its tokenizer has no end token"
+            )
+        self._plain = (int(tokenizer.eos_token_id),)
+        self._header, self._templated = "", self._plain
+        if tokenizer.chat_template:
+            self._header, behind = _around_answer(tokenizer)
+            ids = tokenizer.encode(behind, add_special_tokens=False)
+            added = tokenizer.added_tokens_decoder
+            if ends := [place for place, token in enumerate(ids) if token in added]:
+                self._templated = tuple(ids[: ends[0] + 1])
+
+    def of(self, prompt: Prompt) -> tuple[int, ...]:
+        """The end of an answer to a prompt; a templated one ends with the header of an answer."""
+        is_templated = bool(self._header) and prompt.text.endswith(self._header)
+        return self._templated if is_templated else self._plain
+
+
+def _around_answer(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Text that the template writes before an answer and behind it; empty where it refuses one."""
+    mark, asked = "ANSWER", [{"role": "user", "content": "QUESTION"}]
+
+    def written(messages: list[dict[str, str]], *, begins: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
+        )
+
+    try:
+        question = written(asked, begins=False)
+        header = written(asked, begins=True).removeprefix(question)
+        whole = written([*asked, {"role": "assistant", "content": mark}], begins=False)
+    except Exception:  # a template raises whatever its author chose
+        return "", ""
+    _, found, behind = whole.rpartition(mark)
+    return (header, behind) if found else ("", "")
+
+
 def _group(
-    prompt: Prompt, encode: Callable[[str], Sequence[int]], eos: int, version: PolicyVersion
+    prompt: Prompt,
+    encode: Callable[[str], Sequence[int]],
+    end: Sequence[int],
+    version: PolicyVersion,
 ) -> EpisodeGroup:
     tokens, is_learned = list(prompt.token_ids), [False] * len(prompt.token_ids)
     ends: list[TurnEnd] = []
     for place, text in enumerate(_texts(prompt)):
         by_policy = place % 2 == 0
-        ids = [*encode(text), eos] if by_policy else encode(text)
+        ids = [*encode(text), *end] if by_policy else encode(text)
         tokens += ids
         is_learned += [by_policy] * len(ids)
         if by_policy:

@@ -28,21 +28,25 @@ import xxhash
 from moerl.config import Config, resolve, save_config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
-from moerl.config.clusters import is_local, placement, starts_on_cuda
-from moerl.config.load import load_config, load_saved
-from moerl.config.resume import check_resume
+from moerl.config.clusters import is_local, own_address, placement, starts_on_cuda
+from moerl.config.load import derived_settings, load_config, load_resumed
+from moerl.config.resume import check_identity, check_resume, identity
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming
+from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
+from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
 from moerl.observe.console import Console
-from moerl.observe.metrics import read_rows
+from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
+from moerl.observe.prometheus import PrometheusServer
 from moerl.observe.report import held_out_words, reward_gain, write_report
+from moerl.observe.sinks import forget_sinks
 from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
@@ -58,6 +62,7 @@ from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+RESUME_OPTIONS = ("reset_optimizer", "allow_changed", "from_start")  # of `prepare`
 
 
 def main() -> int:
@@ -73,12 +78,12 @@ def main() -> int:
 def _run(arguments: dict[str, Any]) -> int:
     resume, scratch = bool(arguments["resume"]), Path(arguments["scratch"])
     if resume:
-        config = load_saved(Path(arguments["resume"]) / "config.yaml", arguments["overrides"])
+        config = load_resumed(Path(arguments["resume"]) / "config.yaml", arguments["overrides"])
     else:
         config = load_config(arguments["recipe"], arguments["overrides"])
     set_ray_environment(config)
-    reset = resume and arguments["reset_optimizer"]
-    return train(config, resume=resume, reset_optimizer=reset, scratch=scratch)
+    options = {name: resume and arguments[name] for name in RESUME_OPTIONS}
+    return train(config, resume=resume, scratch=scratch, **options)
 
 
 def set_ray_environment(config: Config) -> None:
@@ -108,10 +113,10 @@ def ray_token(config: Config, environment: Mapping[str, str]) -> str:
     return environment["RAY_AUTH_TOKEN"]
 
 
-def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool = False) -> int:
+def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for Ray's sockets; the caller removes it.
+    scratch: folder of this start for Ray's sockets; the caller removes it.  options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -123,14 +128,17 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        context = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
-        save_config(context.config, run.config)
+        context = prepare(config, run, resume=resume, **options)
+        save_config(context.config, run.config, derived_settings(config))
+        facts = json.dumps(identity(context.config), indent=1)
+        atomic_write(run.identity, facts, sync=True, mode=0o600)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
         supervisor = Supervisor(context, console, scratch, signals)
         try:
-            summary = supervisor.run()
+            with _prometheus(context, console):
+                summary = supervisor.run()
         except Exception as error:
             log.exception("the run failed")
             cause, summary = cause_of(error), {}
@@ -143,6 +151,23 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
             supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
         )
         return _close(context, console, summary, cause, kept, err)
+
+
+@contextlib.contextmanager
+def _prometheus(context: RunContext, console: Console) -> Iterator[None]:
+    """Serve the run's metrics to Prometheus, if a port is set.  Raises ConfigError."""
+    port, cluster = context.config.observe.prometheus_port, context.config.cluster
+    if not port:
+        yield
+        return
+    server = PrometheusServer(context.run, own_address(cluster), port, context.token)
+    try:
+        context.run.endpoints.post_metrics(server.url, context.token)
+        token = context.run.endpoints.folder / "token"
+        console.event(f"Prometheus: {server.url}, Authorization: Bearer with {token}")
+        yield
+    finally:
+        server.close()
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
@@ -255,12 +280,19 @@ def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
 
 
 def prepare(
-    config: Config, run: RunDir, *, resume: bool, reset_optimizer: bool = False
+    config: Config,
+    run: RunDir,
+    *,
+    resume: bool,
+    reset_optimizer: bool = False,
+    allow_changed: bool = False,
+    from_start: bool = False,
 ) -> RunContext:
     """Run every check that needs no process, make the tiny model if asked, clear old files.
 
-    reset_optimizer: with resume, start from fresh optimizer state.  Raises ConfigError before any
-    process is started.
+    With resume: reset_optimizer starts from fresh optimizer state; allow_changed goes on with
+    another task, seed or algorithm; from_start trains steps again that no checkpoint holds.
+    Raises ConfigError before any process is started.
     """
     config, hf_config = _checked(config, run, reset_optimizer=reset_optimizer)
     if resume:
@@ -268,6 +300,10 @@ def prepare(
     checkpoint = newest_checkpoint(run) if resume else None
     if checkpoint is not None:
         check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
+        if not allow_changed and run.identity.exists():
+            check_identity(config, read_json(run.identity))
+    elif resume:
+        _refuse_lost_steps(run, from_start=from_start)
     journal_dir, blob_dir = _folders(config, run)
     incarnation = _first_incarnation(config, run, resume=resume)
     if not resume:  # left by a removed run of the same name
@@ -293,6 +329,24 @@ def prepare(
     )
     _check_parts(context)
     return context
+
+
+def _refuse_lost_steps(run: RunDir, *, from_start: bool) -> None:
+    """Raises ConfigError where steps were trained and no checkpoint holds them, unless the user
+    asks to train them again: then their rows and samples are removed.
+    """
+    if (row := newest_row(run.metrics)) is None:
+        return
+    if not from_start:
+        raise ConfigError(
+            "--resume",
+            str(run.root),
+            f"{row['step'] + 1} steps were trained and no checkpoint was written; give "
+            "--from-start to train them again from step 0",
+        )
+    for path in (run.metrics, run.samples, run.expert_load):
+        path.unlink(missing_ok=True)
+    forget_sinks(run)
 
 
 def _checked(

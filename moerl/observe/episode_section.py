@@ -75,20 +75,20 @@ def reward_of(sample: Mapping[str, Any]) -> float | None:
 
 
 def episode_section(samples: Sequence[Any]) -> list[PageSection]:
-    """A section with sampled episodes of several turns; [] without any."""
+    """A section with sampled episodes; [] without any."""
     read = [
         (sample, _read(sample, "turns", _Turn), _read(sample, "graph", _GraphTurn))
         for sample in samples
     ]
-    found = [each for each in read if each[1]]
-    if not any(len(turns) > 1 or len(graph) > 1 for _, turns, graph in found):
+    if not (found := [each for each in read if each[1]]):
         return []
     return [
         PageSection(
             "Episodes",
             "Sampled tokens have a coloured edge, one colour for each version of the weights, and "
-            "are trained. All other text is context and is not trained. Each token is shown once: "
-            "a row that continues another begins where the two differ.",
+            "are trained; their lag is the number of weight updates until then. All other text "
+            "(prompts, tools, their replies) is context and is not trained. Each token is shown "
+            "once: a row that continues another begins where the two differ.",
             transcripts=[_transcript(*each) for each in spread(found, MAX_EPISODES)],
         )
     ]
@@ -113,18 +113,28 @@ def _transcript(
     shown = "-" if reward is None else f"{reward:.3f}"
     title = f"step {sample.get('step', '-')}, episode {sample.get('episode', '-')}: reward {shown}"
     note = (
-        f"{len(turns)} turns in {rows} {'row' if rows == 1 else 'rows'}; "
+        f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'} "
+        f"in {rows} {'row' if rows == 1 else 'rows'}; "
         f"{sum(piece.tokens for piece in pieces)} tokens trained, {context} of context; "
         f"lag {sample.get('lag', '-')}"
     )
     asked = "\n".join(turn.line() for turn in graph)
     passages = [Passage("all turns that were asked for", visible(asked))] if asked else []
     for number in range(len(turns)):
-        passages += _passages(turns, number, versions)
+        passages += _passages(turns, number, versions, sample.get("step"))
     return Transcript(visible(title), visible(note), passages)
 
 
-def _passages(turns: Sequence[_Turn], number: int, versions: Sequence[str]) -> Iterator[Passage]:
+def _lag(version: str, step: object) -> str:
+    """In words, of a piece that was sampled under `version` and trained in `step`."""
+    sampled = version.rpartition(".")[2]
+    return f"lag {step - int(sampled)}" if isinstance(step, int) and sampled.isdecimal() else ""
+
+
+def _passages(
+    turns: Sequence[_Turn], number: int, versions: Sequence[str], step: object
+) -> Iterator[Passage]:
+    """step: in which the episode was trained."""
     turn = turns[number]
     begins = number == 0 or turns[number - 1].row != turn.row
     head = f"context, {turn.context_tokens} tokens, not trained"
@@ -138,6 +148,7 @@ def _passages(turns: Sequence[_Turn], number: int, versions: Sequence[str]) -> I
     for place, piece in enumerate(turn.pieces):
         notes = [
             f"turn {number + 1}, version {piece.version}, {piece.tokens} tokens, trained",
+            _lag(piece.version, step),
             "after an update of the weights" if place else _REASONS.get(turn.origin, ""),
             "on the KV cache of older weights" if piece.kept_kv else "",
             f"ended: {turn.finish}" if piece is turn.pieces[-1] else "",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import logging
 import math
@@ -24,11 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from moerl.config.schema import Config
-from moerl.core.errors import ConfigError, ProtocolError, RecordError
+from moerl.core.errors import ProtocolError, RecordError
 from moerl.core.types import PolicyVersion
 from moerl.runtime.private_dir import private_opener
-from moerl.runtime.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +35,12 @@ Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[
 
 
 class Sink(Protocol):
-    """A second destination for the metrics, such as TensorBoard."""
+    """A second destination for the metrics, such as TensorBoard (`moerl.observe.sinks`)."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def rewind(self, step: int, rows: Sequence[Row]) -> None:
+        """Steps from `step` on are trained again.  rows: the rows before it."""
 
     def close(self) -> None: ...
 
@@ -104,7 +104,7 @@ class MetricsWriter:
         # Step and end of each row, so that `rewind` does not read the whole file.
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
         self._file = LineFile(path, self._end)
-        self._sinks = tuple(sinks)
+        self._path, self._sinks = path, tuple(sinks)
 
     def write(
         self,
@@ -153,9 +153,17 @@ class MetricsWriter:
     def rewind(self, step: int) -> None:
         """Cut the rows from `step` on, because these steps are trained again.
 
-        Raises OSError; it may be called again then.
+        Sinks come first: where this is interrupted, it is done again.  Raises OSError; it may be
+        called again then.
         """
         kept = bisect_left(self._steps, step)
+        if self._sinks and kept < len(self._steps):
+            rows = read_rows(self._path)[:kept]
+            for sink in self._sinks:
+                try:
+                    sink.rewind(step, rows)
+                except Exception:  # a mirror never ends the run
+                    log.exception("steps from %d on stay in %s", step, type(sink).__name__)
         self._file.cut(self._ends[kept - 1] if kept else 0)
         del self._steps[kept:], self._ends[kept:]
 
@@ -256,59 +264,3 @@ def _values(path: Path) -> Iterator[tuple[Any, int]]:
                     "metrics_row", f"{path} line {number} is not JSON: {error}"
                 ) from None
             yield value, end
-
-
-# --- sinks ---------------------------------------------------------------------------------------
-def open_sinks(run: RunDir, config: Config) -> list[Sink]:
-    """The sinks that the settings `observe` enable.
-
-    Raises ConfigError with the setting and the package when a sink's package is not installed.
-    """
-    sinks: list[Sink] = []
-    if config.observe.tensorboard:
-        sinks.append(TensorBoardSink(run.root / "tensorboard"))
-    if config.observe.wandb_project:
-        sinks.append(WandbSink(config.observe.wandb_project, run.root))
-    return sinks
-
-
-class TensorBoardSink:
-    """Writes TensorBoard event files with TensorBoard's own writer, without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        module = _load("tensorboard.summary", "observe.tensorboard", True, "tensorboard")
-        self._writer = module.Writer(str(folder))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Writes to a Weights & Biases run named after the run directory."""
-
-    def __init__(self, project: str, folder: Path) -> None:
-        module = _load("wandb", "observe.wandb_project", project, "wandb")
-        settings = module.Settings(silent=True, console="off")  # the console writes standard output
-        self._run = module.init(
-            project=project, name=folder.name, dir=str(folder), settings=settings
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _load(module: str, field: str, value: object, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            field, value, f"it needs the package {package} (pip install {package}): {error}"
-        ) from None

@@ -1,6 +1,7 @@
 """The page of a report: one self-contained HTML file with stat cards, charts and tables.
 
-The page has no script and loads nothing, so it opens without a network.  Text is escaped; only the
+The page has no script and loads nothing, so it opens without a network; of a running run, it reads
+its own file again after a while.  Text is escaped; only the
 SVG of `Figure` is inserted as markup, and only `moerl.observe.charts` draws it.  The page is light
 or dark as the browser asks.
 """
@@ -100,6 +101,7 @@ class Page:
     paragraphs: Sequence[str] = ()
     cards: Sequence[StatCard] = ()
     sections: Sequence[PageSection] = ()
+    reload_s: int = 0  # the browser reads the file again after so many seconds; 0 = never
 
 
 def visible(text: str) -> str:
@@ -144,6 +146,9 @@ _SKELETON = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+{% if page.reload_s %}
+<meta http-equiv="refresh" content="{{ page.reload_s }}">
+{% endif %}
 <title>{{ page.name }} - {{ page.kind }}</title>
 <style>
 :root { color-scheme: light dark;

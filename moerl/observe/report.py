@@ -49,6 +49,7 @@ from moerl.runtime.trace import read_spans
 
 ENGINE_ALONE = "engine tokens/s alone"  # names in the summary of a run
 ENGINE_TRAINING = "engine tokens/s while training"
+RELOAD_S = 20  # of the page of a running run
 MAX_SAMPLES = 40  # rows of the table, spread over the run
 WINDOW_STEPS = 6  # trainer steps in the timeline window
 WINDOW_S = 20.0  # length of the window without a trainer step
@@ -81,8 +82,8 @@ def write_report(
     """Write report.html of a run in any state and return its path.
 
     summary: numbers measured outside the steps, named ENGINE_ALONE and ENGINE_TRAINING. is_running:
-    the run is still training.  Raises RecordError when metrics.jsonl or samples.jsonl is damaged
-    beyond a torn last line.
+    the run is still training, and the page reads itself again.  Raises RecordError when
+    metrics.jsonl or samples.jsonl is damaged beyond a torn last line.
     """
     rows, spans = read_rows(run.metrics), read_spans(run.trace)
     samples, loads = read_lines(run.samples), read_lines(run.expert_load)
@@ -96,6 +97,7 @@ def write_report(
         name=run.root.name,
         state=_state(num_done, num_steps, is_running),
         good=is_running or num_done >= num_steps,
+        reload_s=RELOAD_S if is_running else 0,
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[

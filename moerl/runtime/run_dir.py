@@ -42,6 +42,8 @@ class RunDir:
     root: Path
 
     config = _Below("config.yaml")
+    # seed, task and algorithm of the last start, which a resume must share
+    identity = _Below("identity.json")
     metrics = _Below("metrics.jsonl")
     # sample rollouts with text and reward, one JSON object each, for the report
     samples = _Below("samples.jsonl")
@@ -59,6 +61,7 @@ class RunDir:
     served_adapter = _Below("adapter", "sglang")  # the same for SGLang's loader
     logs = _Below("logs")
     trace = _Below("trace")
+    tensorboard = _Below("tensorboard")
     perfetto = _Below("trace.json")  # the spans of `trace`, for Perfetto and chrome://tracing
     # requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)
     control_api = _Below("control")
@@ -215,6 +218,11 @@ class Endpoints:
         atomic_write(
             self.folder / "controller.json", json.dumps({"controller": controller, "start": start})
         )
+
+    def post_metrics(self, url: str, token: str) -> None:
+        """Where Prometheus finds the run's metrics."""
+        self._secret("token", token)
+        atomic_write(self.folder / "metrics.json", json.dumps({"url": url}))
 
     def close(self) -> None:
         """The controller is not listening; trainer nodes wait for the next opening, or end."""

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.runtime.disk_wait import DiskPatience
 from moerl.trainer.hf_io.adapter_files import (
     gather_factors,
     note_base,
@@ -27,20 +28,27 @@ def save_live_adapters(
     base: Path,
     *,
     served: Path | None = None,
+    patience: DiskPatience = DiskPatience(),
 ) -> None:
     """Gather the factors of all ranks and write them; collective.
 
-    base: folder of W0.  served: folder that SGLang opens, too.
+    base: folder of W0.  served: folder that SGLang opens, too.  patience: for room on the disk.
+    Raises NonRetryableError on the rank that could not write.
     """
     held, sizes, spec = model.factors(), parallel.sizes, model.spec
     factors = gather_factors(held, spec, lora, sizes, parallel.control)
     if factors is None:
         return
-    save_adapter(folder, factors, spec, lora, str(base))
-    note_base(folder, base)
-    if served is None:
-        return
-    if refusal := sglang_refusal(spec, lora):
-        log.warning("%s is not written: %s", served, refusal)
-    else:
-        save_sglang_adapter(served, factors, spec, lora, str(base))
+    gathered = factors
+
+    def write() -> None:
+        save_adapter(folder, gathered, spec, lora, str(base))
+        note_base(folder, base)
+        if served is None:
+            return
+        if refusal := sglang_refusal(spec, lora):
+            log.warning("%s is not written: %s", served, refusal)
+        else:
+            save_sglang_adapter(served, gathered, spec, lora, str(base))
+
+    patience.write(folder, sum(factor.nbytes for factor in gathered.values()), write)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
 from moerl.config.task_mixture import entries_of
-from moerl.core.errors import ConfigError, MoerlError
-from moerl.data.demonstrations import demonstration_plan
+from moerl.core.errors import MoerlError
+from moerl.data.demonstrations import AnswerEnd, demonstration_plan
 from moerl.data.prompt_mixture import PromptMixture
 from moerl.data.tasks import load_tokenizer
 from moerl.records.blob_store import BlobStore
@@ -92,8 +92,7 @@ def _train(config: Config, run: RunDir) -> None:
         model.set_factors(start_factors(config.lora, source))
     learner = Learner(model, ranks, config, BlobStore(run.root / "blobs", "none"))
     tokenizer = load_tokenizer(config.model.path)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("model.path", config.model.path, "its tokenizer has no end token")
+    end = AnswerEnd(tokenizer)
     prompts = PromptMixture(entries_of(config), tokenizer, config.run.seed)
     for step in range(config.run.steps):
         plan = demonstration_plan(
@@ -101,7 +100,7 @@ def _train(config: Config, run: RunDir) -> None:
             config.rollout.groups_per_step,
             prompts,
             lambda text: tokenizer.encode(text, add_special_tokens=False),
-            tokenizer.eos_token_id,
+            end.of,
             dp_size=ranks.dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             pair=learner.pair_cost,

@@ -27,12 +27,19 @@ import torch.distributed as dist
 
 from moerl.config.schema import Config
 from moerl.config.transport_rules import first_group, transport_environment
-from moerl.core.errors import BlobError, MoerlError, TrainerError, cause_of
+from moerl.core.errors import (
+    BlobError,
+    MoerlError,
+    NonRetryableError,
+    TrainerError,
+    cause_of,
+)
 from moerl.core.ids import IdSet
 from moerl.core.messages import (
     Failed,
     Hello,
     Message,
+    Notice,
     Ok,
     Plan,
     Refresh,
@@ -50,6 +57,7 @@ from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.blob_store import BlobStore
 from moerl.records.read_ahead import ReadAhead
 from moerl.records.remote_blobs import cluster_reader
+from moerl.runtime.disk_wait import DiskPatience
 from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
@@ -69,6 +77,7 @@ from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publi
 log = logging.getLogger(__name__)
 
 REPLY_SLACK_S = 30.0  # added to the deadline that the controller gets
+_NOTICE_S = 10.0  # longest wait of a sentence for the controller
 _FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a failing rank for the controller's reply
 
 
@@ -127,8 +136,15 @@ class TrainLoop:
         self.consumed = IdSet()  # ids of the trained groups
         self.saved_step = -1  # step of the newest checkpoint
         self.hf_step = -1  # step of the weights in hf/
+        # half of it, as for the journal: peers and the controller wait no longer
+        self.patience = DiskPatience(config.trainer.step_timeout_s / 2, self._tell)
         self.writer = CheckpointWriter(
-            context.run, config.checkpoint, parallel, self.tracer, context.incarnation
+            context.run,
+            config.checkpoint,
+            parallel,
+            self.tracer,
+            context.incarnation,
+            self.patience,
         )
         self.client: RpcClient | None = None
         self.publisher: WeightPublisher | None = None
@@ -322,7 +338,15 @@ class TrainLoop:
     def _save_adapter(self, folder: Path, served: Path | None = None) -> None:
         if self.model.adapters:
             lora, base = self.config.lora, self.source.path
-            save_live_adapters(folder, self.model, lora, self.parallel, base, served=served)
+            save_live_adapters(
+                folder,
+                self.model,
+                lora,
+                self.parallel,
+                base,
+                served=served,
+                patience=self.patience,
+            )
 
     def save_model(self, folder: Path) -> None:
         """Save the live weights as a model folder; collective."""
@@ -332,7 +356,16 @@ class TrainLoop:
         # merging writes tensors that a publish of W0 to engines with adapters may still read
         self.learner.before_update()
         with self.model.merged():
-            HfShards(lambda: self.model.tensors, held, ranks, self.source.path).save(folder)
+            shards = HfShards(lambda: self.model.tensors, held, ranks, self.source.path)
+            shards.save(folder, self.patience)
+
+    def _tell(self, text: str) -> None:
+        """Show a sentence on the console.  In any thread: sockets belong to one."""
+        log.warning("%s", text)
+        context = self.context
+        client = RpcClient(context.controller, context.keys, timeout_s=_NOTICE_S)
+        with contextlib.closing(client), contextlib.suppress(MoerlError):
+            client.expect(Notice(text), Ok)
 
     def _sent(self) -> dict[str, torch.Tensor]:
         """Tensors of a publish: the live weights and, if configured, the adapter factors."""
@@ -381,7 +414,12 @@ def report_failure(context: RankContext, error: BaseException, job: str) -> None
     """Report the failure of this rank to the controller, if the controller can be reached."""
     blob = error.uri if isinstance(error, BlobError) else ""
     failed = Failed(
-        int(os.environ.get("RANK", "0")), cause_of(error), job, context.incarnation, blob
+        int(os.environ.get("RANK", "0")),
+        cause_of(error),
+        job,
+        context.incarnation,
+        blob,
+        ends_run=isinstance(error, NonRetryableError),
     )
     # A damaged blob would end the next trainer too, so wait until a restarting controller answers.
     limit_s = _DAMAGE_S if blob else _FAREWELL_S
@@ -410,10 +448,20 @@ def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     mine: tuple[int, str] | None = None
     if parallel.is_first:
         found = newest_checkpoint(context.run)
+        if found is None and _has_rows(context.run):
+            raise NonRetryableError(
+                "steps were trained and no checkpoint holds them; to train them again from step 0: "
+                f"moerl train --resume {context.run.root} --from-start"
+            )
         mine = next_incarnation(context.run, resume=True), str(found) if found else ""
     incarnation, checkpoint = broadcast_value(mine, tuple[int, str], parallel.control)
     newest = Path(checkpoint) if checkpoint else None
     return replace(context, incarnation=incarnation, checkpoint=newest)
+
+
+def _has_rows(run: RunDir) -> bool:
+    """Whether a step is finished; the rows of steps that are to be trained again are removed."""
+    return run.metrics.exists() and b"\n" in run.metrics.read_bytes()[: 1 << 20]
 
 
 def bind(config: Config) -> None:

@@ -66,6 +66,8 @@ def test_the_run_goes_on(
             run.wait_for(lambda seen=seen: last_step(run) >= seen)
             time.sleep(pause_s)
             ever |= set(run.members())
+            if "trainer" in victim:  # without a checkpoint its death ends the run
+                run.wait_for(lambda: run.dir.latest_checkpoint() is not None)
             pid = pid_of(run, victim)
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)

@@ -103,7 +103,7 @@ def demonstrations(dp: int, *, step: int = 0) -> BatchPlan:
         BATCH,
         _Demonstrations(),
         lambda text: [int(word) for word in text.split()],
-        EOS,
+        lambda prompt: [EOS],
         dp_size=dp,
         max_tokens_per_microbatch=48,
     )

@@ -27,7 +27,7 @@ STATUS = {"trainer/incarnation": -1.0, "ref_models/start": -1.0}
 
 @functools.cache
 def _config(settings: tuple[str, ...]) -> Config:
-    return load_config("quickstart", ["run.steps=100", *settings])
+    return load_config("quickstart", ["run.steps=100", "observe.report_s=0", *settings])
 
 
 class Clock:
@@ -119,7 +119,7 @@ class ScriptedActors:
         self.controller_answers: dict[str, Any] = {f"engine_{what}": None for what in told}
         self.controller_answers["engines_started"] = None
         self.controller_answers |= {"open": lambda *_: "tcp://c", "pid": 9, "engines": []}
-        self.controller_answers["poll"] = lambda: (STATUS, [], "")
+        self.controller_answers["poll"] = lambda: (STATUS, [], "", [])
         self.longest_wait_s = 0.0
 
     def scorer(self, context: RunContext) -> ScriptedActor:
@@ -272,7 +272,11 @@ class Scene:
         self.supervisor._start()
 
     def running(self) -> Scene:
-        """In the middle of a run: 40 steps were made."""
+        """In the middle of a run: 40 steps were made, and a checkpoint holds 20 of them."""
+        checkpoint = self.run.checkpoint(20)
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "metadata.json").write_text("{}")
+        (checkpoint / "manifest.json").write_text('{"files": {"metadata.json": [2, ""]}}')
         self.start()
         self.step(39)
         return self

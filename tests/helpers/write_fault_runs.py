@@ -32,7 +32,6 @@ from moerl.config import save_config
 from moerl.config.schema import CheckpointConfig, EngineConfig, RolloutConfig
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
-from moerl.controller.journal import write_retry
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
 from moerl.core.ids import IdSet
@@ -42,6 +41,7 @@ from moerl.layout import hf_shapes, model_spec
 from moerl.observe import metrics as metrics_module
 from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
 from moerl.records import BlobStore
+from moerl.runtime import disk_wait
 from moerl.runtime.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
@@ -340,7 +340,7 @@ BEFORE = {"rows": _buffered_rows, "names": _names_only}
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    write_retry.PAUSE_S = 0.005
+    disk_wait.PAUSE_S = 0.005
     torch.set_num_threads(1)
     _, place, every, *before = sys.argv
     if before:

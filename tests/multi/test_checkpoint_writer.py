@@ -9,6 +9,7 @@ import io
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moerl.config.schema import CheckpointConfig
-from moerl.core.errors import ModelError, TrainerError
+from moerl.core.errors import ModelError, NonRetryableError, TrainerError
 from moerl.observe.metrics import MetricsWriter
+from moerl.runtime import disk_wait
+from moerl.runtime.disk_wait import DiskPatience
 from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest
 from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint, checkpoint_writer
@@ -46,10 +49,10 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def _writer(run: RunDir, **config: Any) -> CheckpointWriter:
+def _writer(run: RunDir, disk: DiskPatience = DiskPatience(), **config: Any) -> CheckpointWriter:
     first: Any = SimpleNamespace(is_first=True, timeout=timedelta(seconds=60))
     return CheckpointWriter(
-        run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"), 0
+        run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"), 0, disk
     )
 
 
@@ -129,6 +132,41 @@ def test_a_full_disk_costs_one_checkpoint(run: RunDir, monkeypatch: pytest.Monke
     writer.save(3, _state(torch.ones(1000), 3), {})
     writer.finish()
     assert run.latest_checkpoint() == (3, run.checkpoint(3))
+
+
+def test_a_full_disk_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is written when there is room; the console learns of wait and end."""
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
+    said: list[str] = []
+    gate, writer = _Gate(monkeypatch), _writer(run, DiskPatience(60.0, said.append))
+    gate.open.set()
+    gate.error = OSError(28, "No space left on device")
+    writer.save(2, _state(torch.ones(1000), 2), {})
+    while not said:
+        time.sleep(0.01)
+    assert not run.checkpoint(2).exists()
+    gate.error = None
+    writer.finish()
+    assert _load(run, 2)[0].unique().tolist() == [1.0]
+    assert f"{run.checkpoint(2)} needs 4,000 bytes and its disk has " in said[0]
+    assert said[1].startswith("the checkpoint of step 2: written after ")
+    assert writer.metrics()["checkpoint/failed"] == 0.0
+
+
+def test_a_disk_that_stays_full_ends_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
+    said: list[str] = []
+    gate, writer = _Gate(monkeypatch), _writer(run, DiskPatience(0.1, said.append))
+    gate.open.set()
+    gate.error = OSError(5, "Input/output error")
+    writer.save(2, _state(torch.ones(1000), 2), {})
+    writer.wait()
+    assert "was not written: OSError: [Errno 5]" in said[0], "control: another fault waits not"
+    gate.error = OSError(28, "No space left on device")
+    writer.save(4, _state(torch.ones(1000), 4), {})
+    with pytest.raises(NonRetryableError, match="No space left"):
+        writer.save(6, _state(torch.ones(1000), 6), {})
+    assert "waits for room" in said[1]
 
 
 def test_a_state_is_planned_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

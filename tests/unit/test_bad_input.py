@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from moerl.controller.controller import Controller
-from moerl.controller.journal import write_retry
+from moerl.controller.journal.write_retry import WriteRetry
 from moerl.core.errors import BlobError, ProtocolError, RecordError, ScoreError
 from moerl.core.messages import TakePlan
 from moerl.core.types import (
@@ -30,6 +30,7 @@ from moerl.core.types import (
     Segment,
 )
 from moerl.records import BlobStore
+from moerl.runtime import disk_wait
 from tests.helpers.controllers import CONFIG, StubScorer, hello, make, running, train
 from tests.helpers.stub_engine import StubEngine
 
@@ -210,19 +211,19 @@ def fill_after_hello(controller: Controller) -> Callable[[], None]:
 def test_a_journal_without_room_admits_nothing_until_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_retry, "PAUSE_S", 0.01)
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
 
     async def body() -> None:
         controller, reports = make(tmp_path, StubEngine())
         make_room = fill_after_hello(controller)
-        failed = write_retry.WriteRetry.failed
+        failed = WriteRetry.failed
 
         def seen(*args) -> None:
             assert not controller.context.buffer.num_ready
             failed(*args)
             make_room()
 
-        monkeypatch.setattr(write_retry.WriteRetry, "failed", seen)
+        monkeypatch.setattr(WriteRetry, "failed", seen)
         assert trained_once(await running(controller, train(controller, 4)))
         assert sum(r.metrics["journal/failed_writes"] for r in reports) >= 1
 

@@ -46,6 +46,29 @@ from tests.helpers.fake_clock import run_with_fake_clock
 from tests.helpers.stub_engine import StubEngine, always
 
 
+@pytest.mark.parametrize("ends_run", [True, False])
+def test_a_fault_that_a_restart_would_meet_again_ends_the_run(
+    tmp_path: Path, ends_run: bool
+) -> None:
+    async def body() -> str:
+        controller, _ = make(tmp_path, StubEngine())
+
+        async def work() -> str:
+            failed = Failed(0, "the gradient norm is inf", incarnation=0, ends_run=ends_run)
+            assert await controller.handle(hello(PolicyVersion(0, 0))) == Ok()
+            assert await controller.handle(failed) == Ok()
+            await asyncio.sleep(0.2)
+            return "the trainer is started again"
+
+        return str(await running(controller, work()))
+
+    if ends_run:
+        with pytest.raises(TrainerError, match="the gradient norm is inf"):
+            asyncio.run(body())
+    else:
+        assert asyncio.run(body()) == "the trainer is started again"
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
     async def body() -> None:
         engine = StubEngine()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from moerl.controller.controller import Controller
-from moerl.controller.journal import write_retry
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
 from moerl.core.errors import EngineError, JournalError, ProtocolError
@@ -22,6 +21,7 @@ from moerl.core.messages import (
     VerifyUpdate,
 )
 from moerl.core.types import PolicyVersion
+from moerl.runtime import disk_wait
 from tests.helpers.controllers import hello, make, publish, running, successor, train
 from tests.helpers.stub_engine import StubEngine
 
@@ -220,7 +220,7 @@ def test_a_full_disk_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     """Nothing is given out before its row is written; then the run goes on as if nothing was."""
-    monkeypatch.setattr(write_retry, "PAUSE_S", 0.01)
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
     full: dict[str, int] = {}  # failures so far, by what is written
 
     def refused(*args: object) -> bool:

@@ -10,11 +10,13 @@ from moerl.algorithms.advantages import plan_advantages
 from moerl.algorithms.aggregation import plan_weights
 from moerl.config.checks import check
 from moerl.config.load import load_config
-from moerl.config.schema import AlgorithmConfig, Config
+from moerl.config.schema import AlgorithmConfig, Config, TinyModel
 from moerl.core.errors import ConfigError
 from moerl.core.types import BatchPlan, Prompt
-from moerl.data.demonstrations import demonstration_plan
+from moerl.data.demonstrations import AnswerEnd, demonstration_plan
 from moerl.data.packing import LossInputs, pack_microbatch
+from moerl.data.tasks import load_tokenizer
+from moerl.data.tiny_model import make_tiny_model
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.sft import supervised
 
@@ -35,7 +37,7 @@ def _plan(step: int, prompts: Stream) -> BatchPlan:
         3,
         prompts,
         lambda text: [ord(c) for c in text],
-        EOS,
+        lambda prompt: [EOS],
         dp_size=1,
         max_tokens_per_microbatch=64,
     )
@@ -78,3 +80,37 @@ def test_a_recipe_whose_teacher_has_ranks_of_its_own_can_be_warmed_up() -> None:
     own = load_config("on-policy-distillation", ["ref_models.placement=separate"])
     check(supervised(own), starts=False)
     assert supervised(own).ref_models.placement == "trainer"
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "ends"),
+    [
+        (CHATML, "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", ["<|im_end|>"]),
+        (CHATML, "x", ["<eos>"]),  # a prompt without the template
+        (PLAIN, "user: x\nassistant: ", ["<eos>"]),  # it writes no token that ends a turn
+        ("{{ raise_exception('no') }}", "x", ["<eos>"]),
+        (None, "x", ["<eos>"]),
+    ],
+)
+def test_an_answer_ends_as_the_template_ends_a_turn(
+    template: str | None, prompt: str, ends: list[str], tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "model", TinyModel(enabled=True), 0)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    found = AnswerEnd(tokenizer).of(Prompt(0, (1,), prompt, "a", {}))
+    assert tokenizer.convert_ids_to_tokens(list(found)) == ends
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end token"):
+        AnswerEnd(tokenizer)

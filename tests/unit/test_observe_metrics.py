@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,11 @@ from moerl.observe import metrics
 from moerl.observe.metrics import (
     MetricsWriter,
     SampleWriter,
-    TensorBoardSink,
     newest_row,
-    open_sinks,
     read_lines,
     read_rows,
 )
+from moerl.observe.sinks import TensorBoardSink, forget_sinks, open_sinks
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.documented_metrics import undocumented
 
@@ -187,6 +187,7 @@ def test_sinks_are_off_by_default(tmp_path: Path) -> None:
     [
         (ObserveConfig(tensorboard=True), "tensorboard.summary", "observe.tensorboard"),
         (ObserveConfig(wandb_project="p"), "wandb", "observe.wandb_project"),
+        (ObserveConfig(trackio_project="p"), "trackio", "observe.trackio_project"),
     ],
 )
 def test_missing_sink_package_is_named(
@@ -201,19 +202,83 @@ def test_missing_sink_package_is_named(
         open_sinks(RunDir(tmp_path), Config(observe=observe))
 
 
+def fake_tracker() -> tuple[list[tuple[object, ...]], Any]:
+    """(calls, a module with the calls that W&B and trackio share)."""
+    calls: list[tuple[object, ...]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append(("end",)),
+    )
+    return calls, SimpleNamespace(
+        Settings=lambda **settings: settings,
+        init=lambda **given: calls.append((given["project"], given["name"])) or run,
+    )
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_goes_on_and_loses_the_steps_that_are_trained_again(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, fake = fake_tracker()
+    monkeypatch.setitem(sys.modules, package, fake)
+    observe: dict[str, Any] = {f"{package}_project": "p"}
+    run, config = RunDir(tmp_path / "r1"), Config(observe=ObserveConfig(**observe))
+    run.root.mkdir()
+
+    def start() -> MetricsWriter:
+        return MetricsWriter(run.metrics, open_sinks(run, config))
+
+    first = start()
+    for step in range(3):
+        first.write(step, "0.1", {"x": float(step)})
+    calls.clear()
+    again = start()  # as after a kill
+    again.rewind(3)
+    again.write(3, "1.4", {"x": 3.0})
+    assert calls == [("p", "r1"), (3, {"x": 3.0})], "nothing is lost: the same run goes on"
+    calls.clear()
+    again.rewind(1)
+    again.write(1, "2.2", {"x": 9.0})
+    assert calls == [("end",), ("p", "r1-2"), (0, {"x": 0.0}), (1, {"x": 9.0})]
+    calls.clear()
+    start()
+    assert calls == [("p", "r1-2")]
+    forget_sinks(run)
+    start()
+    assert calls[1:] == [("p", "r1")]
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def start() -> MetricsWriter:
+        return MetricsWriter(tmp_path / "m.jsonl", [TensorBoardSink(tmp_path / "tb")])
+
+    def curve() -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "tb"))
+        events.Reload()
+        return [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("x")]
+
+    first = start()
+    for step in range(5):
+        first.write(step, "0.1", {"x": float(step)})
+    first.close()
+    again = start()
+    again.write(5, "0.6", {"x": 5.0})
+    assert curve() == [(step, float(step)) for step in range(6)], "control: nothing was cut"
+    again.rewind(3)
+    for step in (3, 4):
+        again.write(step, "1.4", {"x": 10.0 + step})
+    again.close()
+    assert curve() == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]
+
+
 def test_sinks_get_the_finite_values_of_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    responses: list[tuple[object, ...]] = []
-    run = SimpleNamespace(
-        log=lambda values, step: responses.append((step, values)),
-        finish=lambda: responses.append(("end",)),
-    )
-    fake = SimpleNamespace(
-        Settings=lambda **settings: settings,
-        init=lambda **given: responses.append((given["project"], given["name"])) or run,
-    )
+    responses, fake = fake_tracker()
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    (tmp_path / "r1").mkdir()
     sinks = open_sinks(RunDir(tmp_path / "r1"), Config(observe=ObserveConfig(wandb_project="p")))
     writer = MetricsWriter(tmp_path / "m.jsonl", sinks)
     writer.write(4, "0.5", {"x": 1.0, "y": float("nan")})

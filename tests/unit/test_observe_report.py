@@ -219,9 +219,10 @@ def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
         "7.0.t1 policy; continues 7.0.t0; version 0.1, 0.2; 4 tokens; trained",
         "7.0.t2 judge; not trained: other model",
         "context, 2 tokens, not trained ask",
-        "turn 1, version 0.1, 3 tokens, trained; ended: stop one",
+        "turn 1, version 0.1, 3 tokens, trained; lag 0; ended: stop one",
         "row 2 has the first 5 tokens of row 1; context, 2 tokens, not trained",
-        "turn 2, version 0.1, 3 tokens, trained; the history was rewritten two",
+        "turn 2, version 0.1, 3 tokens, trained; lag 0; the history was rewritten two",
+        "turn 2, version 0.2, 1 tokens, trained; lag -1; after an update of the weights",
         "after an update of the weights; on the KV cache of older weights; ended: - late",
     ):
         assert shown in text
@@ -247,6 +248,25 @@ def test_hostile_episodes_are_shown_and_never_markup(run: RunDir) -> None:
     assert "img" not in page.tags
     assert page.text.count("<script>alert('x')</script>") >= 2 * 4 + 2 + 3
     assert "{{ 7 * 7 }}" in page.text
+
+
+def test_the_tokens_of_a_single_answer_are_shown_with_their_lag(run: RunDir) -> None:
+    fill(run, 2)
+    answer = turn("one")
+    answer["pieces"] = [{"version": v, "tokens": 3, "text": "x"} for v in ("0.1", "2.4")]
+    run.samples.write_text(json.dumps({"step": 5, "turns": [answer]}) + "\n")
+    text = " ".join(Page(report(run)).text.split())
+    assert "turn 1, version 0.1, 3 tokens, trained; lag 4; ended" not in text
+    assert "turn 1, version 0.1, 3 tokens, trained; lag 4 x" in text
+    assert "version 2.4, 3 tokens, trained; lag 1; after an update of the weights" in text
+
+
+def test_the_page_of_a_running_run_reads_itself_again(run: RunDir) -> None:
+    fill(run, 2)
+    config = Config()
+    running = write_report(run, config, is_running=True).read_text()
+    assert '<meta http-equiv="refresh" content="20">' in running
+    assert 'http-equiv="refresh' not in write_report(run, config).read_text(), "control: its end"
 
 
 def test_many_episodes_are_spread_over_the_run(run: RunDir) -> None:

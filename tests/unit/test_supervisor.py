@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from moerl.launch.nodes.control_api import ControlApi
 from moerl.launch.supervision import actors as actors_module
 from moerl.launch.supervision import supervisor_context, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
+from moerl.launch.supervision.live_report import LiveReport
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout
 from moerl.runtime.process_tree import Interrupted
 from moerl.runtime.run_dir import RunDir
@@ -524,3 +526,58 @@ def test_a_trainer_waits_for_room_for_its_number(
     assert any("state.json cannot be written" in event for event in scene.panel.events)
     assert scene.supervisor.run_context.incarnation == 7
     assert not answers
+
+
+# --- faults that a restart would meet again -------------------------------------------------------
+def test_no_run_begins_again_from_step_0_by_itself(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    shutil.rmtree(scene.run.checkpoints)
+    scene.trainer.code = 1
+    with pytest.raises(TrainerError, match=r"no checkpoint holds the \d+ steps .* --from-start"):
+        scene.go_on(3.0)
+    fallen = Scene(tmp_path / "fallen", "cluster=hosts").running()
+    shutil.rmtree(fallen.run.checkpoints)
+    with pytest.raises(TrainerError, match="--from-start"):
+        fallen.supervisor.trainer._fell("trainer rank 0: no memory")
+
+
+def test_notices_of_the_trainer_are_shown(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    answer = ({"trainer/incarnation": -1.0, "ref_models/start": -1.0}, [], "", ["hf/ waits"])
+    scene.supervisor.trainer.hear(answer)
+    assert "hf/ waits" in scene.panel.events
+
+
+# --- the page of a running run --------------------------------------------------------------------
+def test_the_report_follows_the_run(tmp_path: Path) -> None:
+    begun: list[tuple[float, list[str]]] = []
+    scene = Scene(tmp_path, "observe.report_s=60")
+    writer = SimpleNamespace(poll=lambda: None)
+
+    def start(command: list[str]) -> Any:
+        begun.append((scene.clock(), command))
+        return writer
+
+    scene.supervisor._report = LiveReport(scene.supervisor._context, start)
+    scene.start()
+    scene.go_on(100.0)
+    assert begun == [], "there is no step to show"
+    scene.step(39)
+    first = scene.clock()
+    scene.go_on(100.0)
+    assert len(begun) == 1, "one at a time"
+    assert 14.0 < begun[0][0] - first < 20.0
+    assert begun[0][1][1:] == ["-m", "moerl", "report", str(scene.run.root)]
+    writer.poll = lambda: 0
+    scene.go_on(1.0)
+    assert sum("follows the run" in event for event in scene.panel.events) == 1
+    scene.go_on(3000.0, lambda: len(begun) == 2)
+    assert begun[1][0] - begun[0][0] > 5 * 80.0, "it took 80 s or more"
+    scene.go_on(200.0)
+    assert len(begun) in (4, 5, 6)
+    assert sum("follows the run" in event for event in scene.panel.events) == 1
+    silent = Scene(tmp_path / "off").running()
+    silent.supervisor._report = LiveReport(silent.supervisor._context, start)
+    scene.supervisor, count = silent.supervisor, len(begun)
+    silent.go_on(300.0)
+    assert len(begun) == count, "control: observe.report_s=0"

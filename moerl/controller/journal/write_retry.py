@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 from moerl.controller.step_metrics import StepMetrics
 from moerl.core.errors import JournalError
+from moerl.runtime import disk_wait
+from moerl.runtime.disk_wait import DiskPatience, shortage
 
 log = logging.getLogger(__name__)
-
-PAUSE_S = 1.0
 
 
 class WriteRetry:
@@ -32,15 +32,22 @@ class WriteRetry:
         Other messages are handled during a pause, so `write` itself raises when it is no longer
         wanted.  Raises the last OSError or JournalError after limit_s.
         """
-        deadline = time.monotonic() + limit_s
+        wait = DiskPatience(limit_s, self._step_metrics.notices.append).begin(what)
         while True:
             try:
-                return write()
+                write()
             except (OSError, JournalError) as error:
                 self.failed(what, error)
-                if time.monotonic() > deadline:
+                if not wait.again(self._why(error)):
                     raise
-            await asyncio.sleep(PAUSE_S)
+            else:
+                return wait.done()
+            await asyncio.sleep(disk_wait.PAUSE_S)
+
+    def _why(self, error: Exception) -> str:
+        """The error, with the room on its disk where it names a file."""
+        name = getattr(error, "filename", None)
+        return f"{error}; {shortage(Path(name), 1)}" if isinstance(name, str) else str(error)
 
     def failed(self, what: str, error: Exception) -> None:
         """Log and count a write that will be repeated."""

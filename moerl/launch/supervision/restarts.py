@@ -49,6 +49,11 @@ class Restarts:
         self._restarted: dict[str, float] = {}  # unix time when its restart began
 
     @property
+    def has_steps(self) -> bool:
+        """Whether this start has finished a step, as far as is known."""
+        return self._steps > 0
+
+    @property
     def restarts_at_all(self) -> bool:
         """False while any failure ends the run."""
         return self._steps > 0 and self._config.max_restarts > 0
@@ -64,6 +69,11 @@ class Restarts:
             raise error
         self.schedule(name, error, restart)
 
+    def steps_made(self) -> int:
+        """Steps of the run that this start has finished."""
+        self.made(self._steps_made())
+        return self._steps
+
     def made(self, steps: int) -> None:
         """So many steps of the run are finished; a new one forgives the deaths that led to it."""
         if steps > self._steps:
@@ -75,7 +85,7 @@ class Restarts:
 
         The controller may have died after it stored a step and before a poll.
         """
-        self.made(self._steps_made())
+        self.steps_made()
         self._deaths[name].append(self._clock())
         self._restarts[name] += self.restarts_at_all
         self._down.setdefault(name, died_at or time.time())

@@ -39,6 +39,7 @@ from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.engine_supervisor import EngineSupervisor
+from moerl.launch.supervision.live_report import LiveReport, start_nice
 from moerl.launch.supervision.restarts import Restarts
 from moerl.launch.supervision.supervisor_context import (
     POLL_S,
@@ -76,6 +77,7 @@ class Supervisor:
         )
         self.engines = EngineSupervisor(self._context, run_context, self.controller)
         self.trainer = TrainerSupervisor(self._context, run_context, self.controller)
+        self._report = LiveReport(self._context, start_nice)
         self._daemons = RayDaemons()
         self._orphans = Orphans()
         self._scorer: Any = None
@@ -159,6 +161,7 @@ class Supervisor:
         self._context.restarts.run_due()
         self.controller.poll(self.trainer.hear)
         self.trainer.check_clock()
+        self._report.poll(self._context.restarts.has_steps)
 
     def _ping_scorer(self) -> None:
         """For its pid: waiting for a score has a deadline."""

@@ -88,12 +88,23 @@ class TrainerSupervisor:
         if self._controller.is_up and now - self._ended_at < _CAUSE_S:
             return  # it may have sent its cause to the controller, whose watch raises it
         self._ended_at = None
-        died_at = self._ranks.rank_died
-        restarts.restart("trainer", self._ranks.bury(code), self._start_again, died_at)
+        died_at, error = self._ranks.rank_died, self._ranks.bury(code)
+        self._refuse_step_0(error)
+        restarts.restart("trainer", error, self._start_again, died_at)
+
+    def _refuse_step_0(self, error: TrainerError) -> None:
+        """Raises TrainerError where a restart would train all steps of this start again."""
+        restarts, run = self._context.restarts, self.run_context.run
+        if (steps := restarts.steps_made()) and newest_checkpoint(run) is None:
+            raise TrainerError(
+                f"{error}; no checkpoint holds the {steps} steps that were trained. To train them "
+                f"again from step 0: moerl train --resume {run.root} --from-start"
+            )
 
     def _fell(self, cause: str) -> None:
         """Nodes restart their own ranks; this enforces max_restarts."""
         error = TrainerError(cause)
+        self._refuse_step_0(error)
         if self._context.restarts.died("trainer", error):
             raise error
         self._context.restarts.began("trainer")
@@ -127,8 +138,12 @@ class TrainerSupervisor:
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
-        """Take status, new rows and failure of the trainer from an answer of the controller."""
-        status, rows, failure = polled
+        """Take status, new rows, the trainer's failure and notices from an answer of the
+        controller.
+        """
+        status, rows, failure, notices = polled
+        for notice in notices:
+            self._context.say(notice)
         self._context.console.status(status)
         if failure and not self._context.is_local and self._ranks.fell():
             self._fell(failure)

@@ -3,8 +3,9 @@
 `save` stops training only while the state is planned and copied to buffers in host memory, which
 are kept between checkpoints.  A thread of each rank then writes its own file; rank 0's joins the
 results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
-crash or a failed write (a full disk) leaves a hidden folder, which the next writer removes, and
-older checkpoints unchanged; failed writes are counted.
+crash or a failed write leaves a hidden folder, which the next writer removes, and older checkpoints
+unchanged; failed writes are counted and told.  On a full disk the copy is written again until there
+is room; the next checkpoint waits for it, and after the limit the run ends.
 
 Megatron's own writers fork the trainer, with its sockets, threads and CUDA context, and pass
 results through a manager process; torch's need a process group that training uses as well.  So this
@@ -52,8 +53,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.config.schema import CheckpointConfig
 from moerl.core.atomic import atomic_write
-from moerl.core.errors import TrainerError, cause_of
+from moerl.core.errors import NonRetryableError, cause_of
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
+from moerl.runtime import disk_wait
+from moerl.runtime.disk_wait import DiskPatience, DiskWait
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, Sums
@@ -81,11 +84,14 @@ class CheckpointWriter:
         parallel: Parallel,
         tracer: Tracer,
         incarnation: int,
+        patience: DiskPatience = DiskPatience(),
     ) -> None:
         """Write nothing yet.
 
-        incarnation: of this trainer; a replaced trainer publishes no checkpoint.
+        incarnation: of this trainer; a replaced trainer publishes no checkpoint.  patience: for
+        room on the disk; its `tell` is called in another thread.
         """
+        self._patience = patience
         self._store = CheckpointStore(run, config, incarnation)
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
@@ -93,6 +99,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._ended: dict[str, float] = {}  # metrics of the last finished write
         self._error = ""  # error of that write
+        self._found_no_room = False  # it waited for room until the limit
         self._failed = 0
         self._plan: _Plan | None = None  # of the last checkpoint
         if parallel.is_first:
@@ -102,17 +109,13 @@ class CheckpointWriter:
         """Copy `state` (Megatron's sharded form) and start to write it; it may change afterwards.
 
         manifest: readable without torch (`moerl.runtime.run_dir.read_manifest`).  Waits for the
-        previous checkpoint.
+        previous checkpoint.  Raises NonRetryableError when that one found no room.
         """
         self.wait()
-        begin, failed = time.time(), ""
-        hidden = self._store.hidden(step)
-        if self._parallel.is_first:
-            try:
-                shutil.rmtree(hidden, ignore_errors=True)
-                hidden.mkdir(parents=True)
-            except OSError as error:  # the other ranks learn it when the write ends
-                failed = cause_of(error)
+        if self._found_no_room:
+            raise NonRetryableError(f"a checkpoint was not written: {self._error}")
+        begin, hidden = time.time(), self._store.hidden(step)
+        failed = self._make_folder(step)
         dist.barrier(self._group)
         strategy = _StateCopy(self._group, self._buffers, self._plan)
         self._plan = strategy.copy_from(state, hidden)
@@ -125,6 +128,20 @@ class CheckpointWriter:
             daemon=True,  # a rank that dies does not wait for it
         )
         self._thread.start()
+
+    def _make_folder(self, step: int) -> str:
+        """Make the hidden folder, on the first rank; why that failed, or an empty string.
+
+        The other ranks learn it when the write ends.
+        """
+        if self._parallel.is_first:
+            hidden = self._store.hidden(step)
+            try:
+                shutil.rmtree(hidden, ignore_errors=True)
+                hidden.mkdir(parents=True)
+            except OSError as error:
+                return cause_of(error)
+        return ""
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -140,12 +157,12 @@ class CheckpointWriter:
         return ended
 
     def finish(self) -> None:
-        """Wait; raises TrainerError when the last checkpoint could not be written."""
+        """Wait; raises NonRetryableError when the last checkpoint could not be written."""
         self.wait()
         if self._parallel.is_first:
             self._store.rank()
         if self._error:
-            raise TrainerError(f"the last checkpoint was not written: {self._error}")
+            raise NonRetryableError(f"the last checkpoint was not written: {self._error}")
 
     def _write(
         self, step: int, strategy: _StateCopy, manifest: dict[str, Any], pause: float, failed: str
@@ -154,18 +171,19 @@ class CheckpointWriter:
 
         failed: why the folder does not exist; "" if it does.
         """
-        begin = time.time()
-        results: list[WriteResult] | str
-        try:
-            results = failed or strategy.writer.write()
-        except Exception as error:  # torch wraps the error of a full disk in types of its own
-            log.exception("the checkpoint of step %d", step)
-            results = cause_of(error)
-        try:
-            self._error = self._commit(step, strategy, manifest, results)
-        except Exception as error:  # a peer is gone: the trainer ends, the older checkpoint stays
-            log.exception("the checkpoint of step %d", step)
-            self._error = cause_of(error)
+        begin, wait = time.time(), self._patience.begin(f"the checkpoint of step {step}")
+        while True:
+            results = failed or self._write_part(step, strategy)
+            try:
+                verdict = self._commit(step, strategy, manifest, results, wait)
+            except Exception as error:  # a peer is gone: the trainer ends, older checkpoints stay
+                log.exception("the checkpoint of step %d", step)
+                verdict = _Verdict(cause_of(error))
+            if not verdict.again:
+                break
+            failed = ""
+        self._error = verdict.cause
+        self._found_no_room = verdict.is_full and self._patience.limit_s > 0
         end = time.time()
         self._tracer.add("checkpoint write", begin, end, step=step)
         self._failed += bool(self._error)
@@ -175,7 +193,20 @@ class CheckpointWriter:
             "checkpoint/failed": float(self._failed),
         }
         if self._error:
-            log.error("the checkpoint of step %d was not written: %s", step, self._error)
+            self._say(f"the checkpoint of step {step} was not written: {self._error}")
+
+    def _say(self, text: str) -> None:
+        log.error("%s", text)
+        if self._parallel.is_first:
+            self._patience.tell(text)
+
+    def _write_part(self, step: int, strategy: _StateCopy) -> list[WriteResult] | str:
+        """Write this rank's file; why it could not, as text."""
+        try:
+            return strategy.writer.write()
+        except Exception as error:  # torch wraps the error of a full disk in types of its own
+            log.exception("the checkpoint of step %d", step)
+            return cause_of(error)
 
     def _commit(
         self,
@@ -183,34 +214,62 @@ class CheckpointWriter:
         strategy: _StateCopy,
         manifest: dict[str, Any],
         results: list[WriteResult] | str,
-    ) -> str:
-        """Join the files of all ranks; returns why no checkpoint was made, or an empty string."""
+        wait: DiskWait,
+    ) -> _Verdict:
+        """Join the files of all ranks; the first rank decides whether all write again."""
         outcome = (
             (results, []) if isinstance(results, str) else ("", list(map(_WrittenItem.of, results)))
         )
-        mine = (*outcome, strategy.writer.sums)
-        every = all_gather_values(mine, tuple[str, list[_WrittenItem], Sums], self._group)
-        verdict = next((cause for cause, _, _ in every if cause), "")
+        mine = (*outcome, strategy.writer.sums, strategy.writer.num_bytes)
+        every = all_gather_values(mine, tuple[str, list[_WrittenItem], Sums, int], self._group)
+        cause = next((cause for cause, *_ in every if cause), "")
+        verdict = _Verdict(cause)
         if self._parallel.is_first:
             try:
-                if not verdict:
+                if not cause:
                     assert strategy.metadata is not None, "rank 0 has the plan of all"
                     common = self._store.hidden(step) / COMMON_STATE_FNAME
                     atomic_write(common, strategy.common, sync=True)
                     strategy.writer.finish(
                         strategy.metadata,
-                        [[item.result() for item in items] for _, items, _ in every],
+                        [[item.result() for item in items] for _, items, *_ in every],
                     )
                     hidden = str(self._store.hidden(step))
                     save_config(CheckpointingConfig(BACKEND, FORMAT), hidden)
-                    known = {name: found for _, _, sums in every for name, found in sums.items()}
+                    known = {n: found for _, _, sums, _ in every for n, found in sums.items()}
                     self._store.publish(step, manifest, known)
             except Exception as error:  # on any error: the other ranks wait for the result
                 log.exception("the checkpoint of step %d", step)
-                verdict = cause_of(error)
-            if verdict:
-                shutil.rmtree(self._store.hidden(step), ignore_errors=True)
-        return broadcast_value(verdict, str, self._group)
+                cause = cause_of(error)
+            verdict = self._judge(step, cause, sum(size for *_, size in every), wait)
+        return broadcast_value(verdict, _Verdict, self._group)
+
+    def _judge(self, step: int, cause: str, wanted: int, wait: DiskWait) -> _Verdict:
+        """Remove a failed checkpoint; on a full disk, wait for room and make its folder anew.
+
+        wanted: bytes of all ranks.
+        """
+        if not cause:
+            wait.done()
+            return _Verdict()
+        shutil.rmtree(self._store.hidden(step), ignore_errors=True)
+        target = self._store.run.checkpoint(step)
+        if not disk_wait.is_full(cause, target, wanted):
+            return _Verdict(cause)
+        again = wait.for_room(target, wanted, cause)
+        if again:
+            self._make_folder(step)
+        cause = f"{disk_wait.shortage(target, wanted)} ({cause})"
+        return _Verdict(cause, is_full=True, again=again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """End of one attempt, equal on all ranks."""
+
+    cause: str = ""  # why no checkpoint was made
+    is_full: bool = False  # for want of room
+    again: bool = False  # all ranks write again
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +370,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
         self._copied: list[tuple[WriteItem, Any]] = []
         self._name = ""
         self.sums: Sums = {}  # of the file that `write` wrote
+        self.num_bytes = 0  # of the copied tensors
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged: the folder exists, or its disk is full."""
@@ -325,6 +385,7 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
         for index, tensor in live.items():
             self._buffers[index].copy_(tensor, non_blocking=True)
         self._copied = [(item, self._buffers.get(item.index, data)) for item, data in found]
+        self.num_bytes = sum(tensor.nbytes for tensor in self._buffers.values())
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 

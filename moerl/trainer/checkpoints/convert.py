@@ -55,7 +55,7 @@ from moerl.trainer.checkpoints.stored_names import (
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import (
     assemble,
-    copy_tokenizer,
+    copy_small_files,
     file_form,
     file_parts,
     pinned,
@@ -120,7 +120,7 @@ def convert_to_megatron(
     files = {f"__{i}_0.distcp": held for i, held in enumerate(parts)}
 
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
-        copy_tokenizer(source.path, folder)
+        copy_small_files(source.path, folder)
         dtypes = _hf_dtypes(source, dtype)
         write_json(folder / "config.json", saved_config(source.config, source.spec, dtypes))
         _finish_checkpoint(folder, files, written)
@@ -168,7 +168,7 @@ def convert_to_hf(
     def finish(folder: Path, _written: Mapping[str, Written]) -> None:
         write_index(folder, shards, sum(nbytes.values()))
         write_json(folder / "config.json", saved_config(source.config, source.spec, dtypes))
-        copy_tokenizer(source.model, folder)
+        copy_small_files(source.model, folder)
 
     plans = {file: partial(plan, names) for file, names in shards.items()}
     write_output(Output(Path(target).absolute(), plans, finish, replace), ranks, progress)

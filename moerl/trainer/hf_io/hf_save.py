@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,16 +28,18 @@ from moerl.layout import (
 )
 from moerl.trainer.hf_io.hf_folder import FILL_BYTES, INDEX_FILE, SINGLE_FILE
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
-TOKENIZER_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
+SMALL_BYTES = 128 * 2**20  # a tokenizer.json has tens of MiB
+# Weights, which are written anew, and files that describe the weights of the source alone
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
+    *("*.index.json", "config.json"),
+    *("*.distcp", "metadata.json", "manifest.json", "common.pt*"),  # of a checkpoint
 )
+_OF_SOURCE = ("*quant*_config.json", "adapter_config.json")
+_SUBFOLDERS = ("additional_chat_templates",)  # of transformers
 
 
 class FileTensor(NamedTuple):
@@ -115,11 +118,27 @@ def with_dtype(config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict
     return plain | dict.fromkeys(keys, dtype)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy everything in a model folder apart from config and weights."""
-    for pattern in TOKENIZER_FILES:
-        for path in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(path, target / path.name)
+def copy_small_files(source: Path, target: Path) -> list[str]:
+    """Copy licence, tokenizer, preprocessor and all other small files that are no weights.
+
+    Returns the names of files and folders that were left out, weights apart.  Raises OSError.
+    """
+    left_out = []
+    for path in sorted(source.iterdir()):
+        if path.name.startswith(".") or any(map(path.match, _WEIGHTS)):
+            continue
+        if path.is_dir() and path.name in _SUBFOLDERS:
+            shutil.copytree(path, target / path.name, copy_function=shutil.copyfile)
+        elif path.is_dir() or any(map(path.match, _OF_SOURCE)):
+            left_out.append(f"{path.name}/" if path.is_dir() else path.name)
+        elif path.is_file():
+            if path.stat().st_size > SMALL_BYTES:
+                left_out.append(path.name)
+            else:
+                shutil.copyfile(path, target / path.name)
+    if left_out:
+        log.warning("%s: left out of the model folder: %s", source, ", ".join(left_out))
+    return left_out
 
 
 def file_parts(items: Iterable[T], size: Callable[[T], int], max_bytes: int) -> list[list[T]]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema import ParallelConfig
-from moerl.core.errors import LayoutError, ModelError, TrainerError, cause_of
+from moerl.core.errors import LayoutError, ModelError, NonRetryableError, cause_of
 from moerl.core.json_files import read_json
 from moerl.distributed.object_collectives import all_gather_values, broadcast_value
 from moerl.layout import (
@@ -41,10 +41,12 @@ from moerl.layout import (
     model_spec,
     num_elements,
 )
+from moerl.runtime import disk_wait
+from moerl.runtime.disk_wait import DiskPatience, DiskWait
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import (
     assemble,
-    copy_tokenizer,
+    copy_small_files,
     file_form,
     replace_folder,
     saved_config,
@@ -109,25 +111,50 @@ class HfShards:
             {name: self._planned(name).nbytes for name in self._form}, max_shard_bytes
         )
         self._writers = self._choose_writers()
+        self._left_out: list[str] = []  # of the source, on rank 0
 
     @torch.no_grad()
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, patience: DiskPatience = DiskPatience()) -> None:
         """Write the folder, replacing a folder of the same name; collective.
 
-        Raises TrainerError on all ranks when a rank could not write.
+        patience: for room on the disk.  Raises NonRetryableError on all ranks when a rank could not
+        write.
         """
         target = Path(folder).absolute()
-        fresh = self._begin(target)
-        cause = self._write_all(fresh, self._params())
-        every = [cause] if self._ranks.group is None else self._causes(cause)
-        verdict = next(filter(None, every), "")
-        if self._ranks.rank == 0 and not verdict:
-            verdict = self._finish(target, fresh)
-        verdict = self._shared(verdict)
-        if verdict:
-            if self._ranks.rank == 0:
-                shutil.rmtree(fresh, ignore_errors=True)
-            raise TrainerError(f"{target} was not written: {verdict}")
+        wait = patience.begin(str(target))
+        while verdict := self._attempt(target):
+            again = self._ranks.rank == 0 and self._may_wait(target, verdict, wait)
+            if not self._shared("again" if again else ""):
+                raise NonRetryableError(f"{target} was not written: {verdict}")
+        wait.done()
+        if self._left_out:
+            names = ", ".join(self._left_out)
+            patience.tell(f"{target} has no copy of these files of {self._source}: {names}")
+
+    def _may_wait(self, target: Path, cause: str, wait: DiskWait) -> bool:
+        """Whether the folder, which is removed again, is worth another attempt: after a wait."""
+        wanted = self._num_bytes()
+        if not disk_wait.is_full(cause, target, wanted):
+            return False
+        return wait.for_room(target, wanted, cause)
+
+    def _attempt(self, target: Path) -> str:
+        """Write everything; why a rank could not, or an empty string, equal on all ranks."""
+        fresh, verdict = self._begin(target)
+        if not verdict:
+            cause = self._write_all(fresh, self._params())
+            every = [cause] if self._ranks.group is None else self._causes(cause)
+            verdict = next(filter(None, every), "")
+            if self._ranks.rank == 0 and not verdict:
+                verdict = self._finish(target, fresh)
+            verdict = self._shared(verdict)
+        if verdict and self._ranks.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return verdict
+
+    def _num_bytes(self) -> int:
+        """Of all tensors of the files."""
+        return sum(self._planned(name).nbytes for name in self._form)
 
     # --- what is where ---------------------------------------------------------------------------
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -186,8 +213,8 @@ class HfShards:
         return by_rank
 
     # --- writing ---------------------------------------------------------------------------------
-    def _begin(self, target: Path) -> Path:
-        """The hidden folder, made by rank 0; its name on every rank."""
+    def _begin(self, target: Path) -> tuple[Path, str]:
+        """The hidden folder, made by rank 0, and why it could not be made, on every rank."""
         fresh, cause = target.with_name(f".{target.name}.new-{os.getpid()}"), ""
         if self._ranks.rank == 0:
             try:
@@ -199,9 +226,7 @@ class HfShards:
             except OSError as error:
                 cause = cause_of(error)
         name, cause = self._shared(fresh.name), self._shared(cause)
-        if cause:
-            raise TrainerError(f"{target} was not written: {cause}")
-        return target.with_name(name)
+        return target.with_name(name), cause
 
     def _write_all(self, fresh: Path, params: Mapping[str, Tensor]) -> str:
         """This rank's part in every file; why it could not write, or empty.
@@ -282,11 +307,10 @@ class HfShards:
 
     def _finish(self, target: Path, fresh: Path) -> str:
         try:
-            copy_tokenizer(self._source, fresh)
+            self._left_out = copy_small_files(self._source, fresh)
             config = saved_config(self._config, self._spec, self._dtypes)
             write_json(fresh / "config.json", config)
-            total = sum(self._planned(name).nbytes for name in self._form)
-            write_index(fresh, self._shards, total)
+            write_index(fresh, self._shards, self._num_bytes())
             replace_folder(target, fresh)
         except OSError as error:
             return cause_of(error)

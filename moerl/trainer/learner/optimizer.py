@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import OptimizerConfig, TrainerConfig
-from moerl.core.errors import ConfigError, TrainerError
+from moerl.core.errors import ConfigError, NonRetryableError
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model
@@ -147,13 +147,13 @@ def _floor(settings: OptimizerConfig) -> float:
 def take_step(optimizer: MegatronOptimizer, whose: str) -> list[float]:
     """Take one optimizer step; returns the gradient norm before clipping if Megatron computed one.
 
-    whose: for the error.  Raises TrainerError when the norm is not finite: the weights must then
-    not be used.
+    whose: for the error.  Raises NonRetryableError when the norm is not finite: the weights must
+    then not be used, and the same batch would give it again.
     """
     _, grad_norm, _ = optimizer.step()
     if grad_norm is None:
         return []
     norm = float(grad_norm)
     if not math.isfinite(norm):
-        raise TrainerError(f"{whose}: the gradient norm is {norm}")
+        raise NonRetryableError(f"{whose}: the gradient norm is {norm}")
     return [norm]

@@ -38,7 +38,7 @@ from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import OBJECTIVES, base_is_reference
 from moerl.config.schema import Config
-from moerl.core.errors import TrainerError
+from moerl.core.errors import NonRetryableError
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
@@ -133,8 +133,8 @@ class Learner:
         """Train one plan; returns the metrics of the step, which are equal on all ranks.
 
         Raises RecordError for a record that breaks replay, ConfigError if the groups do not divide
-        into minibatches, and TrainerError if the loss or the gradient is not finite, after which
-        the weights must not be used.
+        into minibatches, and NonRetryableError if the loss or the gradient is not finite, after
+        which the weights must not be used.
         """
         begin, times = time.perf_counter(), _Times()
         parts = self._parts(plan)
@@ -233,7 +233,7 @@ class Learner:
     ) -> StepSums:
         """Run forward and backward of this rank's microbatches; returns the joined sums.
 
-        Raises TrainerError if the loss is not finite.
+        Raises NonRetryableError if the loss is not finite.
         """
         begin, sums = time.perf_counter(), self._no_sums()
         for ddp in self.ddp:
@@ -256,7 +256,7 @@ class Learner:
         joined = sums.join(self.parallel.control)
         metrics = loss_metrics(self.config.algorithm, joined.loss)
         if not math.isfinite(metrics.get("loss/total", 0.0)):
-            raise TrainerError(f"step {part.plan.step}: the loss is {metrics['loss/total']}")
+            raise NonRetryableError(f"step {part.plan.step}: the loss is {metrics['loss/total']}")
         times.pack += batches.pack_s
         times.forward_backward += time.perf_counter() - begin - batches.pack_s
         return joined
