@@ -15,10 +15,11 @@ from typing import Any
 from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.episode_checks import check_episodes
-from moerl.config.functions import check_importable, functions
+from moerl.config.functions import functions
 from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
+from moerl.config.reward_calls import check_reward
 from moerl.config.schema import (
     Config,
     ParallelConfig,
@@ -489,7 +490,7 @@ def _check_task(task: TaskEntry) -> None:
         if task.reward in ("", SOURCE) and not task.brings_reward:
             raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
     if task.reward and task.reward not in REWARD_NAMES:
-        check_importable("task.reward", task.reward, REWARD_NAMES)
+        check_reward("task.reward", task.reward, REWARD_NAMES)
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
     if task.extract != "tags" and task.name != "reasoning_gym":

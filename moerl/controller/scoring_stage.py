@@ -28,6 +28,7 @@ from moerl.episodes.finished_episode import (
     checked_graph,
     sealed_uris,
     used_uris,
+    views_of,
 )
 from moerl.records.header_check import check
 from moerl.records.record_uris import blob_uris, group_uris
@@ -125,12 +126,22 @@ class ScoringStage:
         self._regenerate(group_id, partials, "was refused", error)
 
     def play_again(
-        self, group_id: int, partials: Sequence[FinishedEpisode], error: ScoreError
+        self,
+        group_id: int,
+        partials: Sequence[FinishedEpisode],
+        error: ScoreError,
+        *,
+        counts: bool,
     ) -> None:
-        """What played a group has died; three times in a row end the run."""
+        """What played a group has died; three times in a row end the run if it counts."""
         log.warning("group %d is played again: %s", group_id, error)
         self._delete(partials)
-        self._regenerate(group_id, partials, "could not be played", error)
+        if counts:
+            self._regenerate(group_id, partials, "could not be played", error)
+            return
+        self._forget_turns(partials)
+        self._buffer.abandon(group_id)
+        self._tasks.notify()
 
     def _regenerate(
         self, group_id: int, partials: Sequence[FinishedEpisode], what: str, error: Exception
@@ -166,7 +177,7 @@ class ScoringStage:
         self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
         self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
         try:
-            scores = await self._scores(partials, episodes)
+            scores = await self._scores(partials)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -186,15 +197,13 @@ class ScoringStage:
         except RecordError as error:
             self.refuse(group_id, partials, error)
 
-    async def _scores(
-        self, partials: Sequence[FinishedEpisode], episodes: Sequence[Episode]
-    ) -> list[Score]:
+    async def _scores(self, partials: Sequence[FinishedEpisode]) -> list[Score]:
         """Raises ScoreError."""
         own = [partial.own_score for partial in partials if partial.own_score is not None]
         if len(own) == len(partials):
             return own
-        responses = [partial.texts(self._decode) for partial in partials]
-        scores = await self._scorer.score(partials[0].prompt, episodes, responses)
+        views = await views_of(partials, self._decode)
+        scores = await self._scorer.score(partials[0].prompt, views)
         for partial, score in zip(partials, scores, strict=True):
             if not partial.is_chain and (score.turns or score.text_steps):
                 raise ScoreError(f"{partial.episode_id} has branches, and rewards of its steps")

@@ -19,6 +19,7 @@ from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus, UpdateDone
 from moerl.core.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
+from moerl.episodes.finished_episode import BLOCKED
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -91,7 +92,7 @@ class StepMetrics:
         for name, count in counts.items():
             self.agents[name] += count
         self.agents["episodes"] += 1
-        if failure:
+        if failure and failure != BLOCKED:  # its group is played again
             self.agents[f"failed/{failure}"] += 1
 
     def tokens_cancelled(self, count: int) -> None:
@@ -193,7 +194,8 @@ def _by_task(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         mine = [group for group in groups if group.prompt.task == label]
         found = _samples(mine)
         metrics[f"sample/groups/{label}"] = float(len(mine))
-        metrics |= {f"{name}/{label}": found[name] for name in _PER_TASK}
+        names = (*_PER_TASK, *_reward_parts(mine))
+        metrics |= {f"{name}/{label}": found[name] for name in names}
     return metrics
 
 
@@ -205,7 +207,7 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     lengths = [length for lengths in turns for length, _ in lengths]
     ends = [finish for lengths in turns for _, finish in lengths]
     segments = [len(r.versions) for r in rollouts]
-    return {
+    return _reward_parts(groups) | {
         "reward/mean": statistics.fmean(flat),
         "reward/std": statistics.pstdev(flat),
         "reward/zero_var_frac": statistics.fmean(len(set(group)) == 1 for group in rewards),
@@ -219,6 +221,15 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         "async/segments_max": float(max(segments)),
         "async/partial_frac": statistics.fmean(count > 1 for count in segments),
     }
+
+
+def _reward_parts(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Mean of each further number of a reward, over the episodes that have it."""
+    found = defaultdict[str, list[float]](list)
+    for score in (episode.score for group in groups for episode in group.episodes):
+        for name, value in score.metrics.items() if score else ():
+            found[f"reward/{name}"].append(value)
+    return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 
 def _fed_apart(rollouts: Sequence[Rollout]) -> int:

@@ -364,6 +364,16 @@ class Segment:
         return sum(len(piece.output_ids) for piece in self.pieces)
 
 
+MOST_REWARD = float(np.sqrt(np.finfo(np.float32).max))  # 1.8e19
+
+
+def reward_problem(reward: float) -> str:
+    """Why a number cannot be a reward; "" if it can.  Norms and deviations square it in float32."""
+    if not math.isfinite(reward):
+        return "is not finite"
+    return "" if abs(reward) <= MOST_REWARD else "has a square that float32 cannot hold"
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A scorer's result for one episode."""
@@ -375,6 +385,7 @@ class Score:
     text_steps: tuple[tuple[int, float], ...] = ()
     turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

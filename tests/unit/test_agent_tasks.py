@@ -18,10 +18,10 @@ from moerl.config.checks import check
 from moerl.config.load import load_saved
 from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_weights
 from moerl.core.errors import ConfigError
-from moerl.core.types import Episode
 from moerl.data.prompt_mixture import PromptMixture, TaskOrder, chairmen
 from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.scoring import ProcessScorer, TaskScorers
+from tests.helpers.episode_views import view
 
 RECIPE = "digits-mixture"
 
@@ -245,7 +245,7 @@ def test_each_task_has_its_reward_and_environment(tokenizer: Any) -> None:
         found = []
         for label in ("three", "five"):
             half = str(first[label].answer)[:-1] + "x"
-            scores = await scorers.score(first[label], [Episode("0.0", ())], [[half]])
+            scores = await scorers.score(first[label], [view(half)])
             found.append(scores[0].reward)
         return found, await scorers.reply(first["turns"], ["xxxx"])
 

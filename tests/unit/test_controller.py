@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.controller.engine_pool import EnginePhase
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import (
     ConfigError,
     EngineError,
@@ -25,7 +26,6 @@ from moerl.core.messages import (
     TakePlan,
 )
 from moerl.core.types import (
-    Episode,
     PolicyVersion,
     Prompt,
     Score,
@@ -218,12 +218,10 @@ class FailsFor(StubScorer):
         super().__init__()
         self.fails = fails
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes, responses)
+        return await super().score(prompt, episodes)
 
 
 def test_failed_scores_are_dropped_and_counted_by_default(tmp_path: Path) -> None:

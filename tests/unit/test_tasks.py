@@ -22,6 +22,7 @@ from moerl.core.types import Prompt, Score
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
 from moerl.data.tiny_model import make_tiny_model
+from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -136,11 +137,11 @@ def test_rewards_of_programs_and_objects_are_their_own_or_named() -> None:
     for task in (TaskConfig(agent=agent), TaskConfig(environment="package.module:Class")):
         assert task.brings_reward
         with pytest.raises(ScoreError):
-            make_reward(replace(task, name="jsonl"))(prompt, ["12"])
+            make_reward(replace(task, name="jsonl"))(prompt, view("12"))
         for name in ("source", "exact_match"):
             named = replace(task, reward=name)
             assert not named.brings_reward
-            assert make_reward(named)(prompt, ["21", "12"]).reward == 1.0
+            assert make_reward(named)(prompt, view("21", "12")).reward == 1.0
     kinds = [TaskConfig(environment=name).kind for name in ("", "check_digits", "a.b:f", "a.b:F")]
     assert [kind.name for kind in kinds] == [
         *("SINGLE_ANSWER", "TEXT_REPLIES", "TEXT_REPLIES", "ENVIRONMENT")
@@ -215,7 +216,7 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
 
 # --- rewards -------------------------------------------------------------------------------------
 def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) -> float:
-    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), [response]).reward
+    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), view(response)).reward
 
 
 @pytest.mark.parametrize(
@@ -229,9 +230,9 @@ def test_sort_digits_pays_for_right_positions(response: str, reward: float) -> N
 def test_turn_gains_pay_each_turn_for_what_it_is_better() -> None:
     task = TaskConfig(reward="turn_gains", environment="check_digits", max_turns=3)
     prompt = Prompt(0, (1,), "prompt", "1234", {})
-    score = make_reward(task)(prompt, ["1243", "4321", "1234"])
+    score = make_reward(task)(prompt, view("1243", "4321", "1234"))
     assert score == Score(1.0, turns=(0.5, -0.5, 1.0))
-    assert make_reward(task)(prompt, ["1234"]) == Score(1.0, turns=(1.0,))
+    assert make_reward(task)(prompt, view("1234")) == Score(1.0, turns=(1.0,))
 
 
 def test_sort_digits_answers_are_sorted(tokenizer: Any) -> None:
@@ -246,9 +247,9 @@ def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
     reward, stream = make_reward(task), PromptStream(task, tokenizer, 11)
     for index in (0, 700, 3):
         prompt = stream.prompt(index)
-        assert reward(prompt, [prompt.answer]).reward == 1.0
-        assert reward(prompt, [f"well, <answer>{prompt.answer}</answer>"]).reward == 1.0
-        assert reward(prompt, [f"{prompt.answer}9"]).reward < 1.0
+        assert reward(prompt, view(prompt.answer)).reward == 1.0
+        assert reward(prompt, view(f"well, <answer>{prompt.answer}</answer>")).reward == 1.0
+        assert reward(prompt, view(f"{prompt.answer}9")).reward < 1.0
     json.dumps(prompt.extra)  # plain data: it travels
 
 
