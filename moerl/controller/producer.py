@@ -3,7 +3,7 @@
 A group starts when the buffer has room for it on some engine.  What starts together travels
 together: the first turns of its siblings go to one engine in one message.  The group closes when
 its episodes have ended, or a quorum of them.  An episode that fails ends its siblings, and the
-group is replaced; where its program or worker has died, the group is played again.  A refused
+group is replaced; where only its program or worker has died, the group is played again.  A refused
 record costs its episode only.
 """
 
@@ -28,7 +28,7 @@ from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.ids import group_of, name_rollout
 from moerl.core.types import GraphTurn, Prompt
-from moerl.episodes.finished_episode import ENDED, LOST, FinishedEpisode, sealed_uris
+from moerl.episodes.finished_episode import BLOCKED, ENDED, LOST, FinishedEpisode, sealed_uris
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, Home, OpenEpisode
 from moerl.episodes.turn import sampling_params
 
@@ -332,9 +332,12 @@ class Producer:
             self._ref_counts.release(sealed_uris(ended))
             self._scoring_stage.cancelled(group_id, ended)
             return
-        error = ScoreError(failed[0].detail)
-        if any(one.failure == LOST for one in failed):
-            self._scoring_stage.play_again(group_id, ended, error)
+        reasons = {one.failure for one in failed}
+        own = next((one for one in failed if one.failure not in (LOST, BLOCKED)), failed[0])
+        name = group.prompt.name
+        error = ScoreError(own.detail if name in own.detail else f"{own.detail}; {name}")
+        if reasons <= {LOST, BLOCKED}:
+            self._scoring_stage.play_again(group_id, ended, error, counts=LOST in reasons)
         else:
             self._scoring_stage.drop_unscored(group_id, ended, error)
 
