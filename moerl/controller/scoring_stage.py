@@ -51,6 +51,7 @@ class ScoringStage:
         self._history, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
+        self._checking = asyncio.Lock()
         self._dropped = 0  # groups of equal rewards since the last plan
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._entries = by_label(context.config)
@@ -167,9 +168,11 @@ class ScoringStage:
 
     async def _check_and_score(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         try:
-            episodes = [
-                self._checked(f"{group_id}.{i}", partial) for i, partial in enumerate(partials)
-            ]
+            async with self._checking:
+                await asyncio.sleep(0)  # one group per turn of the loop: others have work there too
+                episodes = [
+                    self._checked(f"{group_id}.{i}", partial) for i, partial in enumerate(partials)
+                ]
         except RecordError as error:
             self.refuse(group_id, partials, error)
             return

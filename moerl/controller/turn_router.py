@@ -311,4 +311,4 @@ def _renamed(reply: Segment, request: GenerateRequest) -> Segment:
 def _has_lost(call: TurnCall) -> bool:
     """Whether a listener knows tokens that the turn has lost."""
     seen = call.heard
-    return not np.array_equal(call.turn.output_ids[: len(seen)], seen)
+    return bool(len(seen)) and not np.array_equal(call.turn.output_ids[: len(seen)], seen)

@@ -261,7 +261,9 @@ class OpenEpisode:
         seconds = asyncio.get_running_loop().time() - self._begun
         counts = {"turns": len(self.turns), "resumed": self.resumed, "engine_s": self._busy_s}
         counts |= {"program_s": seconds - self._busy_s, **outcome.counts}
-        graph = self._graph.values()
+        graph = tuple(self._graph.values())
+        if left_out:
+            graph = tuple(replace(turn, left_out=turn.left_out or left_out) for turn in graph)
         return FinishedEpisode(
             episode_id=self.name,
             prompt=self.spec.prompt,
@@ -272,7 +274,7 @@ class OpenEpisode:
             refused=outcome.refused,
             own_score=None if failure or outcome.reward is None else Score(outcome.reward),
             counts=counts,
-            graph=tuple(replace(turn, left_out=turn.left_out or left_out) for turn in graph),
+            graph=graph,
         )
 
     # --- for the router ---------------------------------------------------------------------------
