@@ -146,6 +146,12 @@ class Controller:
             **{f"refused/{r}": float(n) for r, n in self.context.step_metrics.refused.items()},
         }
 
+    def take_notices(self) -> list[str]:
+        """Sentences for the console since the last call."""
+        metrics = self.context.step_metrics
+        notices, metrics.notices = metrics.notices, []
+        return notices
+
     # --- engines ----------------------------------------------------------------------------
     def engines_started(self) -> None:
         """Let the trainer's hello be answered; the trainer then publishes and takes plans."""

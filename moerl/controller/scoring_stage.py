@@ -53,6 +53,7 @@ class ScoringStage:
         self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
         self._checking = asyncio.Lock()
         self._dropped = 0  # groups of equal rewards since the last plan
+        self._equal_in_row = 0  # groups of equal rewards since the last group with a signal
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._entries = by_label(context.config)
         # Of the last groups of each task: with success
@@ -296,13 +297,31 @@ class ScoringStage:
         The number per batch is bounded, so that a solved or hopeless task does not stop the run.
         """
         rollout = self._config.rollout
-        if not rollout.drop_zero_variance or len(set(rewards)) > 1:
+        if not rollout.drop_zero_variance:
             return False
+        if len(set(rewards)) > 1:
+            self._equal_in_row = 0
+            return False
+        self._say_equal(*set(rewards))
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
         self._dropped += 1
         self._step_metrics.dropped_zero_variance += 1
         return True
+
+    def _say_equal(self, reward: float) -> None:
+        """Say that no group has a signal: after a batch of them, and at each doubling."""
+        self._equal_in_row += 1
+        batches, rest = divmod(self._equal_in_row, self._config.rollout.groups_per_step)
+        if rest or batches & (batches - 1):
+            return
+        notice = (
+            f"the last {self._equal_in_row} groups had equal rewards each (now {reward:g}): "
+            "rollout.drop_zero_variance finds nothing to train; check task.reward and the answers "
+            "of the data"
+        )
+        log.warning(notice)
+        self._step_metrics.notices.append(notice)
 
     def _resampled(self, group_id: int, episodes: list[Episode]) -> tuple[Episode, ...]:
         """The episodes of an oversampled group that are trained (GRPO-RoC, arXiv 2508.20722)."""

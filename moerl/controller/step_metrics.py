@@ -46,6 +46,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
+        self.notices: list[str] = []  # for the console, not shown yet
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
         self._reset()

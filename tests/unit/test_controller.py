@@ -213,6 +213,19 @@ def test_a_solved_task_does_not_starve(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_run_whose_groups_are_all_dropped_says_so_soon_and_again(tmp_path: Path) -> None:
+    async def notices(equal: Callable[[int], bool], name: str) -> list[str]:
+        config = with_rollout(drop_zero_variance=True, max_drop_batches=1_000_000)
+        controller, _ = make(tmp_path / name, StubEngine(), config, scorer=EqualFor(equal))
+        await running(controller, train(controller, 1))
+        return controller.take_notices() + controller.take_notices()
+
+    found = asyncio.run(notices(lambda index: index < 20, "all"))
+    assert [int(text.split(" ")[2]) for text in found[:4]] == [2, 4, 8, 16], "said once each"
+    assert "rollout.drop_zero_variance finds nothing to train; check task.reward" in found[0]
+    assert asyncio.run(notices(lambda index: index % 2 == 0, "half")) == [], "control"
+
+
 class FailsFor(StubScorer):
     def __init__(self, fails: Callable[[int], bool]) -> None:
         super().__init__()

@@ -309,8 +309,8 @@ class ControllerActor(ActorServer):
         self._serving = asyncio.get_running_loop().create_task(self._server.serve())
         return self._server.endpoint
 
-    async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str]:
-        """(status, new rows of metrics.jsonl, trainer failure) since the last call."""
+    async def poll(self) -> tuple[dict[str, float], list[dict[str, Any]], str, list[str]]:
+        """(status, new rows of metrics.jsonl, trainer failure, notices) since the last call."""
         rows, self._rows = self._rows, []
         trainer = self._controller.trainer
         failure, trainer.failure = trainer.failure, ""
@@ -318,7 +318,7 @@ class ControllerActor(ActorServer):
         open_episodes = (name for name in status if name.startswith("agent/open/"))
         for name in ("async/buffer_depth", "async/in_flight", *open_episodes):
             self._tracer.count(name, status[name])
-        return status, rows, failure
+        return status, rows, failure, self._controller.take_notices()
 
     async def _handle(self, message: Message) -> Message:
         with self._tracer.span(type(message).__name__):

@@ -17,7 +17,8 @@ from moerl.launch.supervision.supervisor_context import (
 )
 
 Args = TypeVarTuple("Args")
-Polled = tuple[dict[str, float], list[dict[str, Any]], str]  # (status, new rows, trainer failure)
+# (status, new rows, trainer failure, notices)
+Polled = tuple[dict[str, float], list[dict[str, Any]], str, list[str]]
 
 
 class ControllerSupervisor:

@@ -127,8 +127,12 @@ class TrainerSupervisor:
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
-        """Take status, new rows and failure of the trainer from an answer of the controller."""
-        status, rows, failure = polled
+        """Take status, new rows, the trainer's failure and notices from an answer of the
+        controller.
+        """
+        status, rows, failure, notices = polled
+        for notice in notices:
+            self._context.say(notice)
         self._context.console.status(status)
         if failure and not self._context.is_local and self._ranks.fell():
             self._fell(failure)
