@@ -452,6 +452,18 @@ def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Place of a prompt in a user's file; `str` is for messages: "line 31 of x.jsonl"."""
+
+    path: str
+    line: int  # lines count from 1; rows of tables and entries of JSON arrays from 0
+    unit: Literal["line", "row", "entry"] = "line"
+
+    def __str__(self) -> str:
+        return f"{self.unit} {self.line} of {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of the stream.  `index` is its position in the endless, deterministic stream."""
 
@@ -461,6 +473,12 @@ class Prompt:
     answer: Any  # plain data for the reward function
     extra: dict[str, Any]  # further fields of the source, passed to the reward
     task: str = ""  # label of the task; "" = the run has one task
+    origin: Origin | None = None  # None: it comes from no file
+
+    @property
+    def name(self) -> str:
+        """For messages: "line 31 of x.jsonl", or "prompt 31"."""
+        return str(self.origin or f"prompt {self.index}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError
+from moerl.core.types import Origin
 from moerl.data.tasks import Item, item_of
 
 
@@ -29,7 +30,7 @@ class TableRows:
 
     def item(self, index: int) -> Item:
         (row,) = self._table.slice(index, 1).to_pylist()
-        return item_of(self._path, f"row {index}", row, self._columns)
+        return item_of(Origin(self._path, index, "row"), row, self._columns)
 
 
 def _read(path: str) -> Any:

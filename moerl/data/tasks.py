@@ -24,7 +24,7 @@ from moerl.config.functions import load_below
 from moerl.config.schema import Column, TaskConfig
 from moerl.config.task_tables import PACKAGE, SOURCES
 from moerl.core.errors import ConfigError, ModelError
-from moerl.core.types import Prompt
+from moerl.core.types import Origin, Prompt
 from moerl.data.environments import demonstration
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Item:
     answer: Any
     messages: tuple[dict[str, str], ...] = ()  # instead of `prompt`
     extra: dict[str, Any] = field(default_factory=dict)
-    origin: str = ""  # for error messages: "line 12"
+    origin: Origin | None = None
 
 
 class Source(Protocol):
@@ -143,7 +143,7 @@ class PromptStream:
         text = self._text(item)
         templated = bool(item.messages) or self._task.chat_template
         ids = self._tokenizer.encode(text, add_special_tokens=not templated)
-        name = item.origin or f"prompt {index}"
+        name = str(item.origin or f"prompt {index}")
         if not ids:
             raise ConfigError("task.name", self._task.name, f"{name} has no token")
         if len(ids) > self._task.max_prompt_tokens:
@@ -157,7 +157,7 @@ class PromptStream:
             extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
             if item.messages or self._task.system:  # the agent writes its own conversation
                 extra["messages"] = self._messages(item)
-        return Prompt(index, tuple(ids), text, item.answer, extra)
+        return Prompt(index, tuple(ids), text, item.answer, extra, origin=item.origin)
 
     def _place(self, index: int) -> int:
         size = self._source.size
@@ -229,7 +229,7 @@ def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Ite
             "task.path", path, f"a readable UTF-8 file is wanted ({error})"
         ) from error
     items = [
-        _jsonl_item(path, f"line {number}", line, columns)
+        _jsonl_item(Origin(path, number), line, columns)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -238,19 +238,20 @@ def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Ite
     return items
 
 
-def _jsonl_item(path: str, where: str, line: str, columns: Mapping[Column, str]) -> Item:
+def _jsonl_item(origin: Origin, line: str, columns: Mapping[Column, str]) -> Item:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError("task.path", path, f"{where} is not JSON: {error}") from error
-    return item_of(path, where, fields, columns)
+        problem = f"line {origin.line} is not JSON: {error}"
+        raise ConfigError("task.path", origin.path, problem) from error
+    return item_of(origin, fields, columns)
 
 
-def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -> Item:
+def item_of(origin: Origin, fields: Any, columns: Mapping[Column, str]) -> Item:
     """An item from the fields of one line or row.  Raises ConfigError that names it."""
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError("task.path", path, f"{where} {problem}")
+        return ConfigError("task.path", origin.path, f"{origin.unit} {origin.line} {problem}")
 
     if not isinstance(fields, dict):
         raise refuse('is not an object like {"prompt": "...", "answer": "..."}')
@@ -264,7 +265,7 @@ def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -
         raise refuse(f'has a "prompt" that is not text: {prompt!r}')
     if messages is not None and not _are_messages(messages):
         raise refuse('has "messages" that are not a list of {"role": text, "content": text}')
-    return Item(prompt or "", answer, tuple(messages or ()), fields, f"{where} of {path}")
+    return Item(prompt or "", answer, tuple(messages or ()), fields, origin)
 
 
 def _are_messages(messages: object) -> bool:

@@ -17,6 +17,7 @@ from moerl.agents.chat_messages import first_messages
 from moerl.config.schema import TaskConfig, TinyModel
 from moerl.config.task_programs import AgentConfig
 from moerl.core.errors import ConfigError, ModelError, MoerlError, ScoreError
+from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Prompt, Score
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
@@ -92,6 +93,9 @@ def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> Non
     assert (plain.text, plain.answer, plain.extra) == ("2+2=", "4", {"level": 3, "tags": ["a"]})
     assert tokenizer.decode(plain.token_ids) == "2+2="
     assert chat.text == "system: be brief\nuser: 1+1\nassistant: "
+    assert [plain.name, chat.name] == [f"line 1 of {path}", f"line 3 of {path}"]
+    assert decode_value(encode_value(chat), Prompt) == chat, "its origin travels"
+    assert PromptStream(TaskConfig(), tokenizer, 0).prompt(7).name == "prompt 7"
     assert tokenizer.decode(chat.token_ids) == chat.text
 
 
