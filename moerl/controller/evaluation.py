@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from moerl.controller.context import Context
 from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
 from moerl.core.types import Finish, PolicyVersion, SamplingParams
+from moerl.data.prompt_mixture import usable
 from moerl.episodes.finished_episode import ENDED, FinishedEpisode, views_of
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
 from moerl.episodes.turn import sampling_params
@@ -194,7 +195,7 @@ class Evaluator:
                 held_out=True,
                 pin=pin,
             )
-            for place, prompt in enumerate(map(held_out.prompt, range(count)))
+            for place, prompt in enumerate(islice(usable(held_out.prompt), count))
             for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
             for sample in range(self._config.samples)
         ]

@@ -4,8 +4,8 @@ A demonstration is a `Rollout` without an engine: the prompt, then the answer's 
 token, both of which count in the loss.  Any task with text answers works: a JSONL file of
 {"prompt" or "messages", "answer"}, or sort_digits.  Where an item has the field "demonstration", a
 list, it is the texts of policy and environment in turn, and takes the answer's place: every text of
-the policy is learned with an end token, as one row.  The stream is the same as in training: step s
-takes the next `batch` prompts, and the seed shuffles a file again in each epoch.
+the policy is learned with an end token, as one row.  The stream is the same as in training: each
+step takes the next prompts, and the seed shuffles a file again in each epoch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.prompt_mixture import PromptMixture
 
 
 def demonstration_plan(
     step: int,
-    batch: int,
-    prompts: PromptMixture,
+    prompts: Sequence[Prompt],
     encode: Callable[[str], Sequence[int]],
     eos: int,
     *,
@@ -50,10 +48,7 @@ def demonstration_plan(
     for an answer that is missing, not text, or empty.
     """
     version = PolicyVersion(0, step)
-    groups = [
-        _group(prompts.prompt(index), encode, eos, version)
-        for index in range(step * batch, (step + 1) * batch)
-    ]
+    groups = [_group(prompt, encode, eos, version) for prompt in prompts]
     return plan_batch(
         step,
         version,

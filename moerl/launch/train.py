@@ -18,7 +18,7 @@ import secrets
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,7 @@ from moerl.config import Config, resolve, save_config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, placement, starts_on_cuda
+from moerl.config.engine_context import check_context
 from moerl.config.load import load_config, load_saved
 from moerl.config.resume import check_resume
 from moerl.config.secret_values import refuse_hidden
@@ -36,6 +37,7 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.line_checks import LineChecks
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
@@ -124,11 +126,13 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
     )
     with _only_one(run), _own_output(run) as (out, err):
         context = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
+        lines = check_lines(context, lambda line: print(f"moerl: {line}", file=err, flush=True))
         save_config(context.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
-        supervisor = Supervisor(context, console, scratch, signals)
+        supervisor = Supervisor(context, console, scratch, signals, check=lines.raise_failure)
+        lines.go_on()
         try:
             summary = supervisor.run()
         except Exception as error:
@@ -324,15 +328,23 @@ def _checked(
 def _check_parts(context: RunContext) -> None:
     """Raise for a part that cannot be made, before anything starts."""
     spec = context.spec()  # raises for an unknown family
+    check_context(context.config, spec.max_positions)
     for role, path in ref_models_of(context.config).items():
         check_ref_models(f"algorithm.{role}", path, spec)
     for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
-    context.prompts().draw_first()  # raises for a task that has no prompt
     task_agents(context)  # raises for a chat template or a program that cannot be used
+
+
+def check_lines(context: RunContext, say: Callable[[str], None]) -> LineChecks:
+    """Check the run's files, as far as that goes before a start.  Raises ConfigError."""
+    mixtures = [context.prompts()]
     if context.config.evaluation.every:
-        context.held_out().draw_first()
+        mixtures.append(context.held_out())
+    lines = LineChecks(mixtures)
+    lines.begin(say)
+    return lines
 
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:

@@ -17,6 +17,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, Replay
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.data.demonstrations import demonstration_plan
-from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.data.tasks import load_tokenizer
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
@@ -94,12 +95,12 @@ def _train(config: Config, run: RunDir) -> None:
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path", config.model.path, "its tokenizer has no end token")
-    prompts = PromptMixture(entries_of(config), tokenizer, config.run.seed)
+    stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
+    prompts = usable(stream.prompt)
     for step in range(config.run.steps):
         plan = demonstration_plan(
             step,
-            config.rollout.groups_per_step,
-            prompts,
+            list(islice(prompts, config.rollout.groups_per_step)),
             lambda text: tokenizer.encode(text, add_special_tokens=False),
             tokenizer.eos_token_id,
             dp_size=ranks.dp_size,

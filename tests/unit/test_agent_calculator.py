@@ -107,8 +107,7 @@ class Shown:
 def plan(turns: object) -> BatchPlan:
     return demonstration_plan(
         0,
-        1,
-        Shown(turns),
+        [Shown(turns).prompt(0)],
         lambda text: [ord(c) for c in text],
         EOS,
         dp_size=1,

@@ -80,7 +80,7 @@ BAD: list[tuple[list[str], str, str]] = [
     (["tasks.three.digits=0"], "tasks.three.digits", "at least 1"),
     (["tasks.three.sampling.top_k=1"], "tasks.three.sampling.top_k", "greedy"),
     (["tasks.five.max_turns=2"], "tasks.five.max_turns", "task.environment that answers"),
-    (["tasks.five.name=jsonl"], "tasks.five.path", "JSONL"),
+    (["tasks.five.name=jsonl"], "tasks.five.path", "JSON lines"),
     (["tasks.five.reward=best"], "tasks.five.reward", "package.module:function"),
     (["evaluation.path=x"], "evaluation.path", "tasks.LABEL.evaluation_path"),
     (
@@ -228,7 +228,7 @@ def test_one_task_has_the_prompts_that_it_had(tokenizer: Any) -> None:
 def test_a_prompt_that_does_not_fit_names_its_entry(tokenizer: Any) -> None:
     stream = mixture(load_config(RECIPE, ["tasks.five.max_prompt_tokens=3"]), tokenizer)
     with pytest.raises(ConfigError, match=r"tasks\.five\.max_prompt_tokens"):
-        stream.draw_first()
+        list(map(stream.prompt, range(8)))
 
 
 # --- scorers -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import (
     ConfigError,
     EngineError,
+    LineError,
     ProtocolError,
     ScoreError,
     TrainerError,
@@ -607,7 +608,8 @@ class WithBadLines(Prompts):
 
     def prompt(self, index: int) -> Prompt:
         if self._is_bad(index):
-            raise ConfigError("task.path", "prompts.jsonl", f"line {index} is not JSON")
+            problem = f"line {index} is not JSON"
+            raise LineError("task.path", "prompts.jsonl", problem, "not JSON")
         return super().prompt(index)
 
 
@@ -629,5 +631,5 @@ def test_a_file_without_a_usable_line_ends_the_run(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(), prompts=WithBadLines(lambda index: True))
         await running(controller, train(controller, 1))
 
-    with pytest.raises(ConfigError, match="line 15 is not JSON"):
+    with pytest.raises(LineError, match="line 999 is not JSON"):
         asyncio.run(body())

@@ -32,8 +32,7 @@ class Stream:
 def _plan(step: int, prompts: Stream) -> BatchPlan:
     return demonstration_plan(
         step,
-        3,
-        prompts,
+        [prompts.prompt(index) for index in range(3 * step, 3 * step + 3)],
         lambda text: [ord(c) for c in text],
         EOS,
         dp_size=1,

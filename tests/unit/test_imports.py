@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "episodes": {"records"},
     "controller": {"records", "algorithms", "data", "episodes"},
-    "agents": {"sandbox", "scoring", "episodes"},
+    "agents": {"data", "sandbox", "scoring", "episodes"},
     "observe": set(),
     "launch": {
         "distributed",

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -150,8 +150,9 @@ class Letters:
     """A tokenizer of characters that keeps the messages it is given."""
 
     chat_template = "yes"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:

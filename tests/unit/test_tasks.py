@@ -19,8 +19,10 @@ from moerl.config.task_programs import AgentConfig
 from moerl.core.errors import ConfigError, ModelError, MoerlError, ScoreError
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Prompt, Score
+from moerl.data.prompt_checks import LineCheck
+from moerl.data.prompt_files import PromptFiles
 from moerl.data.rewards import make_reward
-from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
+from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.data.tiny_model import make_tiny_model
 from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
@@ -36,6 +38,13 @@ def tokenizer(tiny_model: Path) -> Any:
 def jsonl(path: Path, *lines: object) -> str:
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
     return str(path)
+
+
+def refuse_bad(task: TaskConfig, tokenizer: Any) -> None:
+    """Raises ConfigError as a start does."""
+    check = LineCheck(task, PromptStream(task, tokenizer, 0))
+    check.go_on(1000, float("inf"))
+    check.refuse()
 
 
 def one_sentence(error: MoerlError) -> bool:
@@ -78,7 +87,8 @@ def test_a_line_of_jsonl_ends_with_a_line_feed_only(tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": text, "answer": 1}, ensure_ascii=False) for text in texts]
     file = tmp_path / "p.jsonl"
     file.write_bytes("\r\n".join(rows).encode())
-    assert [item.prompt for item in read_jsonl(str(file))] == texts
+    source = PromptFiles(TaskConfig(name="jsonl", path=str(file)), 0)
+    assert [source.item(place).prompt for place in range(source.size)] == texts
 
 
 def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> None:
@@ -155,14 +165,14 @@ def test_rewards_of_programs_and_objects_are_their_own_or_named() -> None:
         ('"text"', "line 2 is not an object"),
         ('{"answer": 1}', 'line 2 must have exactly one of "prompt" and "messages"'),
         ('{"prompt": "a", "messages": []}', "line 2 must have exactly one"),
-        ('{"prompt": 5}', 'line 2 has a "prompt" that is not text'),
-        ('{"messages": [{"role": "user"}]}', 'line 2 has "messages"'),
+        ('{"prompt": 5}', "line 2 has 'prompt' that is neither text nor a list of messages"),
+        ('{"messages": [{"role": "user"}]}', 'in messages[0] neither "content" nor'),
     ],
 )
 def test_a_bad_line_is_named(line: str, says: str, tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, line)
     with pytest.raises(ConfigError, match=r"task\.path = ") as caught:
-        PromptStream(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer, 0)
+        refuse_bad(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer)
     assert says in str(caught.value)
     assert one_sentence(caught.value)
 
@@ -174,7 +184,7 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     cases = [
-        (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "No such file"),
+        (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "is needed"),
         (TaskConfig(name="jsonl", path=str(binary)), "task.path", "UTF-8"),
         (TaskConfig(name="jsonl", path=empty), "task.path", "holds no prompt"),
         (
@@ -190,7 +200,7 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
     ]
     for task, named, allowed in cases:
         with pytest.raises(ConfigError) as caught:
-            PromptStream(task, tokenizer, 0)
+            refuse_bad(task, tokenizer)
         assert named in str(caught.value)
         assert allowed in str(caught.value)
         assert one_sentence(caught.value)
@@ -199,16 +209,16 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
 def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    path = jsonl(tmp_path / "p.jsonl", {"prompt": "x"}, {"prompt": "x" * 9})
+    path = jsonl(tmp_path / "p.jsonl", *({"prompt": text, "answer": 1} for text in ("x", "x" * 9)))
     fits = TaskConfig(name="jsonl", path=path, reward="exact_match", max_prompt_tokens=9)
     assert len(PromptStream(fits, tokenizer, 0).prompt(0).token_ids) in (1, 9)
     with pytest.raises(
         ConfigError, match=r"task\.max_prompt_tokens = 8 .*line 2 of .* has 9 tokens"
     ):
-        PromptStream(replace(fits, max_prompt_tokens=8), tokenizer, 0)
+        refuse_bad(replace(fits, max_prompt_tokens=8), tokenizer)
     jsonl(Path(path), {"prompt": ""})
-    with pytest.raises(ConfigError, match=r"line 1 of .* has no token"):
-        PromptStream(fits, tokenizer, 0)
+    with pytest.raises(ConfigError, match=r"p\.jsonl.* line 1 has no token"):
+        refuse_bad(fits, tokenizer)
     generated = PromptStream(TaskConfig(max_prompt_tokens=3), tokenizer, 0)
     with pytest.raises(ConfigError, match="prompt 6 has 5 tokens"):
         generated.prompt(6)

@@ -1,0 +1,69 @@
+"""Checks of the lines of a run's files: a part before the engines start, the rest beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from moerl.config.task_mixture import naming
+from moerl.core.errors import MoerlError
+from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
+from moerl.data.prompt_mixture import PromptMixture, usable
+
+log = logging.getLogger(__name__)
+_PART = 1000  # lines between two looks at the clock
+
+
+class LineChecks:
+    """Of training prompts and held-out prompts."""
+
+    def __init__(self, mixtures: Sequence[PromptMixture]) -> None:
+        self._mixtures = mixtures
+        self.checks = [LineCheck(*stream) for mixture in mixtures for stream in mixture.streams]
+        self._failure: MoerlError | None = None
+
+    def begin(self, say: Callable[[str], None]) -> None:
+        """Check up to `MOST_LINES` lines of each file, all together for `MOST_S`.
+
+        say: receives a line for each file of which something is to be said.
+        Raises ConfigError for lines that cannot be used, and a task without a prompt.
+        """
+        begin = time.monotonic()
+        for number, one in enumerate(self.checks):
+            share = (MOST_S - (time.monotonic() - begin)) / (len(self.checks) - number)
+            with naming(one.task):
+                one.go_on(MOST_LINES, time.monotonic() + share)
+                one.refuse()
+            if summary := one.summary():
+                say(summary)
+        for mixture in self._mixtures:
+            next(usable(mixture.prompt))
+
+    def go_on(self) -> None:
+        """Check the other lines in a thread, when the machine has nothing else to do."""
+        if any(one.read < one.lines for one in self.checks):
+            threading.Thread(target=self._finish, name="line-checks", daemon=True).start()
+
+    def raise_failure(self) -> None:
+        """Raises ConfigError when the other lines have too many that cannot be used."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            for one in self.checks:
+                with naming(one.task):
+                    while one.read < one.lines:
+                        one.go_on(one.read + _PART, float("inf"))
+                        one.refuse()
+                log.info(
+                    "all %d lines of %s are checked. %s", one.lines, one.task.path, one.summary()
+                )
+        except MoerlError as error:
+            self._failure = error
