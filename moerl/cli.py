@@ -20,7 +20,7 @@ import typer
 from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
-from moerl.planning import shape_commands
+from moerl.planning import data_command, shape_commands
 from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def mismatch(
 
 app.command("check-layout")(shape_commands.check_layout)
 app.command()(shape_commands.plan)
+app.command()(data_command.data)
 
 
 @app.command()

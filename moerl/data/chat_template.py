@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import jinja2
 import msgspec
 
 from moerl.core.errors import MoerlError
@@ -42,7 +42,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        self._special = _one_of([token.content for token in added if token.special])
+        self.control_ids = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self._special = _one_of([*self.control_ids.values()])
         self._added = _one_of([token.content for token in added])
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> str:
@@ -63,9 +68,12 @@ class ChatTemplate:
         ]
         return ids, len(pieces) - 1
 
-    def control_tokens(self, text: str) -> list[str]:
-        """Spellings of control tokens in a text."""
-        return self._special.findall(text) if self._special else []
+    def kept_as_text(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether a text holds the spelling of a control token that its tokens do not have."""
+        spelled = Counter(self._special.findall(text) if self._special else ())
+        if not spelled:
+            return False
+        return bool(spelled - Counter(self.control_ids.get(token) for token in ids))
 
     @cached_property
     def _texts_only(self) -> bool:
@@ -87,6 +95,8 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json], *, text_arguments: bool
     ) -> str:
+        import jinja2  # the plain wheel is without it
+
         shown = [
             _map_texts(
                 _with_arguments(message, as_text=text_arguments),

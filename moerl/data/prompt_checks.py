@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,9 +27,13 @@ class LineCheck:
     stream: PromptStream
     read: int = 0
     lengths: Array = field(default_factory=lambda: np.zeros(1, np.int64))  # prompts by tokens
-    counts: Counter[str] = field(default_factory=Counter)  # unusable lines by kind
+    places: dict[str, array[int]] = field(default_factory=dict)  # of unusable lines, by kind
     named: dict[str, list[LineError]] = field(default_factory=dict)  # the first of each kind
-    _hashes: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    control: int = 0  # usable lines with spellings of control tokens that stay text
+    _hashes: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hashes = np.zeros(self.lines, np.uint64)
 
     @property
     def lines(self) -> int:
@@ -38,13 +42,20 @@ class LineCheck:
     @property
     def bad(self) -> int:
         """Lines that cannot be used, without those that `task.overlong` skips."""
-        skipped = self.counts[OVERLONG] if self.task.overlong == "skip" else 0
-        return self.counts.total() - skipped
+        skipped = self.count(OVERLONG) if self.task.overlong == "skip" else 0
+        return self.unusable - skipped
 
     @property
+    def unusable(self) -> int:
+        return sum(map(len, self.places.values()))
+
+    def count(self, kind: str) -> int:
+        return len(self.places.get(kind, ()))
+
     def duplicates(self) -> int:
-        """Usable lines with the text and answer of an earlier one."""
-        hashes = np.sort(self._hashes[: self.read])
+        """Usable lines with the text and answer of an earlier one; call it last."""
+        hashes = self._hashes[: self.read]
+        hashes.sort()
         hashes = hashes[np.searchsorted(hashes, 1) :]  # 0: not usable
         return int(np.count_nonzero(hashes[1:] == hashes[:-1]))
 
@@ -54,9 +65,6 @@ class LineCheck:
         tell: receives the number of checked lines about every 2 s.
         """
         until, told = min(until, self.lines), time.monotonic()
-        self._hashes = np.concatenate(
-            [self._hashes[: self.read], np.zeros(until - self.read, np.uint64)]
-        )
         while self.read < until and (now := time.monotonic()) < deadline:
             if tell and now > told + 2.0:
                 tell(self.read)
@@ -66,7 +74,7 @@ class LineCheck:
 
     def refuse(self) -> None:
         """Raises ConfigError for too many lines that cannot be used, or none that can."""
-        if self.bad and self.counts[OVERLONG] == self.bad > self.task.max_bad_lines:
+        if self.bad and self.count(OVERLONG) == self.bad > self.task.max_bad_lines:
             first, *more = self.named[OVERLONG]
             others = "".join(f"; {error.allowed.partition(';')[0]}" for error in more)
             raise ConfigError(
@@ -77,7 +85,7 @@ class LineCheck:
             )
         named = [error for errors in self.named.values() for error in errors]
         check_bad_lines(self.task, self.bad, named)
-        if self.lines and self.counts.total() == self.lines:
+        if self.lines and self.unusable == self.lines:
             problem = f"none of its {self.lines} lines can be used: {named[0].allowed}"
             raise ConfigError("task.path", self.task.path, problem)
 
@@ -88,19 +96,23 @@ class LineCheck:
             parts.append(f"{self.read:,} of {self.lines:,} lines checked before the start")
         for kind, errors in self.named.items():
             places = ", ".join(error.allowed.split(" has ")[0].split(" of ")[0] for error in errors)
-            parts.append(f"{self.counts[kind]:,} set aside ({kind}): {places}")
+            parts.append(f"{self.count(kind):,} set aside ({kind}): {places}")
         return f"{self.task.path}: {'; '.join(parts)}" if parts else ""
 
     def _check(self, place: int) -> None:
         try:
             prompt = self.stream.line(place)
         except LineError as error:
-            self.counts[error.kind] += 1
+            self.places.setdefault(error.kind, array("q")).append(place)
             named = self.named.setdefault(error.kind, [])
             if len(named) < _NAMED:
                 named.append(error)
             return
         size = len(prompt.token_ids)
+        template = self.stream.template
+        self.control += template is not None and template.kept_as_text(
+            prompt.text, prompt.token_ids
+        )
         if size >= len(self.lengths):
             self.lengths = np.concatenate([self.lengths, np.zeros(size, np.int64)])
         self.lengths[size] += 1

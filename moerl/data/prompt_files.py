@@ -50,13 +50,20 @@ class PromptFiles:
 
     def item(self, index: int) -> Item:
         """Raises LineError for a line that cannot be used."""
-        part = bisect_right(self._ends, index)
-        place = index - (self._ends[part - 1] if part else 0)
-        origin = self._parts[part].origin(place)
+        part, place = self._find(index)
+        origin = part.origin(place)
         try:
-            return item_of(self._parts[part].fields(place), self._columns, origin)
+            return item_of(part.fields(place), self._columns, origin)
         except FieldError as error:
             raise line_error(origin, str(error), error.kind) from error
+
+    def origin(self, index: int) -> Origin:
+        part, place = self._find(index)
+        return part.origin(place)
+
+    def _find(self, index: int) -> tuple[_Part, int]:
+        part = bisect_right(self._ends, index)
+        return self._parts[part], index - (self._ends[part - 1] if part else 0)
 
 
 def line_error(origin: Origin, problem: str, kind: str) -> LineError:

@@ -34,9 +34,15 @@ class PromptMixture:
     """An endless stream of prompts over one task or several."""
 
     def __init__(
-        self, entries: Sequence[TaskEntry], tokenizer: Tokenizer, seed: int, longest: int = 0
+        self,
+        entries: Sequence[TaskEntry],
+        tokenizer: Tokenizer | None,
+        seed: int,
+        longest: int = 0,
     ) -> None:
-        """longest: tokens of the longest sequence that the engines take; 0 = not known.
+        """tokenizer: as of PromptStream.
+
+        longest: tokens of the longest sequence that the engines take; 0 = not known.
 
         Raises ConfigError for every fault of the settings and of the files as a whole.
         """

@@ -21,11 +21,11 @@ from moerl.config.functions import load_below
 from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
 from moerl.core.errors import ConfigError, LineError, ModelError
-from moerl.core.types import Prompt
+from moerl.core.types import Origin, Prompt
 from moerl.data.chat_template import ChatTemplate, Json, TemplateError, without_cuts
 from moerl.data.environments import demonstration
 from moerl.data.plain_values import FieldError
-from moerl.data.prompt_files import line_error
+from moerl.data.prompt_files import PromptFiles, line_error
 from moerl.data.prompt_items import Item
 
 if TYPE_CHECKING:
@@ -102,15 +102,19 @@ class ReasoningGym:
 class PromptStream:
     """Endless prompts by index; the seed shuffles a finite source again in each epoch."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int, room: int = 0) -> None:
-        """room: tokens that the engines leave for a prompt; 0 = not known.
+    def __init__(
+        self, task: TaskConfig, tokenizer: Tokenizer | None, seed: int, room: int = 0
+    ) -> None:
+        """tokenizer: None: each prompt has one token, for checks of all else.
+
+        room: tokens that the engines leave for a prompt; 0 = not known.
 
         Raises ConfigError for every fault of the settings and of the files as a whole.
         """
-        if task.chat_template and not tokenizer.chat_template:
+        if task.chat_template and tokenizer and not tokenizer.chat_template:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
         self._task, self._tokenizer, self._seed, self._room = task, tokenizer, seed, room
-        self._template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer) if tokenizer else None
         self._needs_answer = task.reward in REWARDS or task.environment == "check_digits"
         self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
@@ -136,6 +140,11 @@ class PromptStream:
                 self._bad.setdefault(place, error)
                 check_bad_lines(self._task, len(self._bad), list(self._bad.values()))
             raise
+
+    def origin(self, place: int) -> Origin:
+        """Of a line of the files."""
+        assert isinstance(self._source, PromptFiles), "only files have lines"
+        return self._source.origin(place)
 
     def line(self, place: int) -> Prompt:
         """The prompt of a line of the files.  Raises LineError."""
@@ -191,30 +200,27 @@ class PromptStream:
 
     def _encoded(self, item: Item, messages: Sequence[Json]) -> tuple[str, Sequence[int], int]:
         """(text, its tokens, tokens of the first request).  Raises TemplateError, FieldError."""
+        text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
+        if self._tokenizer is None or self.template is None:
+            return text, [0], 1
         has_template = bool(self._tokenizer.chat_template)
         if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
-            text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
-            ids = self._plain(text, begin=not (item.messages or self._task.chat_template))
+            begin = not (item.messages or self._task.chat_template)
+            ids = _plain(self._tokenizer, text, begin=begin)
             if not has_template:  # its agent is refused
                 return text, ids, len(ids)
-            return text, ids, len(self._template.encode(self._shown(messages, item))[0])
+            shown = self.template.render(messages, item.tools)
+            return text, ids, len(self.template.encode(shown)[0])
         if item.messages or self._task.chat_template:
             if not has_template:
                 raise FieldError("template", "has messages; the tokenizer has no template")
-            shown = self._shown(messages, item)
-            ids, _ = self._template.encode(shown)
+            shown = self.template.render(messages, item.tools)
+            ids, _ = self.template.encode(shown)
             return without_cuts(shown), ids, len(ids)
         if item.tools:
             raise FieldError("tools", 'has "tools", which need task.chat_template=true')
-        ids = self._plain(item.prompt, begin=True)
+        ids = _plain(self._tokenizer, item.prompt, begin=True)
         return item.prompt, ids, len(ids)
-
-    def _shown(self, messages: Sequence[Json], item: Item) -> str:
-        return self._template.render(messages, item.tools)
-
-    def _plain(self, text: str, *, begin: bool) -> Sequence[int]:
-        """Tokens of a text, in which control tokens are text."""
-        return self._tokenizer.encode(text, add_special_tokens=begin, split_special_tokens=True)
 
     def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""
@@ -222,6 +228,12 @@ class PromptStream:
         if self._task.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._task.system})
         return messages
+
+
+def _plain(tokenizer: Tokenizer, text: str, *, begin: bool) -> Sequence[int]:
+    """Tokens of a text, in which control tokens are text."""
+    ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=begin, split_special_tokens=True)
+    return ids
 
 
 def check_bad_lines(task: TaskConfig, count: int, named: Sequence[LineError]) -> None:

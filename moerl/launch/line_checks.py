@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moerl.config.task_mixture import naming
+from moerl.config import Config
+from moerl.config.engine_context import longest_sequence
+from moerl.config.task_mixture import entries_of, naming
 from moerl.core.errors import MoerlError
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
+from moerl.launch.run_context import held_out_entries
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 log = logging.getLogger(__name__)
 _PART = 1000  # lines between two looks at the clock
+
+
+@contextlib.contextmanager
+def model_tokenizer(config: Config) -> Iterator[Tokenizer | None]:
+    """The tokenizer of a model that may not be made yet; None: it, or transformers, is missing."""
+    folder = Path(config.model.path)
+    with tempfile.TemporaryDirectory() as made:
+        if importlib.util.find_spec("transformers") is None:
+            yield None
+            return
+        from moerl.data.tasks import load_tokenizer
+
+        if config.model.tiny.enabled and not config.model.path:
+            from moerl.data.tiny_model import write_tokenizer
+
+            folder = Path(made)
+            write_tokenizer(folder)
+        has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+        yield load_tokenizer(folder) if has_tokenizer else None
+
+
+def line_checks(config: Config, tokenizer: Tokenizer | None, max_positions: int) -> LineChecks:
+    """Of the training prompts, and of the held-out prompts if there are any.
+
+    max_positions: of the model.  Raises ConfigError for files that cannot be read.
+    """
+    seed, longest = config.run.seed, longest_sequence(config.engine, max_positions)
+    mixtures = [PromptMixture(entries_of(config), tokenizer, seed, longest)]
+    if config.evaluation.every:
+        mixtures.append(PromptMixture(held_out_entries(config), tokenizer, seed, longest))
+    return LineChecks(mixtures)
 
 
 class LineChecks:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +37,7 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
-from moerl.launch.line_checks import LineChecks
+from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
@@ -126,7 +126,8 @@ def train(config: Config, *, resume: bool, scratch: Path, reset_optimizer: bool 
     )
     with _only_one(run), _own_output(run) as (out, err):
         context = prepare(config, run, resume=resume, reset_optimizer=reset_optimizer)
-        lines = check_lines(context, lambda line: print(f"moerl: {line}", file=err, flush=True))
+        lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
+        lines.begin(lambda line: print(f"moerl: {line}", file=err, flush=True))
         save_config(context.config, run.config)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
@@ -335,16 +336,6 @@ def _check_parts(context: RunContext) -> None:
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
     task_agents(context)  # raises for a chat template or a program that cannot be used
-
-
-def check_lines(context: RunContext, say: Callable[[str], None]) -> LineChecks:
-    """Check the run's files, as far as that goes before a start.  Raises ConfigError."""
-    mixtures = [context.prompts()]
-    if context.config.evaluation.every:
-        mixtures.append(context.held_out())
-    lines = LineChecks(mixtures)
-    lines.begin(say)
-    return lines
 
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
