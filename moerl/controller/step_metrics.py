@@ -293,6 +293,7 @@ def samples_of(
             **({"task": group.prompt.task} if group.prompt.task else {}),
             "episode": episode.episode_id,
             "prompt": group.prompt.text,
+            **({"origin": str(group.prompt.origin)} if group.prompt.origin else {}),
             "response": decode(rollout.token_ids[begin:].tolist()),
             "turns": shown_turns(episode, decode),
             "graph": shown_graph(episode),

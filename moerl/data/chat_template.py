@@ -53,10 +53,30 @@ class ChatTemplate:
     def render(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> str:
         """Text of a conversation, for `encode` only: the control tokens of contents are cut.
 
-        messages: in OpenAI's form, contents as text.  Raises TemplateError.
+        messages: in OpenAI's form, contents as text.  Raises TemplateError, which names the
+        message.
         """
         texts_only = any(message.get("tool_calls") for message in messages) and self._texts_only
-        return self._render(messages, tools, text_arguments=texts_only)
+        try:
+            return self._render(messages, tools, text_arguments=texts_only)
+        except TemplateError as error:
+            where = self._refused(messages, tools, texts_only, str(error))
+            said = "the model's chat template refuses"
+            raise TemplateError(f"{said} {where}: {without_cuts(str(error))}") from error
+
+    @cached_property
+    def opens_answers(self) -> bool:
+        """Whether the text of a conversation ends where an answer begins."""
+        asked: list[Json] = [{"role": "user", "content": "?"}]
+        answer: Json = {"role": "assistant", "content": _CUT}
+        try:
+            opened = self._render(asked, (), text_arguments=False)
+            closed = self._render(asked, (), text_arguments=False, opens=False)
+            whole = self._render([*asked, answer], (), text_arguments=False, opens=False)
+        except TemplateError:
+            return True  # a line that it takes will show it
+        behind = whole[len(opened) :].lstrip()
+        return opened != closed or (whole.startswith(opened) and behind.startswith(_CUT))
 
     def encode(self, text: str) -> tuple[list[int], int]:
         """(tokens, number of cuts) of a rendered text."""
@@ -92,9 +112,37 @@ class ChatTemplate:
 
         return not takes(text_arguments=False) and takes(text_arguments=True)
 
-    def _render(
-        self, messages: Sequence[Json], tools: Sequence[Json], *, text_arguments: bool
+    def _refused(
+        self, messages: Sequence[Json], tools: Sequence[Json], texts_only: bool, error: str
     ) -> str:
+        """The first message at which the template ends with this error."""
+
+        def fails(count: int, tools: Sequence[Json]) -> bool:
+            try:
+                self._render(messages[:count], tools, text_arguments=texts_only)
+            except TemplateError as other:
+                return str(other) == error
+            return False
+
+        if tools and not fails(len(messages), ()):
+            return "the tools"
+        for place, message in enumerate(messages):
+            if fails(place + 1, tools):
+                return f"messages[{place}] (role {message.get('role')}, {', '.join(message)})"
+        return "these messages"
+
+    def _render(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json],
+        *,
+        text_arguments: bool,
+        opens: bool = True,
+    ) -> str:
+        """opens: an answer begins behind the last message.
+
+        Raises TemplateError with the words of the template.
+        """
         import jinja2  # the plain wheel is without it
 
         shown = [
@@ -108,12 +156,13 @@ class ChatTemplate:
         render: Callable[..., object] = self._tokenizer.apply_chat_template
         try:
             text = render(
-                shown, tools=described or None, tokenize=False, add_generation_prompt=True
+                shown,
+                tools=described or None,
+                tokenize=False,
+                add_generation_prompt=opens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise TemplateError(f"the model's chat template refuses these messages: {error}") from (
-                error
-            )
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
 
     def _cut_special(self, text: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moerl.core.errors import ConfigError
+from moerl.core.errors import LineError
 from moerl.core.types import (
     BatchPlan,
     Episode,
@@ -30,6 +30,7 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
+from moerl.data.prompt_files import line_error
 
 
 def demonstration_plan(
@@ -44,7 +45,7 @@ def demonstration_plan(
 ) -> BatchPlan:
     """The plan of one supervised step, equal on every rank.
 
-    encode: text -> token ids without special tokens.  pair: as in `plan_batch`.  Raises ConfigError
+    encode: text -> token ids without special tokens.  pair: as in `plan_batch`.  Raises LineError
     for an answer that is missing, not text, or empty.
     """
     version = PolicyVersion(0, step)
@@ -57,6 +58,12 @@ def demonstration_plan(
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         pair=pair,
     )
+
+
+def with_texts(prompt: Prompt) -> Prompt:
+    """The prompt, whose texts can be learned.  Raises LineError."""
+    _texts(prompt)
+    return prompt
 
 
 def _group(
@@ -92,12 +99,20 @@ def _texts(prompt: Prompt) -> Sequence[str]:
     """Texts of policy and environment in turn, the policy first and last."""
     if "demonstration" not in prompt.extra:
         if not isinstance(prompt.answer, str) or not prompt.answer:
-            problem = f"its answer is {prompt.answer!r}; sft needs a text to learn"
-            raise ConfigError("task.path", prompt.text, problem)
+            problem = f"has the answer {prompt.answer!r}; sft needs a text to learn"
+            raise _refused(prompt, problem, "no answer")
         return [prompt.answer]
     texts = prompt.extra["demonstration"]
     valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
     if not valid or len(texts) % 2 == 0:
-        problem = f"its demonstration is {texts!r}; a list of texts that the policy begins and ends"
-        raise ConfigError("task.path", prompt.text, problem)
+        problem = (
+            f"has the demonstration {texts!r}; a list of texts that the policy begins and ends"
+        )
+        raise _refused(prompt, problem, "demonstration")
     return list(texts)
+
+
+def _refused(prompt: Prompt, problem: str, kind: str) -> LineError:
+    if prompt.origin:
+        return line_error(prompt.origin, problem, kind)
+    return LineError("task.path", prompt.text, f"{prompt.name} {problem}", kind)

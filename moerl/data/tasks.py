@@ -154,7 +154,7 @@ class PromptStream:
         messages = self._messages(item)
         try:
             text, ids, length = self._encoded(item, messages)
-        except (TemplateError, FieldError) as error:
+        except FieldError as error:
             raise self._refused(item, index, str(error), "template") from error
         if not ids:
             raise self._refused(item, index, "has no token", "no token")
@@ -199,7 +199,7 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _encoded(self, item: Item, messages: Sequence[Json]) -> tuple[str, Sequence[int], int]:
-        """(text, its tokens, tokens of the first request).  Raises TemplateError, FieldError."""
+        """(text, its tokens, tokens of the first request).  Raises FieldError."""
         text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
         if self._tokenizer is None or self.template is None:
             return text, [0], 1
@@ -209,18 +209,36 @@ class PromptStream:
             ids = _plain(self._tokenizer, text, begin=begin)
             if not has_template:  # its agent is refused
                 return text, ids, len(ids)
-            shown = self.template.render(messages, item.tools)
+            shown = self._shown(self.template, messages, item)
             return text, ids, len(self.template.encode(shown)[0])
         if item.messages or self._task.chat_template:
             if not has_template:
                 raise FieldError("template", "has messages; the tokenizer has no template")
-            shown = self.template.render(messages, item.tools)
+            shown = self._shown(self.template, messages, item)
             ids, _ = self.template.encode(shown)
             return without_cuts(shown), ids, len(ids)
         if item.tools:
             raise FieldError("tools", 'has "tools", which need task.chat_template=true')
         ids = _plain(self._tokenizer, item.prompt, begin=True)
         return item.prompt, ids, len(ids)
+
+    def _shown(self, template: ChatTemplate, messages: Sequence[Json], item: Item) -> str:
+        """A conversation that ends where an answer begins.
+
+        Raises FieldError, and ConfigError for a template that opens no answer.
+        """
+        assert self._tokenizer is not None
+        if not template.opens_answers:
+            raise ConfigError(
+                "model.path",
+                self._tokenizer.name_or_path,
+                "its chat template ignores add_generation_prompt, so the policy would go on with "
+                "the user's message; use a template that opens an answer",
+            )
+        try:
+            return template.render(messages, item.tools)
+        except TemplateError as error:
+            raise FieldError("template", f"cannot be used: {error}") from error
 
     def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
 from moerl.config.task_mixture import entries_of
-from moerl.core.errors import ConfigError, MoerlError
-from moerl.data.demonstrations import demonstration_plan
+from moerl.core.errors import ConfigError, LineError, MoerlError
+from moerl.core.types import Prompt
+from moerl.data.demonstrations import demonstration_plan, with_texts
 from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.data.tasks import load_tokenizer
 from moerl.records.blob_store import BlobStore
@@ -96,7 +97,16 @@ def _train(config: Config, run: RunDir) -> None:
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path", config.model.path, "its tokenizer has no end token")
     stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
-    prompts = usable(stream.prompt)
+
+    def drawn(index: int) -> Prompt:
+        try:
+            return with_texts(stream.prompt(index))
+        except LineError as error:
+            if ranks.is_first:
+                print(f"set aside: {error}", file=sys.stderr, flush=True)
+            raise
+
+    prompts = usable(drawn)
     for step in range(config.run.steps):
         plan = demonstration_plan(
             step,
