@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from moerl.core.episode_view import EpisodeView, TurnView
+from moerl.core.errors import ScoreError
+from moerl.core.types import Prompt, Score
+from moerl.scoring import ProcessScorer
 
 
 def view(*texts: str, name: str = "0.0") -> EpisodeView:
@@ -13,3 +18,8 @@ def view(*texts: str, name: str = "0.0") -> EpisodeView:
         ids = tuple(range(len(text)))
         turns.append(TurnView(f"{name}.t{place}", parent, "", text, ids, "stop"))
     return EpisodeView(name, tuple(turns))
+
+
+def score_each(scorer: ProcessScorer, prompt: Prompt, *texts: str) -> list[Score | ScoreError]:
+    """Scores of responses of one turn."""
+    return asyncio.run(scorer.score_each(prompt, [view(text) for text in texts]))

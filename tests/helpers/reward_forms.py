@@ -139,3 +139,15 @@ async def trl_none(prompts: list, completions: list, **columns: Any) -> list[flo
 
 def trl_number(prompts: list, completions: list, **columns: Any) -> float:
     return 1.0
+
+
+def seen(prompt: str, answer: Any, response: str, extra: dict, episode: EpisodeView) -> dict:
+    """Counts what a reward of an agent sees."""
+    return {
+        "reward": 1.0,
+        "turns": [len(turn.token_ids) for turn in episode.turns],
+        "branches": len(episode.branches),
+        "longest": max(map(len, episode.branches)),
+        "tool_said_42": any("42" in turn.read for turn in episode.turns),
+        "judged": sum(turn.role == "judge" for turn in episode.graph),
+    }

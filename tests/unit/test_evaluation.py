@@ -99,7 +99,7 @@ def test_an_evaluation_that_hangs_is_given_up(
 
     class SilentScorer(StubScorer):
         async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
-            if who == "scorer" and episodes[0].episode_id.startswith("eval-0.0"):
+            if who == "scorer" and episodes[0].name.startswith("eval-0.0"):
                 await asyncio.Event().wait()
             return await super().score(prompt, episodes)
 

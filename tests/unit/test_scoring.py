@@ -19,6 +19,7 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
+from tests.helpers.episode_views import score_each as score_texts
 from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
@@ -35,7 +36,7 @@ def scorer() -> Iterator[ProcessScorer]:
 
 
 def score_each(scorer: ProcessScorer, *texts: str) -> list[Score | ScoreError]:
-    return asyncio.run(scorer.score_each(PROMPT, [view(text) for text in texts]))
+    return score_texts(scorer, PROMPT, *texts)
 
 
 def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
