@@ -24,8 +24,9 @@ from moerl.config.schema import TaskConfig
 from moerl.core.episode_view import EpisodeView
 from moerl.core.types import Prompt, Score
 from moerl.data.environments import make_environment
+from moerl.data.reward_calls import Reward
 from moerl.data.reward_values import BadReturn
-from moerl.data.rewards import Reward, make_reward, prepare_reward
+from moerl.data.rewards import make_reward, prepare_reward
 from moerl.runtime import reaper
 from moerl.runtime.frames import HEAD, framed, own_connection, receive, send, size_in
 

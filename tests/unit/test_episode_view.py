@@ -9,12 +9,16 @@ from dataclasses import replace
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.core.types import GraphTurn, Prompt, Score
-from moerl.episodes.finished_episode import RecordedTurn, views_of
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, views_of
 from moerl.scoring import ProcessScorer
 from tests.helpers.patience import patience
-from tests.unit.test_agent_run import END, played, recorded, turn
+from tests.helpers.recorded_turns import recorded, turn
 
 PROMPT = Prompt(7, (1,), "the prompt", "2", {})
+
+
+def played(*turns: RecordedTurn) -> FinishedEpisode:
+    return FinishedEpisode("7.0", PROMPT, turns)
 
 
 def words(ids: Sequence[int]) -> str:
@@ -36,7 +40,7 @@ def branched() -> tuple[RecordedTurn, ...]:
 
 def test_each_turn_has_what_was_read_and_said() -> None:
     judge = GraphTurn("7.0.t5", "", "judge", "other_model")
-    episode = replace(played(*branched()), prompt=PROMPT, graph=(judge,))
+    episode = replace(played(*branched()), graph=(judge,))
     (view,) = asyncio.run(views_of([episode], words))
     assert [turn.read for turn in view.turns] == ["the prompt", "42", "6", "8", "3"]
     assert view.responses == ["2 3", "5", "7", "9 9", "3"]
@@ -50,10 +54,10 @@ def test_each_turn_has_what_was_read_and_said() -> None:
 
 
 def test_a_stop_token_that_a_template_replaced_is_read() -> None:
-    first = recorded(0, turn([1], [2, END]))
+    first = recorded(0, turn([1], [2, 0]))
     second = RecordedTurn(first, first.num_tokens - 1, "", "7.0.t1", turn([1, 2, 9, 4], [5]))
     view = played(first, second).view(words)
-    assert [turn.read for turn in view.turns] == ["1", "9 4"]
+    assert [turn.read for turn in view.turns] == ["the prompt", "9 4"]
 
 
 def test_a_reward_of_an_agent_gets_it_in_its_worker() -> None:

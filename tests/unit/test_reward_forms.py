@@ -29,10 +29,9 @@ from moerl.data.reward_values import BadReturn
 from moerl.data.rewards import make_reward
 from moerl.records.blob_store import BlobStore
 from moerl.scoring import ProcessScorer
-from tests.helpers.episode_views import view
+from tests.helpers.episode_views import score_each, view
 from tests.helpers.patience import patience
 from tests.helpers.synthetic import RolloutSpec, random_rollout
-from tests.unit.test_scoring import score_each
 
 HERE = "tests.helpers.reward_forms:"
 PROMPT = Prompt(0, (1,), "1+1=", "2", {"level": 3})
@@ -102,14 +101,14 @@ def test_a_bad_value_costs_its_sibling_and_names_the_function() -> None:
     task = TaskConfig(name="jsonl", reward=f"{HERE}value")
     scorer = ProcessScorer(task, workers=1, timeout_s=patience(20.0))
     try:
-        right, text, huge, parts = score_each(scorer, "int", "text", "1e30", "metrics")
+        right, text, huge, parts = score_each(scorer, PROMPT, "int", "text", "1e30", "metrics")
     finally:
         scorer.close()
     assert right == Score(1.0)
     assert isinstance(text, ScoreError)
     assert (
         str(text) == f"reward {HERE}value returned str '0.5', want a number or a dict with one "
-        "for prompt 4"
+        "for prompt 0"
     )
     assert "returned float 1e+30, which has a square" in str(huge)
     assert parts == Score(0.5, metrics={"acc": 1.0, "cost": 2.5}), "text is no metric"

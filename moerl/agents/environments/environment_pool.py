@@ -14,7 +14,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -165,7 +165,7 @@ class EnvironmentProcess:
         self.gone = ""  # why it has ended; continues "has an environment whose worker ..."
         self.blocker = ""  # episode that blocks its loop
         self._blocked_at, self._moves = 0.0, asyncio.Event()  # of the last change of `blocker`
-        self._blocked_s: Counter[str] = Counter()  # earlier seconds, by episode
+        self._blocked_s: defaultdict[str, float] = defaultdict(float)  # earlier ones, by episode
         self._kept: SandboxedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -241,7 +241,7 @@ class EnvironmentProcess:
     def _own_time(self, episode: str) -> float:
         """A clock that stands while other episodes block the worker."""
         now = asyncio.get_running_loop().time()
-        others = self._blocked_s.total() - self._blocked_s[episode]
+        others = sum(self._blocked_s.values()) - self._blocked_s.get(episode, 0.0)
         return now - others - (now - self._blocked_at if self.blocker not in ("", episode) else 0.0)
 
     async def _wait_for_blocker(self) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -161,7 +161,7 @@ class _LoopWatch:
         self._loop, self._send = asyncio.get_running_loop(), send
         # Of each task, also of those that an environment has started
         self._episodes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
-        self._loop.set_task_factory(self._new_task)
+        self._loop.set_task_factory(cast(Any, self._new_task))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _new_task(
