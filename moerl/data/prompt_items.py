@@ -53,7 +53,7 @@ def item_of(
         )
     ((role, asked),) = [(role, value) for role, value in found.items() if value is not None]
     name = columns.get(role, role)
-    answer, tools = values.get("answer"), _tools(values.get("tools"))
+    answer, tools = _answer(values.get("answer")), _tools(values.get("tools"))
     if isinstance(asked, str) and role == "prompt":
         return Item(asked, answer, (), tools, extra, origin)
     messages = _messages(asked, name)
@@ -95,6 +95,15 @@ def _taken(fields: dict[str, Any], role: str, name: str) -> Any:
         return None
     problem = f"has no {name!r}, which task.columns names; it has {sorted(fields)}"
     raise FieldError(f"no {role}", problem)
+
+
+def _answer(value: Any) -> Any:
+    """An answer of one message, as completions of chats have it, is its text."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        message = value[0]
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+            return message["content"]
+    return value
 
 
 def _messages(value: Any, name: str) -> list[Json]:
