@@ -50,12 +50,14 @@ from moerl.core.messages import (
     EngineStatus,
     Hello,
     Plan,
+    SamePlan,
     StepDone,
     TakePlan,
     UpdateDone,
 )
 from moerl.core.serialization import encode
 from moerl.core.types import (
+    BatchPlan,
     BlobRef,
     Episode,
     Finish,
@@ -245,6 +247,7 @@ class Trainer:
     def __init__(self, step_s: float, traffic: Traffic, watch: Watch) -> None:
         self.step_s, self.traffic, self.watch = step_s, traffic, watch
         self.steps = 0
+        self.ahead: BatchPlan | None = None  # the next step's plan, if it came with this one's
 
     def saved(self) -> int:
         """Optimizer steps inside the newest checkpoint."""
@@ -257,11 +260,14 @@ class Trainer:
 
     async def _step(self, controller: Controller) -> None:
         step, traffic = self.steps, self.traffic
-        reply = await controller.handle(TakePlan(step, 600.0, 0))
-        assert isinstance(reply, Plan), reply
+        reply = await controller.handle(TakePlan(step, 600.0, 0, self.ahead is not None))
+        assert isinstance(reply, Plan | SamePlan), reply
+        plan = reply.plan if isinstance(reply, Plan) else self.ahead
+        assert plan is not None
+        self.ahead = reply.ahead
         traffic.bytes["plans"] += len(await asyncio.to_thread(encode, reply))
         traffic.planned += sum(
-            rollout.num_sampled for group in reply.plan.groups for rollout in group.rollouts()
+            rollout.num_sampled for group in plan.groups for rollout in group.rollouts()
         )
         await asyncio.sleep(self.step_s)
         version = PolicyVersion(0, step + 1)

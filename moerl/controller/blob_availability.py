@@ -72,6 +72,8 @@ class BlobAvailability:
 
         what: is wrong with the records, for the log.
         """
+        if not uris:  # nearly always: thousands of ready groups need not be read
+            return []
         gone = self._buffer.evict(lambda group: not uris.isdisjoint(group_uris(group)))
         self._journal.left(group.group_id for group in gone)
         for group in gone:

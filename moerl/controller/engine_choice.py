@@ -15,7 +15,7 @@ least busy one (the two thresholds of SGLang's cache-aware router, the second co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +28,7 @@ from moerl.core.types import Array, PolicyVersion
 from moerl.episodes.open_episode import Home, TurnCall
 
 CHUNK = 64  # tokens
+Leads = Sequence[tuple[int, bytes]]  # prefixes of a prompt: length, digest
 
 
 class EngineChoice:
@@ -53,11 +54,12 @@ class EngineChoice:
 
     def settle(self, index: int, prompt: Sequence[int]) -> Home:
         """The home of a group whose turn it is on engine `index`."""
-        home = Home(self._with_prefix(index, prompt))
+        leads = leads_of(prompt)
+        home = Home(self._with_prefix(index, leads))
         self._step_metrics.routed_groups += home.engine != index
         member = self._pool.members[home.engine]
         member.groups += 1
-        self._prefix_index.sent(home.engine, member.version, prompt)
+        self._prefix_index.sent(home.engine, member.version, leads)
         return home
 
     def leave(self, home: Home) -> None:
@@ -69,18 +71,19 @@ class EngineChoice:
         """The engine left the run."""
         self._prefix_index.forget(index)
 
-    def _with_prefix(self, index: int, prompt: Sequence[int]) -> int:
+    def _with_prefix(self, index: int, leads: Leads) -> int:
         """The engine with the longest cached prefix; `index` if there is none or it is too busy."""
         members, slack = self._pool.members, self._config.prefix_slack
         if slack < 0 or len(members) == 1 or self._config.fixed_lag >= 0:  # no prefix routing
             return index
-        best, found = max(len(prompt) // 2, CHUNK - 1), index
+        length = leads[-1][0] if leads else 0  # an agent's prompt may have no tokens
+        best, found = max(length // 2, CHUNK - 1), index
         for other in (index, *members):  # `index` first, so that it wins ties
             member = members[other]
             busier = member.groups - members[index].groups
             if not self._pool.serves(other) or member.version < members[index].version:
                 continue
-            known = self._prefix_index.length(other, member.version, prompt)
+            known = self._prefix_index.length(other, member.version, leads)
             if known > best and busier <= slack:
                 best, found = known, other
         return found
@@ -130,36 +133,37 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._known: dict[int, tuple[PolicyVersion, set[bytes]]] = {}
 
-    def sent(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> None:
+    def sent(self, engine: int, version: PolicyVersion, leads: Leads) -> None:
         """Record that the engine, serving `version`, will prefill this prompt."""
         held, digests = self._known.get(engine, (version, set()))
         if held != version:
             digests = set()
-        digests.update(digest for _, digest in _leads(prompt))
+        digests.update(digest for _, digest in leads)
         self._known[engine] = version, digests
 
     def forget(self, engine: int) -> None:
         """The engine left the run."""
         self._known.pop(engine, None)
 
-    def length(self, engine: int, version: PolicyVersion, prompt: Sequence[int]) -> int:
+    def length(self, engine: int, version: PolicyVersion, leads: Leads) -> int:
         """Number of leading tokens of a prompt that the engine prefilled under this version."""
         held, digests = self._known.get(engine, (None, set[bytes]()))
         if held != version:
             return 0
         known = 0
-        for length, digest in _leads(prompt):
+        for length, digest in leads:
             if digest not in digests:
                 break
             known = length
         return known
 
 
-def _leads(prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """(length, digest) of the prompt's prefixes, shortest first; the last is the whole prompt."""
+def leads_of(prompt: Sequence[int]) -> Leads:
+    """The prefixes of a prompt, shortest first; the last is the whole prompt."""
     tokens: Array = np.asarray(prompt, np.int32)
     state = xxhash.xxh3_64()
-    ends = [*range(0, len(tokens), CHUNK), len(tokens)]
-    for begin, end in pairwise(ends):
+    found = []
+    for begin, end in pairwise([*range(0, len(tokens), CHUNK), len(tokens)]):
         state.update(tokens[begin:end].tobytes())
-        yield end, state.digest()
+        found.append((end, state.digest()))
+    return found

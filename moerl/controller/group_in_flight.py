@@ -35,11 +35,12 @@ class GroupInFlight:
     @property
     def finished(self) -> list[FinishedEpisode]:
         """The episodes that have ended, by sibling, with blobs that came behind their end."""
-        return [
-            replace(self.ended[episode.name], uris=frozenset(episode.uris))
-            for episode in self.episodes
-            if episode.name in self.ended
-        ]
+        found = []
+        for episode in self.episodes:
+            if (ended := self.ended.get(episode.name)) is not None:
+                came_late = len(episode.uris) > len(ended.uris)
+                found.append(replace(ended, uris=frozenset(episode.uris)) if came_late else ended)
+        return found
 
     @property
     def failed(self) -> list[FinishedEpisode]:
@@ -88,9 +89,12 @@ class GroupInFlight:
     # --- blobs ------------------------------------------------------------------------------------
     def close(self, ref_counts: BlobRefCounts) -> None:
         """Release the blobs of late siblings, which are not wanted."""
-        kept = _uris(self.finished)
-        theirs = _uris([*self.running, *self._dropped.values()]) | self._leased
         self.release()
+        late = [*self.running, *self._dropped.values()]
+        if not (late or self._leased):
+            return
+        kept = _uris(episode for episode in self.episodes if episode.name in self.ended)
+        theirs = _uris(late) | self._leased
         self._released = kept | theirs
         ref_counts.release(theirs - kept)
 
@@ -121,6 +125,8 @@ class GroupInFlight:
 
         Call after each end of a sibling.  A sibling without a reply may yet refer to any of them.
         """
+        if not (self._leased or self._dropped):
+            return
         if self._playing or any(not episode.num_sampled for episode in self.running):
             return
         for episode in self._dropped.values():

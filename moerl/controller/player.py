@@ -22,6 +22,7 @@ class Player:
         services = context.services
         self._scorer, self._decode, self._encode = services.scorer, services.decode, services.encode
         self._entries = by_label(context.config)
+        self._wall_limits = {name: entry.wall_limit_s for name, entry in self._entries.items()}
         self._context_tokens = services.model.context_tokens
         self.router = router
         self.episodes: dict[str, OpenEpisode] = {}  # by name
@@ -75,4 +76,4 @@ class Player:
         )
 
     def _wall_s(self, spec: EpisodeSpec) -> float:
-        return self._entries[spec.prompt.task].wall_limit_s
+        return self._wall_limits[spec.prompt.task]

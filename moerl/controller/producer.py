@@ -35,7 +35,8 @@ from moerl.episodes.turn import sampling_params
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # groups that start before other tasks run
+_STARTS_AT_ONCE = 4  # groups that start before other tasks run
+_AT_ONCE = 16  # groups that are measured in one message
 
 
 class Producer:
@@ -51,6 +52,8 @@ class Producer:
         services, rollout = context.services, context.config.rollout
         self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
         self._entries = by_label(context.config)
+        kinds = {label: entry.kind for label, entry in self._entries.items()}
+        self._speak_messages = {label for label in kinds if kinds[label].speaks_messages}
         self._sampling = {
             label: sampling_params(entry.sampling, services.model)
             for label, entry in self._entries.items()
@@ -79,7 +82,7 @@ class Producer:
 
     def open_episodes(self) -> dict[str, float]:
         """Episodes of tasks with an agent by what they wait for, as docs/metrics.md names them."""
-        if not any(entry.kind.speaks_messages for entry in self._entries.values()):
+        if not self._speak_messages:
             return {}
         groups = [g for g in self._groups.values() if self._speaks_messages(g)]
         running = [episode for group in groups for episode in group.running]
@@ -168,7 +171,7 @@ class Producer:
     async def _produce(self) -> None:
         await self._player.start()
         while not self._tasks.stopping:
-            for _ in range(_AT_ONCE):
+            for _ in range(_STARTS_AT_ONCE):
                 if not self._start_group():
                     await self._tasks.wait_change(1.0)
                     break
@@ -244,6 +247,7 @@ class Producer:
         while ended.refused is not None and group.goes_on and not group.is_dropped(episode.name):
             self._scoring_stage.refuse_one(group.group_id, ended.episode_id, ended.refused)
             self._forget_turns(ended)
+            ended.settled("played_again")
             name, uris = self._next_try(ended), frozenset(episode.uris)
             other = self._player.open(replace(episode.spec, name=name, inherited=uris))
             group.exchange(episode, other)
@@ -267,7 +271,7 @@ class Producer:
         self._step_metrics.episode_played(ended.counts, ended.failure, graph)
 
     def _speaks_messages(self, group: GroupInFlight) -> bool:
-        return self._entries[group.prompt.task].kind.speaks_messages
+        return group.prompt.task in self._speak_messages
 
     def _has_ended(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
         if is_dropped := group.is_dropped(ended.episode_id):
@@ -276,12 +280,14 @@ class Producer:
         if group.is_closed:
             group.drop_late(ended, self._ref_counts)
             self._forget_turns(ended)
+            ended.settled("dropped")
             return
         if not is_dropped:
             group.ended[ended.episode_id] = ended
         group.settle(self._ref_counts)
         if is_dropped:
             self._forget_turns(ended)
+            ended.settled("dropped")
             return
         if ended.failure not in ("", ENDED):
             self._end(group.running)

@@ -22,6 +22,8 @@ from moerl.core.types import (
     VersionSpan,
 )
 
+_NOTHING: Array = np.zeros(0, np.int32)
+
 
 def sampling_params(config: SamplingConfig, model: ModelShape) -> SamplingParams:
     """Every parameter of a request, from the settings and the model's stop tokens."""
@@ -68,7 +70,7 @@ class SampledTurn:
 
     @property
     def output_ids(self) -> Array:
-        return np.concatenate([segment.output_ids for segment in self.segments])
+        return _joined(self.segments)
 
     @property
     def end(self) -> int:
@@ -136,19 +138,21 @@ class TurnInFlight:
     @property
     def output_ids(self) -> Array:
         """Tokens sampled so far."""
-        parts = [np.zeros(0, np.int32), *(s.output_ids for s in self.segments)]
-        return np.concatenate(parts).astype(np.int32, copy=False)
+        return _joined(self.segments)
 
     def request(self, *, streams: bool = False) -> GenerateRequest:
         """The next request: feeds all tokens so far, samples the rest (of a slice)."""
         left = self.sampling.max_new_tokens - self.num_sampled
         self._asked = min(left, self._slice or left)
+        sampling = self.sampling
+        if self._asked != sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=self._asked)
         request = GenerateRequest(
             rollout_id=self.name,
             segment=self._calls,
             tail_ids=self.output_ids,
             num_sampled=self.num_sampled,
-            sampling=replace(self.sampling, max_new_tokens=self._asked),
+            sampling=sampling,
             audit=self.audit,
             rows_known=self.rows_known,
             prompt_ids=self.prompt_ids,
@@ -210,7 +214,19 @@ def versions_of(segments: Sequence[Segment]) -> tuple[VersionSpan, ...]:
     at = 0
     for segment in segments:
         span = VersionSpan(at, segment.version, segment.kept_kv)
-        if len(segment.output_ids) and (not spans or replace(spans[-1], first=at) != span):
+        if len(segment.output_ids) and not (spans and _same_weights(spans[-1], span)):
             spans.append(span)
         at += len(segment.output_ids)
     return tuple(spans)
+
+
+def _same_weights(a: VersionSpan, b: VersionSpan) -> bool:
+    return a.version == b.version and a.kept_kv == b.kept_kv
+
+
+def _joined(segments: Sequence[Segment]) -> Array:
+    """[T] i32, their tokens.  Those of a single segment are not copied: most turns have one."""
+    if len(segments) == 1:
+        return segments[0].output_ids.astype(np.int32, copy=False)
+    parts = [_NOTHING, *(segment.output_ids for segment in segments)]
+    return np.concatenate(parts).astype(np.int32, copy=False)

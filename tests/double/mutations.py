@@ -203,8 +203,8 @@ VALUE_BLUNDERS = (
 CRITIC_BLUNDERS = (
     Blunder(
         "scores of a whole batch fetched one by one",
-        "moerl.trainer.passes.proximal", "_by_row", "to_host(known.logprobs[role])",
-        "{n: t.cpu() for n, t in known.logprobs[role].items()}",
+        "moerl.trainer.passes.proximal", "_by_row", "to_host(reference.logprobs[role])",
+        "{n: t.cpu() for n, t in reference.logprobs[role].items()}",
     ),
     Blunder(
         "a loss read in each microbatch",

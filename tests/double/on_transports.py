@@ -10,6 +10,7 @@ that takes its own current device (0) is found.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from moerl.weight_sync.transports.factory import make
 from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
 from tests.double.watch import PAGEABLE, WAITS, memory, watch
 from tests.helpers import transport_checks as checks
+from tests.helpers.patience import until
 from tests.helpers.transport_checks import MIB, PeerProcess, Spawn, connect, raised, soon
 from tests.helpers.transport_peer import pattern
 
@@ -48,6 +50,13 @@ def spawn(name: str, tmp_path: Path) -> Iterator[Spawn]:
     yield start
     for peer in peers:
         peer.kill()
+    # Threads of a broken connection give their buckets back, or the next test would count them.
+    until(_is_free, 60.0, "connections that have ended hold memory of the device")
+
+
+def _is_free() -> bool:
+    gc.collect()
+    return not memory(device=OWN_DEVICE).live
 
 
 @pytest.fixture

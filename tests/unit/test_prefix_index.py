@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.schema import RolloutConfig
-from moerl.controller.engine_choice import CHUNK, PrefixIndex
+from moerl.controller.engine_choice import CHUNK, PrefixIndex, leads_of
 from moerl.core.messages import Ok
 from moerl.core.types import PolicyVersion, Prompt
 from tests.helpers.controllers import CONFIG, hello, make, running, train
@@ -23,21 +23,21 @@ LONG = tuple(range(3 * CHUNK + 7))
 
 def test_what_is_known_is_a_common_lead() -> None:
     known = PrefixIndex()
-    known.sent(0, V0, LONG)
-    assert known.length(0, V0, LONG) == len(LONG)
-    assert known.length(0, V0, (*LONG[: 2 * CHUNK + 3], 9, 9)) == 2 * CHUNK
-    assert known.length(0, V0, (5, *LONG[1:])) == 0
-    assert known.length(1, V0, LONG) == 0
-    assert known.length(0, V0, (*LONG, *range(CHUNK))) == 3 * CHUNK
+    known.sent(0, V0, leads_of(LONG))
+    assert known.length(0, V0, leads_of(LONG)) == len(LONG)
+    assert known.length(0, V0, leads_of((*LONG[: 2 * CHUNK + 3], 9, 9))) == 2 * CHUNK
+    assert known.length(0, V0, leads_of((5, *LONG[1:]))) == 0
+    assert known.length(1, V0, leads_of(LONG)) == 0
+    assert known.length(0, V0, leads_of((*LONG, *range(CHUNK)))) == 3 * CHUNK
 
 
 def test_an_update_makes_it_forget() -> None:
     known = PrefixIndex()
-    known.sent(0, V0, LONG)
-    assert known.length(0, V1, LONG) == 0, "its cache was emptied"
-    known.sent(0, V1, LONG[:CHUNK])
-    assert known.length(0, V1, LONG) == CHUNK
-    assert known.length(0, V0, LONG) == 0
+    known.sent(0, V0, leads_of(LONG))
+    assert known.length(0, V1, leads_of(LONG)) == 0, "its cache was emptied"
+    known.sent(0, V1, leads_of(LONG[:CHUNK]))
+    assert known.length(0, V1, leads_of(LONG)) == CHUNK
+    assert known.length(0, V0, leads_of(LONG)) == 0
 
 
 class Repeating:
