@@ -104,6 +104,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_fields(config)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
@@ -284,6 +285,12 @@ def _checked(
     return config
 
 
+def _check_fields(config: Config) -> None:
+    from moerl.launch.line_checks import check_fields
+
+    check_fields(config)
+
+
 def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
     from moerl.config.transport_rules import why_not, with_transport
@@ -336,6 +343,7 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
+    _check_fields(config)
     arguments = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments))
 
@@ -357,6 +365,7 @@ def _resume(folder: Path, overrides: list[str], reset_optimizer: bool, dry_run: 
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit
+    _check_fields(config)
     arguments = {"resume": str(folder), "overrides": overrides, "reset_optimizer": reset_optimizer}
     raise typer.Exit(_guarded(arguments))
 

@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from moerl.core.types import Prompt
-from moerl.data.chat_template import Json, parsed_arguments
+from moerl.data.chat_template import Json as Json  # for the modules beside this one
+from moerl.data.chat_template import parsed_arguments
 
 
 class Function(msgspec.Struct, frozen=True):

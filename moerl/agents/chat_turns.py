@@ -68,7 +68,12 @@ class ChatTurns:
         self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
         self._running: set[asyncio.Task[Any]] = set()
         self._ended = False
-        self._deadline = asyncio.get_running_loop().time() + limits.wall_s
+        self._deadline = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """The time of the episode starts now: it may have waited for a worker."""
+        self._deadline = asyncio.get_running_loop().time() + self.limits.wall_s
 
     async def chat(
         self,

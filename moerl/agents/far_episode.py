@@ -42,7 +42,7 @@ class FarEpisode:
         if wanted.ends is not None:
             wanted = replace(wanted, ends=_asked_on(here, wanted.ends))
         if wanted.heard is not None:
-            wanted = replace(wanted, heard=_told_on(here, wanted.heard))
+            wanted = replace(wanted, heard=told_on(wanted.heard))
         found: list[RecordedTurn] = []
 
         async def sampled() -> RecordedTurn:
@@ -81,11 +81,12 @@ def _asked_on(
     return lambda output_ids: on_loop(loop, answer(output_ids))
 
 
-def _told_on(
-    loop: asyncio.AbstractEventLoop, heard: Callable[[Array], None]
-) -> Callable[[Array], None]:
-    def told(output_ids: Array) -> None:
+def told_on(hear: Callable[[T], None]) -> Callable[[T], None]:
+    """`hear` for callers on other loops: it is called on the running one."""
+    loop = asyncio.get_running_loop()
+
+    def told(value: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(heard, output_ids)
+            loop.call_soon_threadsafe(hear, value)
 
     return told

@@ -41,7 +41,7 @@ def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
     if kind is TaskKind.PROGRAM:
         yield from _of_program(config, task)
     elif task.agent != AgentConfig():
-        yield "task.agent.command", [], "the settings of an agent need its program"
+        yield "task.agent.command", [], "the settings of an agent need its program, or a port"
     if task.environment not in ("", *ENVIRONMENTS, SANDBOX_TOOLS, HTTP):
         check_importable("task.environment", task.environment, ENVIRONMENT_NAMES)
     if kind is TaskKind.ENVIRONMENT:
@@ -112,24 +112,35 @@ def program_path(name: str) -> str | None:
 
 def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
     agent = task.agent
-    name = agent.command[0]
+    player = "port" if agent.port else "command"
     if task.environment:
         yield (
             "task.environment",
             task.environment,
-            "task.agent.command plays the episodes; use one of both",
+            f"task.agent.{player} plays the episodes; use one of both",
         )
-    if is_local(config.cluster) and program_path(name) is None:
+    if agent.port:
+        yield from _of_port(config, agent)
+    elif is_local(config.cluster) and program_path(name := agent.command[0]) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
     if task.isolation == "bwrap":
         yield (
             "task.isolation",
             "bwrap",
-            "the program of task.agent.command is not isolated by it, and needs a network; "
+            f"the program of task.agent.{player} is not isolated by it, and needs a network; "
             "use process",
         )
     for model, endpoint in agent.models.items():
         yield from _of_model(model, endpoint)
+
+
+def _of_port(config: Config, agent: AgentConfig) -> Iterator[Problem]:
+    taken = [entry.agent.port for entry in entries_of(config)].count(agent.port) > 1
+    if taken or not 1024 <= agent.port <= 65535:
+        yield "task.agent.port", agent.port, "use a port of its own from 1024 to 65535, or 0"
+    if agent.command or agent.workers:
+        field, value = ("command", agent.command) if agent.command else ("workers", agent.workers)
+        yield f"task.agent.{field}", value, "remote workers of task.agent.port play the episodes"
 
 
 def _of_model(name: str, endpoint: OtherModelConfig) -> Iterator[Problem]:

@@ -116,7 +116,8 @@ class TaskConfig:
     @property
     def kind(self) -> TaskKind:
         """Player of the episodes; a program comes before an environment."""
-        return TaskKind.PROGRAM if self.agent.command else kind_of_environment(self.environment)
+        has_program = self.agent.command or self.agent.port
+        return TaskKind.PROGRAM if has_program else kind_of_environment(self.environment)
 
     @property
     def brings_reward(self) -> bool:

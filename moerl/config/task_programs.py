@@ -46,12 +46,14 @@ ToolName = Literal["python", "shell", "read_file", "write_file"]
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """An external program that plays the episodes through OpenAI's interface (docs/agents.md)."""
+    """External programs that play the episodes through OpenAI's interface (docs/agents.md)."""
 
     # Program and arguments; python is moerl's own interpreter
     command: list[str] = field(default_factory=list)
     # Programs that play many episodes each; 0 = a program for every episode
     workers: Natural = 0
+    # Port of 127.0.0.1 where remote workers ask for episodes, instead of a command; 0 = none
+    port: Natural = 0
     # Clients may ask for answers of a grammar, if sampling masks are replayed; false: never
     grammars: bool = True
     # Other models that a program may call through its gateway, by the name that it uses

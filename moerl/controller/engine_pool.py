@@ -23,7 +23,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
@@ -82,6 +82,8 @@ class EngineState:
     held_until: float = 0.0  # monotonic seconds until which an evaluation delays updates
     behind: bool = False  # missed a publish, so it must be published to
     leaving: bool = False  # leaves the run: no new requests
+    # Its last errors in a row: episode and seconds (`moerl.controller.turn_router`)
+    errors: list[tuple[str, float]] = field(default_factory=list)
 
 
 class EnginePool:
@@ -216,6 +218,7 @@ class EnginePool:
         member.calls.close("its process was replaced")
         member.calls = self._calls(index, engine)
         member.draining, member.behind = False, True
+        member.errors.clear()
         self._step_metrics.engine_restarts += 1
         self._tasks.notify()
 

@@ -247,6 +247,7 @@ class Producer:
         while ended.refused is not None and group.goes_on and not group.is_dropped(episode.name):
             self._scoring_stage.refuse_one(group.group_id, ended.episode_id, ended.refused)
             self._forget_turns(ended)
+            ended.settled("played_again")
             name, uris = self._next_try(ended), frozenset(episode.uris)
             other = self._player.open(replace(episode.spec, name=name, inherited=uris))
             group.exchange(episode, other)
@@ -279,12 +280,14 @@ class Producer:
         if group.is_closed:
             group.drop_late(ended, self._ref_counts)
             self._forget_turns(ended)
+            ended.settled("dropped")
             return
         if not is_dropped:
             group.ended[ended.episode_id] = ended
         group.settle(self._ref_counts)
         if is_dropped:
             self._forget_turns(ended)
+            ended.settled("dropped")
             return
         if ended.failure not in ("", ENDED):
             self._end(group.running)

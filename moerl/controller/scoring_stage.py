@@ -25,6 +25,7 @@ from moerl.core.ids import without_life
 from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.episodes.finished_episode import (
     FinishedEpisode,
+    Settled,
     checked_graph,
     sealed_uris,
     used_uris,
@@ -106,7 +107,7 @@ class ScoringStage:
     def cancelled(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
         self._leave(group_id, partials)
-        self._forget_turns(partials)
+        self._settle(partials, "dropped" if group_id < 0 else "played_again")
         if group_id < 0:
             self._buffer.discard(group_id)
         else:
@@ -122,6 +123,7 @@ class ScoringStage:
         self._delete(partials)
         self._leave(group_id, partials)
         if group_id < 0:  # late siblings are not regenerated
+            self._settle(partials, "dropped")
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
@@ -148,7 +150,7 @@ class ScoringStage:
     def _regenerate(
         self, group_id: int, partials: Sequence[FinishedEpisode], what: str, error: Exception
     ) -> None:
-        self._forget_turns(partials)
+        self._settle(partials, "played_again")
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
@@ -196,8 +198,14 @@ class ScoringStage:
         ]
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
-            await self._admit(group)
-            self._forget_turns(partials)
+            is_admitted = await self._admit(group)
+            kept = {episode.episode_id for episode in group.episodes}
+            pairs = list(zip(episodes, partials, strict=True))
+            chosen = [partial for episode, partial in pairs if episode.episode_id in kept]
+            others = [partial for episode, partial in pairs if episode.episode_id not in kept]
+            self._settle(chosen, "admitted" if is_admitted else "played_again")
+            if others:  # of an oversampled group
+                self._settle(others, "dropped")
         except RecordError as error:
             self.refuse(group_id, partials, error)
 
@@ -231,9 +239,10 @@ class ScoringStage:
         elif (waiting := self._peers.get(~group_id)) and not waiting.done():
             waiting.set_result(())
 
-    async def _admit(self, group: EpisodeGroup) -> None:
+    async def _admit(self, group: EpisodeGroup) -> bool:
         """Write to the journal, then to the buffer; repeated while the disk is full.
 
+        False: its weights were discarded meanwhile, and the group is played again.
         Raises RecordError when the blobs to copy are lost.
         """
         while not await self._is_written(group):
@@ -241,10 +250,11 @@ class ScoringStage:
         self._attempts.pop(group.group_id, None)
         if self._history.in_lineage(group):
             self._buffer.admit(group)
-            return
+            return True
         self._journal.left([group.group_id])
         self.drop_branch(group)
         self._buffer.abandon(group.group_id)
+        return False
 
     async def _is_written(self, group: EpisodeGroup) -> bool:
         """False: the disk is full.  Nothing else runs between the journal and the return."""
@@ -348,12 +358,14 @@ class ScoringStage:
         self._leave(group_id, partials)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
-        self._forget_turns(partials)
+        self._settle(partials, "dropped")
         self._buffer.discard(group_id)
 
-    def _forget_turns(self, partials: Sequence[FinishedEpisode]) -> None:
+    def _settle(self, partials: Sequence[FinishedEpisode], how: Settled) -> None:
         """Episodes have ended in any way: the log of their turns is not needed."""
         self._ref_counts.release(self._journal.turns.end(one.episode_id for one in partials))
+        for partial in partials:
+            partial.settled(how)
 
     def _delete(self, partials: Sequence[FinishedEpisode]) -> None:
         self._ref_counts.release(sealed_uris(partials))
@@ -363,6 +375,8 @@ def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
     """Name and value of the setting from which the rewards of a task come."""
     if not task.brings_reward:
         return "task.reward", task.reward or task.name
+    if task.agent.port:
+        return "task.agent.port", task.agent.port
     if task.kind is TaskKind.PROGRAM:
         return "task.agent.command", task.agent.command
     return "task.environment", task.environment

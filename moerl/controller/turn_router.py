@@ -22,13 +22,17 @@ from moerl.controller.context import Context
 from moerl.controller.engine_calls import Reply
 from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.engine_pool import EnginePhase, EngineState
-from moerl.core.errors import EngineError, RecordError
+from moerl.core.errors import AnswerError, EngineError, RecordError
+from moerl.core.ids import without_life
 from moerl.core.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 from moerl.episodes.open_episode import EnginePin, OpenEpisode, TurnCall, VersionGone
 from moerl.records.blob_store import sizes_of
 from moerl.records.record_uris import blob_refs, blob_uris, own_uris
 
 log = logging.getLogger(__name__)
+
+_MOST_ERRORS = 3  # in a row, of one engine
+_APART_S = 2.0  # seconds; longer than a host needs to see that its server has died
 
 
 class TurnRouter:
@@ -135,6 +139,7 @@ class TurnRouter:
         member, request = self._pool.members[index], call.asked
         assert request is not None, "a turn is placed with its request"
         call.member, call.step, call.episode.engine = member, member.version.step, index
+        call.sent_at = asyncio.get_running_loop().time()
         self._sent[request.name] = call
         member.generating += 1
         member.calls.send([request], self._take, _listener(call))
@@ -151,6 +156,10 @@ class TurnRouter:
         member = call.member
         assert isinstance(member, EngineState), "it was sent to an engine"
         self._has_left(call, member)
+        if isinstance(reply, Segment):
+            member.errors.clear()
+        elif _is_own_error(reply) and call.wanted.grammar is None:
+            self._count_error(call, member, reply)
         if call.done.done():  # its episode was ended in this tick
             self._came_late(call.episode, reply)
         elif isinstance(reply, EngineError):
@@ -224,6 +233,29 @@ class TurnRouter:
             call.done.set_result(None)
         else:
             self.submit(call)
+
+    def _count_error(self, call: TurnCall, member: EngineState, error: Exception) -> None:
+        """Errors of an engine that lives, in a row, end the run.
+
+        A server that dies may answer its last requests with errors, so only those count whose
+        request was sent some time after the error before: then its death is known, and it has no
+        requests.  A request that fails again and again is refused with its episode.
+        """
+        errors, name = member.errors, without_life(call.episode.name)
+        if errors and call.sent_at < errors[-1][1] + _APART_S:
+            return
+        if isinstance(error, RecordError) and name in dict(errors):
+            return
+        errors.append((name, asyncio.get_running_loop().time()))
+        if len(errors) < _MOST_ERRORS:
+            return
+        index = next((i for i, one in self._pool.members.items() if one is member), -1)
+        self._tasks.fail(
+            EngineError(
+                f"engine {index} answered {len(errors)} requests in a row with an error and none "
+                f"with a reply; last: {error}; check engine.args and logs/engine{index}.log"
+            )
+        )
 
     def _engine_failed(self, call: TurnCall, member: EngineState, error: EngineError) -> None:
         """A request has failed with its engine: its turn continues on any engine."""
@@ -306,6 +338,12 @@ def _renamed(reply: Segment, request: GenerateRequest) -> Segment:
     """An earlier reply as the reply to this request."""
     first, *rest = (replace(p, rollout_id=request.rollout_id, rest=()) for p in reply.pieces)
     return replace(first, rest=tuple(rest))
+
+
+def _is_own_error(reply: Reply) -> bool:
+    """Whether an engine that lives failed a request that may be right."""
+    failed = isinstance(reply, RecordError) and reply.reason == "engine"
+    return failed or isinstance(reply, AnswerError)
 
 
 def _has_lost(call: TurnCall) -> bool:

@@ -89,6 +89,10 @@ class EngineError(MoerlError):
     """An engine that failed to start, to answer or to update; carries the cause it logged."""
 
 
+class AnswerError(EngineError):
+    """An engine's server lives, and has answered a request with something else than a reply."""
+
+
 class TrainerError(MoerlError):
     """The trainer failed; carries the first rank's cause."""
 

@@ -56,17 +56,8 @@ class JsonLines:
         """The JSON value of a line.  Raises FieldError."""
         begin = int(self._begins[place])
         end = int(self._begins[place + 1]) if place + 1 < self.size else self._end
-        text = _text(os.pread(self._file, end - begin, begin))
-        try:
-            if self._is_array:  # what follows is of the array
-                return _DECODER.raw_decode(text)[0]
-            return _DECODER.decode(text)
-        except FieldError:
-            raise
-        except RecursionError as error:
-            raise FieldError("nesting", "is nested too deeply") from error
-        except ValueError as error:  # also for a number of thousands of digits
-            raise FieldError("not JSON", f"is not JSON: {error}") from error
+        data = os.pread(self._file, end - begin, begin)
+        return parsed(data, more=self._is_array)  # what follows is of the array
 
     def _lines(self, begin: int) -> Array:
         """Offsets at which lines begin that are not empty.
@@ -107,6 +98,19 @@ class JsonLines:
 
     def _refused(self, problem: str) -> ConfigError:
         return ConfigError("task.path", self._path, problem)
+
+
+def parsed(data: bytes, *, more: bool = False) -> Any:
+    """The JSON value of a line.  more: other text may follow.  Raises FieldError."""
+    text = _text(data)
+    try:
+        return _DECODER.raw_decode(text)[0] if more else _DECODER.decode(text)
+    except FieldError:
+        raise
+    except RecursionError as error:
+        raise FieldError("nesting", "is nested too deeply") from error
+    except ValueError as error:  # also for a number of thousands of digits
+        raise FieldError("not JSON", f"is not JSON: {error}") from error
 
 
 def _text(data: bytes) -> str:

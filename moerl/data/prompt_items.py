@@ -17,6 +17,7 @@ from moerl.data.chat_template import Json
 from moerl.data.plain_values import MEDIA, FieldError, media, plain_fields
 
 _ROLES: tuple[Column, ...] = get_args(Column)
+_ASKED: tuple[Column, ...] = ("prompt", "messages")  # a line has one of them
 _NO_NAMES: Mapping[Column, str] = MappingProxyType({})
 _SPEAKERS = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -44,16 +45,16 @@ def item_of(
         raise FieldError("not an object", f"is not an object like {example}")
     extra = plain_fields(fields)
     values = {role: _taken(extra, role, name) for role, name in _names(columns).items()}
-    found = {role: values.get(role) for role in ("prompt", "messages")}
-    if sum(value is not None for value in found.values()) != 1:
+    found = [(role, values[role]) for role in _ASKED if values.get(role) is not None]
+    if len(found) != 1:
         raise FieldError(
             "no prompt",
             'must have exactly one of "prompt" and "messages" (task.columns names another column); '
             f"it has {', '.join(map(repr, fields)) or 'no field'}",
         )
-    ((role, asked),) = [(role, value) for role, value in found.items() if value is not None]
+    ((role, asked),) = found
     name = columns.get(role, role)
-    answer, tools = values.get("answer"), _tools(values.get("tools"))
+    answer, tools = _answer(values.get("answer")), _tools(values.get("tools"))
     if isinstance(asked, str) and role == "prompt":
         return Item(asked, answer, (), tools, extra, origin)
     messages = _messages(asked, name)
@@ -71,10 +72,8 @@ def item_of(
 
 def _names(columns: Mapping[Column, str]) -> dict[Column, str]:
     """Column of each role that a line can have; a column that is named has only that role."""
-    if named := {role: name for role, name in columns.items() if role in ("prompt", "messages")}:
-        roles = [role for role in _ROLES if role in named or role not in ("prompt", "messages")]
-    else:
-        roles = list(_ROLES)
+    asked = [role for role in _ASKED if role in columns] or _ASKED
+    roles = [role for role in _ROLES if role in asked or role not in _ASKED]
     taken = set(columns.values())
     return {role: columns.get(role, role) for role in roles if role in columns or role not in taken}
 
@@ -95,6 +94,15 @@ def _taken(fields: dict[str, Any], role: str, name: str) -> Any:
         return None
     problem = f"has no {name!r}, which task.columns names; it has {sorted(fields)}"
     raise FieldError(f"no {role}", problem)
+
+
+def _answer(value: Any) -> Any:
+    """An answer of one message, as completions of chats have it, is its text."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        message = value[0]
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+            return message["content"]
+    return value
 
 
 def _messages(value: Any, name: str) -> list[Json]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +34,9 @@ from moerl.episodes.turn import SampledTurn, SharedIds
 from moerl.records.record_uris import blob_uris
 
 Decode = Callable[[Sequence[int]], str]
+# What became of an episode that its player has handed over
+Settled = Literal["admitted", "dropped", "played_again"]
+
 # Failures of an episode: the controller ended it; its program or worker has died, through no fault
 # of its own, and the group is played again; another episode has blocked its worker, and the group
 # is played again, however often; the engine's record of a turn was refused, and the episode is
@@ -148,7 +152,7 @@ class FinishedEpisode:
     turns: the recorded ones, in the order in which they ended; graph: all that were asked for, with
     the reason of each that is left out.  uris: every blob that was sealed for it.  failure: why it
     cannot be trained, in one word; detail: the same in a sentence.  own_score: by its own program
-    or environment; None: it is scored by task.reward.
+    or environment; None: it is scored by task.reward.  settled: hears what became of it.
     """
 
     episode_id: str
@@ -161,6 +165,7 @@ class FinishedEpisode:
     own_score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     graph: tuple[GraphTurn, ...] = ()
+    settled: Callable[[Settled], None] = lambda how: None
 
     @property
     def lacks_context(self) -> bool:

@@ -28,7 +28,7 @@ from moerl.core.types import (
     Score,
     Segment,
 )
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Settled
 from moerl.episodes.turn import TurnInFlight
 from moerl.records.record_uris import blob_uris
 
@@ -115,13 +115,24 @@ class TurnRequest:
 class TurnCall:
     """A turn while the router has it."""
 
-    __slots__ = ("asked", "done", "episode", "heard", "member", "step", "turn", "wanted")
+    __slots__ = (
+        "asked",
+        "done",
+        "episode",
+        "heard",
+        "member",
+        "sent_at",
+        "step",
+        "turn",
+        "wanted",
+    )
 
     def __init__(self, episode: OpenEpisode, turn: TurnInFlight, wanted: TurnRequest) -> None:
         self.episode, self.turn, self.wanted = episode, turn, wanted
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked: GenerateRequest | None = None  # the request of this turn that is open
         self.member: object | None = None  # state of the engine that has it
+        self.sent_at = 0.0  # seconds of the event loop
         self.step = 0  # of that engine's weights when it was sent
         self.heard: Array = np.zeros(0, np.int32)  # tokens that a listener knows
 
@@ -148,7 +159,8 @@ class Outcome:
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
     reward: by the episode's own program or environment; None: it is scored by task.reward.
-    refused: the error of a record for which the episode is played again.
+    refused: the error of a record for which the episode is played again.  settled: hears what
+    became of it, on the controller's loop.
     """
 
     failure: str = ""
@@ -156,6 +168,7 @@ class Outcome:
     reward: float | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
+    settled: Callable[[Settled], None] = lambda how: None
 
 
 class EpisodeRunner(Protocol):
@@ -274,6 +287,7 @@ class OpenEpisode:
             refused=outcome.refused,
             own_score=None if failure or outcome.reward is None else Score(outcome.reward),
             counts=counts,
+            settled=outcome.settled,
             graph=graph,
         )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from moerl.config import Config
 from moerl.config.engine_context import longest_sequence
 from moerl.config.task_mixture import entries_of, naming
+from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 log = logging.getLogger(__name__)
+_ANY, _QUICK_S = 1 << 40, 1.0
 _PART = 1000  # lines between two looks at the clock
 
 
@@ -60,6 +62,16 @@ def line_checks(config: Config, tokenizer: Tokenizer | None, max_positions: int)
     return LineChecks(mixtures)
 
 
+def check_fields(config: Config) -> None:
+    """Check the fields of the first lines, for a second and without a tokenizer.
+
+    It needs neither torch nor transformers, so a bad file is told of before they are imported.
+    Raises ConfigError.
+    """
+    if any(SOURCES[entry.name].files for entry in entries_of(config)):
+        line_checks(config, None, _ANY).begin(lambda _: None, _QUICK_S)
+
+
 class LineChecks:
     """Of training prompts and held-out prompts."""
 
@@ -68,15 +80,15 @@ class LineChecks:
         self.checks = [LineCheck(*stream) for mixture in mixtures for stream in mixture.streams]
         self._failure: MoerlError | None = None
 
-    def begin(self, say: Callable[[str], None]) -> None:
-        """Check up to `MOST_LINES` lines of each file, all together for `MOST_S`.
+    def begin(self, say: Callable[[str], None], most_s: float = MOST_S) -> None:
+        """Check up to `MOST_LINES` lines of each file, all together for `most_s` seconds.
 
         say: receives a line for each file of which something is to be said.
         Raises ConfigError for lines that cannot be used, and a task without a prompt.
         """
         begin = time.monotonic()
         for number, one in enumerate(self.checks):
-            share = (MOST_S - (time.monotonic() - begin)) / (len(self.checks) - number)
+            share = (most_s - (time.monotonic() - begin)) / (len(self.checks) - number)
             with naming(one.task):
                 one.go_on(MOST_LINES, time.monotonic() + share)
                 one.refuse()

@@ -101,6 +101,10 @@ class RunContext:
             return ""
         return f"tcp://{own_address(cluster)}:{cluster.ports.controller}"
 
+    @property
+    def journal_folder(self) -> Path:
+        return self.journal_dir or self.run.journal
+
     def journal(self) -> Journal:
         from moerl.controller.journal.journal import Journal
         from moerl.controller.journal.shared_groups import SharedGroups
@@ -111,7 +115,7 @@ class RunContext:
         made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
         settings = repr((made_with, rollout.group_size, rollout.oversample))
         settings += repr(config.tasks) if config.tasks else ""
-        folder = self.journal_dir or self.run.journal
+        folder = self.journal_folder
         fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
         return Journal(folder, self.blobs(), segments, fingerprint)
 

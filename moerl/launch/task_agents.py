@@ -31,11 +31,12 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
     from moerl.agents.episode_types import Policy
     from moerl.agents.programs.agent_process import program_of
     from moerl.agents.programs.agent_programs import AgentPrograms
+    from moerl.agents.programs.remote_workers import RemoteWorkers
     from moerl.agents.prompt_tokens import PromptTokens
     from moerl.agents.stop_texts import StopFinder
     from moerl.records.blob_ranges import read_logprobs
 
-    if task.kind is TaskKind.PROGRAM:
+    if task.agent.command:
         program_of(task.agent.command)
     tokens = PromptTokens(context.tokenizer())
     policy = Policy(
@@ -48,8 +49,11 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
     )
     if task.kind is TaskKind.ENVIRONMENT:
         return EnvironmentEpisodes(task, policy, EnvironmentPool(task))
-    name = f"agents-{task.label}.log" if task.label else "agents.log"
-    return AgentPrograms(task, policy, context.run.logs / name)
+    end, remote = f"-{task.label}" if task.label else "", None
+    if task.agent.port:
+        file = context.journal_folder / f"submitted{end}.jsonl"
+        remote = RemoteWorkers(task, context.run.root / "worker-token", file)
+    return AgentPrograms(task, policy, context.run.logs / f"agents{end}.log", remote)
 
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:

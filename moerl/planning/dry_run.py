@@ -160,6 +160,7 @@ def _agent_line(task: TaskEntry) -> str:
     tokens, wall_s = task.sampled_limit, task.wall_limit_s
     limits = f"{task.turn_limit} turns, {tokens} tokens, {wall_s:g} s each"
     played_by = " ".join(task.agent.command) or f"environment {task.environment}"
+    played_by = f"remote workers, port {task.agent.port}" if task.agent.port else played_by
     return f"{played_by}; at most {limits}; reward: {task.reward or 'its own'}"
 
 
@@ -168,6 +169,8 @@ def _agents(config: Config, task: TaskEntry) -> str:
     rollout = config.rollout
     if task.kind is TaskKind.ENVIRONMENT:
         return str(task.environment_workers)
+    if task.agent.port:
+        return "any"
     most = rollout.max_groups_in_flight * rollout.group_size * rollout.oversample
     return str(task.agent.workers or f"<= {most}")
 

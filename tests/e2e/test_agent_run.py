@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,27 @@ def test_held_out_prompts_are_played(tmp_path: Path) -> None:
     assert not undocumented((name for row in rows for name in row if "/" in name), METRICS)
     groups = [group for _, group in run.trained.groups(rows)]
     assert len(groups) == 4, "held-out episodes are in no batch"
+
+
+def test_remote_workers_play_a_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    remote = ["task.agent.command=[]", f"task.agent.port={port}"]
+    run = start(
+        tmp_path, "digits-by-agent", *SETTINGS, *remote, "run.steps=2", name="x", copies=True
+    )
+    token = run.dir.root / "worker-token"
+    run.wait_for(token.exists)
+    command = [sys.executable, f"{ROOT}/examples/remote_worker.py", port]
+    env = os.environ | {"WORKER_TOKEN": token.read_text()}
+    workers = [subprocess.Popen([*command, name], env=env) for name in ("one", "two")]
+    try:
+        assert run.finish() == 0, run.text()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    check_agent_run(run, 2)
 
 
 def test_another_model_is_called_and_never_trained(tmp_path: Path) -> None:

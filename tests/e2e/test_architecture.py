@@ -1,17 +1,18 @@
 """docs/architecture.md lists the files that a token and a weight pass, and the hops of control.
 
-One small real run is traced in all its processes (`tests/helpers/path_trace.py`) and compared.
+Small real runs are traced in all their processes (`tests/helpers/path_trace.py`) and compared.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.architecture_page import PAGE, differences
+from tests.helpers.architecture_page import PAGE, agent_differences, differences
 from tests.helpers.path_trace import Passed
-from tests.helpers.short_run import ShortRun
+from tests.helpers.short_run import ShortRun, make
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -41,6 +42,13 @@ def test_a_line_too_many_is_noticed(seen: list[Passed], after: str) -> None:
     page = re.sub(rf"(?m)^(\| `{after}`.*\n)", rf"\1{row}", PAGE.read_text())
     (problem,) = differences(page, seen)
     assert problem.endswith("passes algorithms/preference.py: in the page")
+
+
+@pytest.mark.full
+def test_the_page_lists_what_an_agents_token_passes(tmp_path: Path) -> None:
+    passed = make(tmp_path, "digits-by-agent").passed
+    assert agent_differences(PAGE.read_text(), passed) == []
+    assert agent_differences(PAGE.read_text(), []), "control"
 
 
 def test_hops_in_another_order_are_noticed(seen: list[Passed]) -> None:

@@ -10,6 +10,7 @@ from tests.helpers.path_trace import Passed
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HEADINGS = {"token": "Files that a token passes", "weight": "Files that a weight passes"}
+AGENT = "Files that an agent's token passes"
 HOPS = "Hops of a publish's control message"
 PACKAGES = "Which package may import which"
 _CODEC = "core/serialization.py"  # called by hops on both ends of a socket, hands nothing on
@@ -38,6 +39,14 @@ def listed_hops(page: str) -> list[tuple[str, str]]:
     return [(names(row[1])[0].removeprefix("moerl/"), names(row[0])[0]) for row in table]
 
 
+def agent_files(page: str) -> tuple[set[str], set[str]]:
+    """Files that only an agent's token passes, and files of the other one that it does not pass."""
+    (section,) = re.findall(rf"(?ms)^## {re.escape(AGENT)}\n(.*?)(?=^## |\Z)", page)
+    text = "\n".join(line for line in section.splitlines() if line[:1] != "|")
+    own = {names(row[0])[0].removeprefix("moerl/") for row in rows(page, AGENT)}
+    return own, {*re.findall(r"`moerl/([^`]+\.py)`", text)}
+
+
 def hops_of(seen: Iterable[Passed]) -> list[tuple[str, str]]:
     """(file, class) in the order in which they first had a message of a session."""
     found = [(p.file, p.function) for p in seen if p.kind == "control" and p.file != _CODEC]
@@ -59,4 +68,14 @@ def differences(page: str, seen: Collection[Passed]) -> list[str]:
         found += [f"no {kind} passes {file}: in the page" for file in {*listed} - traced]
     if (listed_order := listed_hops(page)) != (order := hops_of(seen)):
         found.append(f"the hops of control are {order}, the page has {listed_order}")
+    return sorted(found)
+
+
+def agent_differences(page: str, seen: Collection[Passed]) -> list[str]:
+    """The same of the token of an agent and its table."""
+    own, without = agent_files(page)
+    listed = ({*listed_files(page, "token")} - without) | own
+    traced = {one.file for one in seen if one.kind == "token"}
+    found = [f"an agent's token passes {file}: not in the page" for file in traced - listed]
+    found += [f"no agent's token passes {file}: in the page" for file in listed - traced]
     return sorted(found)

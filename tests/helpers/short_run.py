@@ -32,9 +32,9 @@ class ShortRun:
     listeners: set[listeners.Seen]
 
 
-def make(root: Path) -> ShortRun:
+def make(root: Path, recipe: str = "quickstart") -> ShortRun:
     with mock.patch.dict(os.environ, path_trace.install(root / "trace")):
-        run = start(root, "quickstart", *SHORT, name="x")
+        run = start(root, recipe, *SHORT, name="x")
     try:
         seen = listeners.watch(run)
     finally:

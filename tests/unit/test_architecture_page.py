@@ -16,6 +16,8 @@ from moerl.core.types import PolicyVersion, Prompt
 from moerl.layout.tiles import Tile
 from tests.helpers.architecture_page import (
     PAGE,
+    agent_differences,
+    agent_files,
     hops_of,
     listed_files,
     listed_hops,
@@ -34,6 +36,24 @@ def test_each_file_is_listed_once_and_exists() -> None:
         assert [file for file in files if not (ROOT / "moerl" / file).is_file()] == []
     for file, name in listed_hops(page):
         assert f"class {name}" in (ROOT / "moerl" / file).read_text()
+
+
+def test_each_file_of_an_agent_is_compared() -> None:
+    page = PAGE.read_text()
+    own, without = agent_files(page)
+    text = {*listed_files(page, "token")}
+    assert [file for file in own if not (ROOT / "moerl" / file).is_file()] == []
+    assert own
+    assert without
+    assert (own & text, without - text) == (set(), set())
+    seen = [Passed("token", file, "f", 1) for file in own | (text - without)]
+    assert agent_differences(page, seen) == []
+    for place, one in enumerate(seen):
+        (problem,) = agent_differences(page, seen[:place] + seen[place + 1 :])
+        assert problem == f"no agent's token passes {one.file}: in the page"
+    for file in {*without, "algorithms/preference.py"}:
+        (problem,) = agent_differences(page, [*seen, Passed("token", file, "f", 1)])
+        assert problem == f"an agent's token passes {file}: not in the page"
 
 
 def test_hops_are_classes_in_the_order_of_time() -> None:

@@ -20,7 +20,7 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -76,9 +76,14 @@ class Gateway:
     """Used from one event loop."""
 
     def __init__(
-        self, policy: Policy, endpoint: Endpoint, others: OtherModels | None = None
+        self,
+        policy: Policy,
+        endpoint: Endpoint,
+        others: OtherModels | None = None,
+        routes: Sequence[web.RouteDef] = (),
     ) -> None:
-        """others: models that clients may call besides the policy."""
+        """others: models that clients may call besides the policy.  routes: of remote workers."""
+        self._routes = routes
         self._policy, self._endpoint = policy, endpoint
         self._others = others or OtherModels({})
         self._episodes: dict[str, ChatTurns] = {}
@@ -97,6 +102,7 @@ class Gateway:
         app.router.add_post(f"{base}{_MESSAGES}", self._messages)
         app.router.add_post(f"{base}/generate", self._tokens)
         app.router.add_get(f"{base}/models", self._models)
+        app.router.add_routes(self._routes)
         await self._others.start()
         # A client that hangs up cancels its handler, which ends the engine's request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -146,7 +152,7 @@ class Gateway:
         tell = news.tell if asked.stream and not asked.logprobs else None
         reply = self._reply(_turns(episode, asked, tell), logprobs=bool(asked.logprobs))
         if not asked.stream:
-            return _json((await reply).chat())
+            return json_answer((await reply).chat())
         writer = ChatEvents(self._endpoint.model, usage=asked.wants_usage)
         return await stream(request, reply, news, writer, event_streams.OPENAI)
 
@@ -157,7 +163,7 @@ class Gateway:
         form = partial(ResponsesReply, asked=asked, model=model)
         reply = self._translated(episode, asked.chat(), form, news.tell)
         if not asked.stream:
-            return _json((await reply).whole())
+            return json_answer((await reply).whole())
         writer = ResponsesEvents(model, asked)
         return await stream(request, reply, news, writer, event_streams.RESPONSES)
 
@@ -168,7 +174,7 @@ class Gateway:
         form = partial(MessagesReply, model=model)
         reply = self._translated(episode, asked.chat(), form, news.tell)
         if not asked.stream:
-            return _json((await reply).whole())
+            return json_answer((await reply).whole())
         return await stream(request, reply, news, MessagesEvents(model), event_streams.ANTHROPIC)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -182,7 +188,7 @@ class Gateway:
         turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell)
         reply = self._reply(turns, logprobs=logprobs)
         if not asked.stream:
-            return _json((await reply).completion())
+            return json_answer((await reply).completion())
         writer = CompletionEvents(self._endpoint.model, usage=asked.wants_usage)
         return await stream(request, reply, news, writer, event_streams.OPENAI)
 
@@ -193,14 +199,14 @@ class Gateway:
             raise ApiError(400, "unsupported_parameter", "stream: not for tokens; leave it out")
         self._check_logprobs(asked.logprobs)
         turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1)
-        return _json((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
+        return json_answer((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         model = {"id": self._endpoint.model, "object": "model", "created": 0, "owned_by": "moerl"}
         most = {"max_model_len": episode.limits.context_tokens}
         others = [model | {"id": name, "owned_by": "other"} for name in self._others.names]
-        return _json({"object": "list", "data": [model | most, *others]})
+        return json_answer({"object": "list", "data": [model | most, *others]})
 
     async def _other_model(self, request: web.Request) -> str:
         """The model that a request names; empty: the policy is asked."""
@@ -216,8 +222,7 @@ class Gateway:
     def _episode(self, request: web.Request) -> ChatTurns:
         """The episode whose name and key the request has.  Raises ApiError."""
         name = request.match_info["episode"]
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (request.headers.get("x-api-key") or bearer).strip()
+        given = given_key(request)
         found = self._episodes.get(name)
         key = found.key if found else self._ended.get(name, self._nobody)
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
@@ -311,10 +316,18 @@ async def _errors_in_the_form(request: web.Request, handler: Handler) -> web.Str
         found = ApiError(500, "internal_error", "the gateway failed", retry=False)
     is_anthropic = request.path.endswith(_MESSAGES)
     body = anthropic_messages.error_body(found) if is_anthropic else found.body
-    return _json(body, found.status, found.headers)
+    return json_answer(body, found.status, found.headers)
 
 
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def given_key(request: web.Request) -> str:
+    """The key that a client has sent, in either form."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return (request.headers.get("x-api-key") or bearer).strip()
+
+
+def json_answer(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(body),
         status=status,

@@ -1,11 +1,13 @@
-"""Plays episodes of `task.agent.command`: a gateway, and external programs, one per episode or
-workers that play many.
+"""Plays episodes of `task.agent`: a gateway, and external programs, one per episode or workers that
+play many; remote workers are started by others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -13,12 +15,14 @@ import msgspec
 
 from moerl.agents.agent_loop import AgentRunner, EpisodeTable
 from moerl.agents.chat_messages import first_messages
+from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.episode_types import Policy
-from moerl.agents.far_episode import FarEpisode
+from moerl.agents.far_episode import FarEpisode, told_on
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
 from moerl.agents.programs.agent_process import ProgramEnd, run_program
 from moerl.agents.programs.agent_workers import AgentWorkers
+from moerl.agents.programs.remote_workers import RemoteWorkers
 from moerl.config.schema import TaskConfig
 from moerl.core.types import Prompt, reward_problem
 from moerl.episodes.finished_episode import ENDED
@@ -34,21 +38,34 @@ _SHOWN = 300  # characters of a program's last words in an error
 class AgentPrograms(AgentRunner):
     """An `EpisodeRunner`."""
 
-    def __init__(self, task: TaskConfig, policy: Policy, log_file: Path) -> None:
-        super().__init__(_ProgramTable(task, policy, log_file))
+    def __init__(
+        self,
+        task: TaskConfig,
+        policy: Policy,
+        log_file: Path,
+        remote: RemoteWorkers | None = None,
+    ) -> None:
+        """remote: plays the episodes of a task with an agent.port."""
+        super().__init__(_ProgramTable(task, policy, log_file, remote))
 
 
 class _ProgramTable(EpisodeTable):
     """Gateway and running programs."""
 
-    def __init__(self, task: TaskConfig, policy: Policy, log_file: Path) -> None:
+    def __init__(
+        self, task: TaskConfig, policy: Policy, log_file: Path, remote: RemoteWorkers | None
+    ) -> None:
         super().__init__()
-        self._task, self._log = task, _program_log(log_file)
-        self._gateway = Gateway(policy, Endpoint(), OtherModels(task.agent.models))
+        self._task, self._log, self._remote = task, _program_log(log_file), remote
+        routes = remote.routes if remote is not None else ()
+        endpoint = Endpoint(port=task.agent.port)
+        self._gateway = Gateway(policy, endpoint, OtherModels(task.agent.models), routes)
         self._limits = policy.limits(task)
         self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
 
     async def start(self) -> None:
+        if self._remote is not None:
+            self._remote.start()
         await self._gateway.start()
         if self._workers is not None:
             self._workers.start()
@@ -56,6 +73,8 @@ class _ProgramTable(EpisodeTable):
     async def stop(self) -> None:
         if self._workers is not None:
             await self._workers.close()
+        if self._remote is not None:
+            self._remote.close()
         await self._gateway.stop()
         for handler in list(self._log.handlers):
             handler.close()
@@ -66,7 +85,7 @@ class _ProgramTable(EpisodeTable):
         turns = self._gateway.open_episode(episode, self._limits)
         try:
             given = self._given(name, spec.prompt) | {"held_out": spec.held_out}
-            ended = await self._run(name, given, turns.key, end)
+            ended = await self._run(name, given, turns, end)
         except Exception as error:  # an error of one episode does not end the run
             log.exception("the episode %s failed", name)
             ended = ProgramEnd(-1, b"", repr(error).encode(errors="replace"), "failed")
@@ -75,15 +94,22 @@ class _ProgramTable(EpisodeTable):
         self._log_end(name, ended)
         reward = _reward(ended.out) if self._task.brings_reward else None
         has_turns = bool(turns.forest.turns)
-        return turns.outcome(_failure(self._task, ended, reward, has_turns=has_turns), reward, {})
+        failure = _failure(self._task, ended, reward, has_turns=has_turns)
+        outcome = turns.outcome(failure, reward, {})
+        if self._remote is None:
+            return outcome
+        return replace(outcome, settled=told_on(partial(self._remote.settled, name)))
 
     async def _run(
-        self, name: str, given: dict[str, object], key: str, end: asyncio.Event
+        self, name: str, given: dict[str, object], turns: ChatTurns, end: asyncio.Event
     ) -> ProgramEnd:
         """The program's part of an episode."""
-        url = self._gateway.base_url(name)
+        url, key = self._gateway.base_url(name), turns.key
+        line = given | {"base_url": url, "api_key": key}
+        if self._remote is not None:
+            return await self._remote.play(name, line, end, turns)
         if self._workers is not None:
-            return await self._workers.play(name, given | {"base_url": url, "api_key": key}, end)
+            return await self._workers.play(name, line, end)
         text = msgspec.json.encode(given)
         variables = {
             "OPENAI_BASE_URL": url,

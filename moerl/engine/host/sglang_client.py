@@ -18,7 +18,7 @@ import msgspec
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from moerl.core.errors import EngineError
+from moerl.core.errors import AnswerError, EngineError
 from moerl.weight_sync.receiver_names import COMMIT, Committed
 
 _CONNECT_S = 5.0
@@ -95,7 +95,7 @@ class EngineClient:
             wanted = len(body["rid"])
             if not isinstance(replies, list) or len(replies) != wanted:
                 kind = f"{len(replies)}" if isinstance(replies, list) else type(replies).__name__
-                raise EngineError(f"engine /generate: {kind} for {wanted} requests; want one each")
+                raise AnswerError(f"engine /generate: {kind} for {wanted} requests; want one each")
             for place, reply in enumerate(replies):
                 took(place, reply)
             return
@@ -119,7 +119,7 @@ class EngineClient:
             what = str(error) or type(error).__name__
             raise EngineError(f"engine /generate broke off: {what}") from error
         if left:
-            raise EngineError(
+            raise AnswerError(
                 f"engine /generate: the answer ended with {len(left)} of {len(body['rid'])} "
                 "replies missing"
             )
@@ -214,7 +214,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Any]:
             if line != b"[DONE]":
                 yield _json("/generate", line)
     if rest.strip():
-        raise EngineError(f"engine /generate: it ends within a reply: {bytes(rest[:100])!r}")
+        raise AnswerError(f"engine /generate: it ends within a reply: {bytes(rest[:100])!r}")
 
 
 def is_part(reply: Any) -> bool:
@@ -226,12 +226,12 @@ def is_part(reply: Any) -> bool:
 def _place(event: Any, count: int) -> int:
     """Place of the request.  Raises BadRequest when the server says that it refuses the batch."""
     if not isinstance(event, dict):
-        raise EngineError(f"engine /generate: an event is a {type(event).__name__}, want a reply")
+        raise AnswerError(f"engine /generate: an event is a {type(event).__name__}, want a reply")
     if "error" in event:
         raise BadRequest(f"engine /generate: {_message(orjson.dumps(event))}")
     place = event.get("index")
     if not isinstance(place, int) or not 0 <= place < count:
-        raise EngineError(f"engine /generate: a reply to request {place} of {count}")
+        raise AnswerError(f"engine /generate: a reply to request {place} of {count}")
     return place
 
 
@@ -239,7 +239,7 @@ def _json(path: str, data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise EngineError(f"engine {path}: the answer is no JSON: {error}") from error
+        raise AnswerError(f"engine {path}: the answer is no JSON: {error}") from error
 
 
 def read_committed(message: str) -> Committed:
