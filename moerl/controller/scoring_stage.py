@@ -143,7 +143,7 @@ class ScoringStage:
         if counts:
             self._regenerate(group_id, partials, "could not be played", error)
             return
-        self._forget_turns(partials)
+        self._settle(partials, "played_again")
         self._buffer.abandon(group_id)
         self._tasks.notify()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
+from moerl.core.episode_view import EpisodeView, TurnView
 from moerl.core.errors import ConfigError, cause_of, printable
 from moerl.core.types import Prompt
 from moerl.launch.arguments import Overrides, Recipe
@@ -176,7 +177,8 @@ def _rewards(task: TaskEntry, prompt: Prompt, responses: Sequence[str] | None) -
     reward = make_reward(task)
     for text in responses or [str(prompt.answer), ""]:
         try:
-            found = f"{reward(prompt, [text]).reward:g}"
+            turn = TurnView("0.0.t0", "", prompt.text, text, (), "stop")
+            found = f"{reward(prompt, EpisodeView('0.0', (turn,))).reward:g}"
         except Exception as error:
             found = f"no reward: {cause_of(error)}"
         yield f"  reward   {_cut(repr(text), 60)} -> {found}"
