@@ -180,6 +180,8 @@ class PromptStream:
                 extra["tools"] = list(item.tools)
             if item.messages or self._task.system or "messages" in extra:
                 extra["messages"] = messages  # the agent writes its own conversation
+        elif item.messages and self._task.reward.startswith("trl:"):
+            extra["messages"] = messages  # a conversation is scored as one
         return Prompt(index, tuple(ids), text, item.answer, extra, origin=item.origin)
 
     def _refused(self, item: Item, index: int, problem: str, kind: str) -> LineError:

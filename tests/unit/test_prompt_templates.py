@@ -38,7 +38,7 @@ def stream(
     path.write_text("\n" + json.dumps(line) + "\n")
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    task = TaskConfig(name="jsonl", path=str(path), reward="exact_match", **fields)
+    task = TaskConfig(**{"name": "jsonl", "path": str(path), "reward": "exact_match"} | fields)
     return PromptStream(task, tokenizer, 0)
 
 
@@ -79,3 +79,9 @@ def test_a_conversation_that_ends_with_the_assistant_is_refused(tmp_path: Path, 
         stream(tmp_path, [USER, {"role": "assistant"} | last]).line(0)
     demonstrated = stream(tmp_path, [USER, {"role": "assistant", "content": "1"}], answer=False)
     assert demonstrated.line(0).answer == "1", "control: without an answer it is the answer"
+
+
+def test_messages_of_a_line_reach_a_reward_of_trl_alone(tmp_path: Path) -> None:
+    scored = stream(tmp_path, [USER], reward="trl:package.module:f").line(0)
+    assert scored.extra["messages"] == [USER]
+    assert "messages" not in stream(tmp_path, [USER]).line(0).extra, "control"
