@@ -73,8 +73,8 @@ def data(
                 one.refuse()
             except ConfigError as error:
                 refusals.append(error)
-    for error in refusals:
-        typer.echo(f"a run would refuse this: {printable(error)}")
+    for refusal in refusals:
+        typer.echo(f"a run would refuse this: {printable(refusal)}")
     check_context(config, max_positions)
     raise typer.Exit(bool(refusals))
 
