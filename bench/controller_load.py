@@ -45,6 +45,7 @@ from moerl.config.schema import (
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
+from moerl.core.episode_view import EpisodeView
 from moerl.core.messages import (
     Answers,
     CommitUpdate,
@@ -60,7 +61,6 @@ from moerl.core.serialization import encode
 from moerl.core.types import (
     BatchPlan,
     BlobRef,
-    Episode,
     Finish,
     GenerateRequest,
     LogprobBlob,
@@ -202,9 +202,7 @@ class StubEngine:
 
 
 class StubScorer:
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], texts: Sequence[str]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         await asyncio.sleep(0.05)
         return [Score(float(index % 2)) for index, _ in enumerate(episodes)]
 

@@ -9,7 +9,8 @@ A reward runs in a worker process (`task.scorer_workers`) with a deadline (`task
 When one raises, hangs or returns something else than a number, the group is replaced and counted;
 `task.on_score_error=stop` stops the run and names the prompt.  A reward sees few environment
 variables, and those that `task.pass_environment` names (docs/sandbox.md).  Rewards of steps or
-turns, and counted errors, are returned as a dict: docs/algorithms.md, "Advantages".
+turns, counted errors and further metrics are returned as a dict; a parameter named `episode` gets
+all turns: docs/algorithms.md, "Rewards".
 """
 
 from __future__ import annotations

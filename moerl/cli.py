@@ -21,7 +21,7 @@ from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.core.json_files import read_json
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
-from moerl.planning import shape_commands
+from moerl.planning import data_command, shape_commands
 from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_fields(config)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
@@ -187,6 +188,7 @@ def mismatch(
 
 app.command("check-layout")(shape_commands.check_layout)
 app.command()(shape_commands.plan)
+app.command()(data_command.data)
 
 
 @app.command()
@@ -306,6 +308,12 @@ def _checked(
     return config
 
 
+def _check_fields(config: Config) -> None:
+    from moerl.launch.line_checks import check_fields
+
+    check_fields(config)
+
+
 def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
     from moerl.config.transport_rules import why_not, with_transport
@@ -358,6 +366,7 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
+    _check_fields(config)
     arguments = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments))
 
@@ -385,6 +394,7 @@ def _resume(
 
         typer.echo(describe(config, ["--resume", str(folder), *overrides]))
         raise typer.Exit
+    _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
 
 

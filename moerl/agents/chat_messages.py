@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 
 from moerl.core.types import Prompt
-
-Json = dict[str, object]
+from moerl.data.chat_template import Json as Json  # for the modules beside this one
+from moerl.data.chat_template import parsed_arguments
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -64,16 +64,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
         """Templates have no developer."""
         return "system" if self.role == "developer" else self.role
 
-    def for_template(self, *, text_arguments: bool) -> Json:
-        """As chat templates take it: text in one piece, arguments as an object where they are one.
-
-        text_arguments: the template takes them as text only.
-        """
+    def for_template(self) -> Json:
+        """As `ChatTemplate` takes it: text in one piece."""
         found: Json = {"role": self.shown_role, "content": self.text}
         if self.tool_calls:
-            found["tool_calls"] = [
-                _call_for_template(call, text_arguments=text_arguments) for call in self.tool_calls
-            ]
+            found["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
             found["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -95,39 +90,21 @@ def tools_key(tools: Sequence[Json]) -> bytes:
 
 def parsed_object(arguments: str | Json) -> Json | None:
     """The arguments of a call, or None where they are no JSON object."""
-    found = _parsed(arguments)
+    found = parsed_arguments(arguments)
     return found if isinstance(found, dict) else None
 
 
 def _canonical(arguments: str | Json) -> object:
     """One spelling of equal JSON; text that is no JSON stays text."""
-    parsed = _parsed(arguments)
+    parsed = parsed_arguments(arguments)
     if parsed is None:
         return arguments
     return msgspec.json.encode(parsed, order="sorted").decode()
 
 
-def _parsed(arguments: str | Json) -> object:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
-def _call_for_template(call: MessageCall, *, text_arguments: bool) -> Json:
-    arguments = call.function.arguments
-    parsed = _parsed(arguments)
-    if text_arguments and not isinstance(arguments, str):
-        arguments = msgspec.json.encode(arguments).decode()
-    elif isinstance(parsed, dict) and not text_arguments:
-        arguments = parsed
-    return {
-        "type": "function",
-        "id": call.id,
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+def _call_for_template(call: MessageCall) -> Json:
+    function: Json = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"type": "function", "id": call.id, "function": function}
 
 
 def first_messages(prompt: Prompt) -> tuple[list[Json], Json]:

@@ -22,12 +22,13 @@ from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, Tell, TurnAn
 from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
-from moerl.agents.prompt_tokens import PromptIds, TemplateError
+from moerl.agents.prompt_tokens import PromptIds
 from moerl.agents.stop_texts import Stops
 from moerl.agents.turn_forest import MatchedRequest, TurnForest
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import without_life
 from moerl.core.types import Array, Grammar
+from moerl.data.chat_template import TemplateError
 from moerl.episodes.finished_episode import RecordedTurn
 from moerl.episodes.open_episode import EpisodeEnded, Outcome, TurnRequest
 

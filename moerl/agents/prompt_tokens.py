@@ -11,46 +11,32 @@ Not every template can be used so: some leave out a tool result behind an answer
 or write it in another way.  Each role is tried when the template is loaded, and messages of a role
 that fails are refused there.
 
-Text of a client must not become control tokens: a tool result that holds `<|im_end|>` would end its
-own message.  Such text is cut inside each control token, and the pieces are tokenised apart.
-
 The idea to render a dummy conversation and keep its end is that of miles' and slime's token-in,
 token-out sessions; there it takes code for each family.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import jinja2
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.core.errors import ConfigError, MoerlError
+from moerl.core.errors import ConfigError
 from moerl.core.types import Array
+from moerl.data.chat_template import PROBE_TOOL, ChatTemplate, TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # No client can guess them, and no template changes letters and digits.
 _MARK = "answer" + secrets.token_hex(12)
-_CUT = "cut" + secrets.token_hex(12)
 _PROBE = "probe" + secrets.token_hex(12)
 _CALL = MessageCall(Function("f", "{}"), "c1")
-_PARAMETERS: Json = {"type": "object", "properties": {}}
-_TOOL: Json = {
-    "type": "function",
-    "function": {"name": "f", "description": "f", "parameters": _PARAMETERS},
-}
-
-
-class TemplateError(MoerlError):
-    """Messages that the model's chat template does not take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +63,7 @@ class PromptTokens:
         self._tokenizer = tokenizer
         if not tokenizer.chat_template:
             raise ConfigError("model.path", tokenizer.name_or_path, "its tokenizer has no template")
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = _one_of([token.content for token in added if token.special])
-        self._added = _one_of([token.content for token in added])
-        self._text_arguments = False
-        self._text_arguments = not self._takes_calls()
-        self._text_arguments &= self._takes_calls()
+        self._template = ChatTemplate(tokenizer)
         self._roles = frozenset(
             role for role in ("user", "tool", "system") if self._writes_behind_answers(role)
         )
@@ -152,21 +133,14 @@ class PromptTokens:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _takes_calls(self) -> bool:
-        try:
-            self._render([ChatMessage("user", "?"), ChatMessage("assistant", "", [_CALL])], [_TOOL])
-        except TemplateError:
-            return False
-        return True
-
     def _writes_behind_answers(self, role: Literal["user", "tool", "system"]) -> bool:
         """Whether the suffix for a message of this role is what the template itself writes."""
         call = [_CALL] if role == "tool" else None
         probe = ChatMessage(role, _PROBE, tool_call_id=_CALL.id if call else None)
         answer = ChatMessage("assistant", "" if call else "!", call)
         try:
-            suffix = self._rest([probe], [_TOOL])
-            whole = self._render([ChatMessage("user", "?"), answer, probe], [_TOOL])
+            suffix = self._rest([probe], [PROBE_TOOL])
+            whole = self._render([ChatMessage("user", "?"), answer, probe], [PROBE_TOOL])
         except TemplateError:
             return False
         return _PROBE in suffix and whole.endswith(suffix)
@@ -188,36 +162,11 @@ class PromptTokens:
         return suffix
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
-        """Text of a conversation, with _CUT inside the control tokens of contents."""
-        shown = [
-            _map_texts(
-                message.for_template(text_arguments=self._text_arguments),
-                self._cut_added if message.role == "tool" else self._cut_special,
-            )
-            for message in messages
-        ]
-        described = [_map_texts(tool, self._cut_special) for tool in tools]
-        render: Callable[..., object] = self._tokenizer.apply_chat_template
-        try:
-            text = render(
-                shown, tools=described or None, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise TemplateError(f"the model's chat template refuses these messages: {error}") from (
-                error
-            )
-        return str(text)
+        return self._template.render([message.for_template() for message in messages], tools)
 
     def _encoded(self, text: str) -> PromptIds:
-        pieces = [self.encode(piece) for piece in text.split(_CUT)]
-        return PromptIds(np.concatenate(pieces), cuts=len(pieces) - 1)
-
-    def _cut_special(self, text: str) -> str:
-        return _cut(text, self._special)
-
-    def _cut_added(self, text: str) -> str:
-        """Tool results: marks that are no control tokens, such as `<tool_call>`, are cut, too."""
-        return _cut(text, self._added)
+        ids, cuts = self._template.encode(text)
+        return PromptIds(np.asarray(ids, np.int32), cuts=cuts)
 
 
 def ends_with_stop(turn: Conversation, stop_ids: frozenset[int]) -> bool:
@@ -226,28 +175,3 @@ def ends_with_stop(turn: Conversation, stop_ids: frozenset[int]) -> bool:
     Its finish does not tell: the engine looks at the length first.
     """
     return int(turn.token_ids[-1]) in stop_ids
-
-
-def _one_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """A single letter has no other spelling, and some vocabularies add runs of spaces."""
-    longest_first = sorted((t for t in tokens if len(t.strip()) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _cut(text: str, tokens: re.Pattern[str] | None) -> str:
-    """Until no piece holds a token: the rest of one may hold another."""
-    while tokens is not None and (found := tokens.search(text)):
-        token = found.group()
-        text = text.replace(token, token[0] + _CUT + token[1:])
-    return text
-
-
-def _map_texts(value: object, change: Callable[[str], str]) -> object:
-    """Every text inside a JSON value changed, keys of objects included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
-    if isinstance(value, dict):
-        return {change(key): _map_texts(item, change) for key, item in value.items()}
-    return value

@@ -7,7 +7,6 @@ must see faults such as one routing row too many.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from moerl.core.types import (
     SamplingParams,
     VersionSpan,
 )
+from moerl.data.json_lines import parsed
+from moerl.data.plain_values import FieldError
 from moerl.layout import ModelSpec, model_spec
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
@@ -119,9 +120,9 @@ def _jsonl(path: Path) -> Iterator[_Raw]:
                 continue
             where = f"{path.name} line {number}"
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                _refuse(where, "line", f"not JSON: {error}")
+                row = parsed(line)
+            except FieldError as error:
+                _refuse(where, "line", str(error))
             if not isinstance(row, dict):
                 _refuse(where, "line", "an object is needed")
             for name in sorted(row.keys() - _FIELDS):

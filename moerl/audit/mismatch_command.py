@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,6 +43,7 @@ from moerl.config.task_mixture import entries_of
 from moerl.core.errors import ConfigError, EngineError, RecordError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
+from moerl.data.prompt_mixture import usable
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.episodes.rows import join
 from moerl.episodes.turn import TurnInFlight, sampling_params
@@ -183,19 +185,18 @@ async def _generate(context: RunContext, num_tokens: int) -> list[Rollout]:
 
 
 async def _sample(context: RunContext, host: Any, num_tokens: int) -> list[Rollout]:
-    config, model, prompts = context.config, context.model_shape(), context.prompts()
+    config, model, stream = context.config, context.model_shape(), context.prompts()
+    prompts = usable(stream.prompt)
     sampling = {task.label: sampling_params(task.sampling, model) for task in entries_of(config)}
     rollouts: list[Rollout] = []
-    sampled, index, count = 0, 0, 16
-    responses = 0
+    sampled, count, responses = 0, 16, 0
     while sampled < num_tokens:
         turns = [
             TurnInFlight(f"{prompt.index}.{j}", prompt_ids, sampling[prompt.task], audit=False)
-            for prompt in map(prompts.prompt, range(index, index + count))
+            for prompt in islice(prompts, count)
             for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
             for j in range(config.rollout.group_size)
         ]
-        index += count
         replies = await host.generate([turn.request() for turn in turns])
         for turn, reply in zip(turns, replies, strict=True):
             if isinstance(reply, RecordError):

@@ -15,10 +15,11 @@ from typing import Any
 from moerl.config.algorithms import check_algorithm, ref_models_of
 from moerl.config.clusters import check_cluster, is_local
 from moerl.config.episode_checks import check_episodes
-from moerl.config.functions import check_importable, functions
+from moerl.config.functions import functions
 from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
+from moerl.config.reward_calls import check_reward
 from moerl.config.schema import (
     Config,
     ParallelConfig,
@@ -310,7 +311,7 @@ def _check_held_out(entry: TaskEntry) -> None:
         return
     field = f"tasks.{entry.label}.evaluation_path" if entry.label else "evaluation.path"
     path = entry.evaluation_path
-    if not _has_file(entry.name, path):
+    if not _has_file(path):
         raise ConfigError(field, path, f"{_FILES[entry.name]} is needed")
     if Path(path).resolve() == Path(entry.path).resolve():
         raise ConfigError(field, path, "use another file than task.path")
@@ -484,12 +485,12 @@ def _check_task(task: TaskEntry) -> None:
     if task.columns and task.name not in _FILES:
         raise ConfigError("task.columns", task.columns, f"only {either(tuple(_FILES))} reads it")
     if task.name in _FILES:
-        if not _has_file(task.name, task.path):
+        if not _has_file(task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
         if task.reward in ("", SOURCE) and not task.brings_reward:
             raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
     if task.reward and task.reward not in REWARD_NAMES:
-        check_importable("task.reward", task.reward, REWARD_NAMES)
+        check_reward("task.reward", task.reward, REWARD_NAMES)
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
     if task.extract != "tags" and task.name != "reasoning_gym":
@@ -502,8 +503,6 @@ def _check_task(task: TaskEntry) -> None:
     check_isolation(task)
 
 
-def _has_file(name: str, path: str) -> bool:
+def _has_file(path: str) -> bool:
     found = Path(path)
-    if name == "jsonl" or not path:
-        return found.is_file()
-    return found.exists() or any(found.parent.glob(found.name))
+    return bool(path) and (found.exists() or any(found.parent.glob(found.name)))

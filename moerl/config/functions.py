@@ -8,8 +8,9 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 
 _FORM = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def functions(named: Iterable[str]) -> str:
@@ -108,3 +110,39 @@ def _may_define(file: Path, name: str) -> bool:
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     return bool(found & {name, "*", "__getattr__"})
+
+
+def defined_in(path: str) -> Signature | str:
+    """The signature of `package.module:function`, read without an import, or a problem.
+
+    "" where the file leaves it open: another file defines it, a decorator changes it, it is an
+    object, or several statements could bind the name.
+    """
+    module, _, name = path.partition(":")
+    spec = _find(module)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return ""
+    body = ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
+    found = [node for node in body if isinstance(node, _DEFINITIONS) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list:
+        return ""
+    (node,) = found
+    if isinstance(node, ast.ClassDef):
+        return f"{spec.origin} defines {name} as a class; name an instance of it, or a function"
+    return Signature(list(_parameters(node.args)))
+
+
+def _parameters(args: ast.arguments) -> Iterator[Parameter]:
+    plain = [*args.posonlyargs, *args.args]
+    required = len(plain) - len(args.defaults)
+    for place, arg in enumerate(plain):
+        is_only = place < len(args.posonlyargs)
+        kind = Parameter.POSITIONAL_ONLY if is_only else Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(arg.arg, kind, default=Parameter.empty if place < required else None)
+    if args.vararg:
+        yield Parameter(args.vararg.arg, Parameter.VAR_POSITIONAL)
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        kept = Parameter.empty if default is None else None
+        yield Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=kept)
+    if args.kwarg:
+        yield Parameter(args.kwarg.arg, Parameter.VAR_KEYWORD)

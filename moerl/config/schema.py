@@ -30,7 +30,7 @@ from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
-Column = Literal["prompt", "messages", "answer"]
+Column = Literal["prompt", "messages", "tools", "answer"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,11 @@ class TaskConfig:
     # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}; hf_dataset: folder
     # of save_to_disk, *.parquet or *.arrow files with these columns
     path: str = ""
-    # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}
+    # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}; dots lead
+    # into objects: {answer: reward_model.ground_truth}
     columns: dict[Column, str] = field(default_factory=dict)
+    max_bad_lines: Natural = 0  # lines that cannot be used are set aside; more of them end the run
+    overlong: Literal["refuse", "skip"] = "refuse"  # prompts that do not fit
     # exact_match | math_verify | position_steps | turn_gains | package.module:function | source (of
     # the source of prompts); empty = the program's or environment object's own, else source
     reward: str = ""

@@ -72,7 +72,7 @@ def naming(entry: TaskEntry) -> Iterator[None]:
         if not entry.label or section not in ("task", "sampling"):
             raise
         inner = f"sampling.{name}" if section == "sampling" else name
-        raise ConfigError(f"tasks.{entry.label}.{inner}", error.value, error.allowed) from error
+        raise error.under(f"tasks.{entry.label}.{inner}") from error
 
 
 def whole_weights(entries: Sequence[TaskEntry]) -> list[int]:

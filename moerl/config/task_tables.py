@@ -64,9 +64,12 @@ SOURCES: Mapping[str, SourceEntry] = MappingProxyType(
         "sort_digits": SourceEntry("tasks:SortDigits", reward="rewards:right_positions"),
         "calculator": SourceEntry("tasks:Products", reward="rewards:exact_match"),
         "reasoning_gym": SourceEntry("tasks:ReasoningGym"),
-        "jsonl": SourceEntry("tasks:Jsonl", files="a readable JSONL file of prompts"),
+        "jsonl": SourceEntry(
+            "prompt_files:PromptFiles",
+            files="a readable file of JSON lines or a JSON array, a folder or pattern of them,",
+        ),
         "hf_dataset": SourceEntry(
-            "table_files:TableRows",
+            "prompt_files:PromptFiles",
             files="a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
         ),
     }

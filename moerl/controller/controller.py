@@ -149,7 +149,8 @@ class Controller:
     def take_notices(self) -> list[str]:
         """Sentences for the console since the last call."""
         metrics = self.context.step_metrics
-        notices, metrics.notices = metrics.notices, []
+        notices = list(metrics.notices)
+        metrics.notices.clear()  # not replaced: waiting writes hold its `append`
         return notices
 
     # --- engines ----------------------------------------------------------------------------

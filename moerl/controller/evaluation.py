@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from moerl.config.task_mixture import TaskEntry, by_label
 from moerl.controller.context import Context
 from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
-from moerl.core.types import Episode, Finish, PolicyVersion, SamplingParams
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode
+from moerl.core.types import Finish, PolicyVersion, SamplingParams
+from moerl.data.prompt_mixture import usable
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode, views_of
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
 from moerl.episodes.turn import sampling_params
 
@@ -194,7 +195,7 @@ class Evaluator:
                 held_out=True,
                 pin=pin,
             )
-            for place, prompt in enumerate(map(held_out.prompt, range(count)))
+            for place, prompt in enumerate(islice(usable(held_out.prompt), count))
             for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
             for sample in range(self._config.samples)
         ]
@@ -203,11 +204,8 @@ class Evaluator:
         """answers: to one prompt.  Raises RecordError, ScoreError."""
         scores = [answer.own_score for answer in answers if answer.own_score is not None]
         if len(scores) < len(answers):
-            episodes = [
-                Episode(one.episode_id, one.nodes("join"), graph=one.graph) for one in answers
-            ]
-            responses = [answer.texts(self._decode) for answer in answers]
-            scores = await self._scorer.score(answers[0].prompt, episodes, responses)
+            views = await views_of(answers, self._decode)
+            scores = await self._scorer.score(answers[0].prompt, views)
         return [(one, score.reward) for one, score in zip(answers, scores, strict=True)]
 
     def _figures(self, scored: Sequence[Scored]) -> dict[str, float]:

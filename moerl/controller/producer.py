@@ -3,7 +3,7 @@
 A group starts when the buffer has room for it on some engine.  What starts together travels
 together: the first turns of its siblings go to one engine in one message.  The group closes when
 its episodes have ended, or a quorum of them.  An episode that fails ends its siblings, and the
-group is replaced; where its program or worker has died, the group is played again.  A refused
+group is replaced; where only its program or worker has died, the group is played again.  A refused
 record costs its episode only.
 """
 
@@ -25,10 +25,11 @@ from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.group_in_flight import GroupInFlight
 from moerl.controller.player import Player
 from moerl.controller.scoring_stage import ScoringStage
-from moerl.core.errors import ConfigError, ScoreError
+from moerl.core.errors import LineError, ScoreError
 from moerl.core.ids import group_of, name_rollout
 from moerl.core.types import GraphTurn, Prompt
-from moerl.episodes.finished_episode import ENDED, LOST, FinishedEpisode, sealed_uris
+from moerl.data.prompt_mixture import MOST_BAD
+from moerl.episodes.finished_episode import BLOCKED, ENDED, LOST, FinishedEpisode, sealed_uris
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, Home, OpenEpisode
 from moerl.episodes.turn import sampling_params
 
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _STARTS_AT_ONCE = 4  # groups that start before other tasks run
 _AT_ONCE = 16  # groups that are measured in one message
-_MOST_BAD = 16  # prompts in a row that cannot be used: then a setting is wrong
 
 
 class Producer:
@@ -131,7 +131,7 @@ class Producer:
 
     def _usable(self, numbers: Iterable[int]) -> Iterator[Prompt]:
         for number in numbers:
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(LineError):
                 yield self.prompts.prompt(number)
 
     def cancel_stale(self) -> None:
@@ -189,7 +189,7 @@ class Producer:
         tries = self._buffer.tries.pop(group_id, 0)
         try:
             prompt = self.prompts.prompt(group_id)
-        except ConfigError as error:
+        except LineError as error:
             self._set_aside(group_id, error)
             return True
         self._bad_prompts = 0
@@ -202,13 +202,13 @@ class Producer:
             self._tasks.spawn(self._play(group, episode))
         return True
 
-    def _set_aside(self, group_id: int, error: ConfigError) -> None:
+    def _set_aside(self, group_id: int, error: LineError) -> None:
         """Replace a line of the data that cannot be used by the next; many in a row end the run.
 
-        Raises ConfigError.
+        Raises LineError.
         """
         self._bad_prompts += 1
-        if self._bad_prompts >= _MOST_BAD:
+        if self._bad_prompts >= MOST_BAD:
             raise error
         log.warning("prompt %d is set aside: %s", group_id, error)
         self._step_metrics.bad_prompts += 1
@@ -338,9 +338,12 @@ class Producer:
             self._ref_counts.release(sealed_uris(ended))
             self._scoring_stage.cancelled(group_id, ended)
             return
-        error = ScoreError(failed[0].detail)
-        if any(one.failure == LOST for one in failed):
-            self._scoring_stage.play_again(group_id, ended, error)
+        reasons = {one.failure for one in failed}
+        own = next((one for one in failed if one.failure not in (LOST, BLOCKED)), failed[0])
+        name = group.prompt.name
+        error = ScoreError(own.detail if name in own.detail else f"{own.detail}; {name}")
+        if reasons <= {LOST, BLOCKED}:
+            self._scoring_stage.play_again(group_id, ended, error, counts=LOST in reasons)
         else:
             self._scoring_stage.drop_unscored(group_id, ended, error)
 

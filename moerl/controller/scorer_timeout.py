@@ -7,12 +7,12 @@ broken connection.  Groups, turns and evaluations all use this wrapper.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorer
-from moerl.core.types import Episode, Prompt, Score
+from moerl.core.types import Prompt, Score, reward_problem
 
 _START_S = 120.0  # seconds for a restart of the scorer
 _REPLY_S = 600.0  # more seconds for replies of thousands of episodes at once
@@ -25,21 +25,19 @@ class ScorerWithTimeout:
         """timeout_s: per response, the largest `score_timeout_s` of the tasks."""
         self._scorer, self._timeout_s = scorer, timeout_s
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         """One finite score per episode.  Raises ScoreError."""
         limit_s = self._timeout_s * len(episodes) + _START_S
         try:
             async with asyncio.timeout(limit_s):
-                scores = await self._scorer.score(prompt, episodes, responses)
+                scores = await self._scorer.score(prompt, episodes)
         except TimeoutError as error:
-            raise ScoreError(f"prompt {prompt.index}: no scores within {limit_s:g} s") from error
+            raise ScoreError(f"{prompt.name}: no scores within {limit_s:g} s") from error
         if len(scores) != len(episodes):
             raise ScoreError(f"{len(scores)} scores for {len(episodes)} episodes")
-        wrong = [score.reward for score in scores if not math.isfinite(score.reward)]
-        if wrong:
-            raise ScoreError(f"prompt {prompt.index}: non-finite reward {wrong[0]}")
+        for score in scores:
+            if problem := reward_problem(score.reward):
+                raise ScoreError(f"{prompt.name}: the reward {score.reward} {problem}")
         return scores
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
@@ -49,4 +47,4 @@ class ScorerWithTimeout:
             async with asyncio.timeout(limit_s):
                 return await self._scorer.reply(prompt, responses)
         except TimeoutError as error:
-            raise ScoreError(f"prompt {prompt.index}: no reply within {limit_s:g} s") from error
+            raise ScoreError(f"{prompt.name}: no reply within {limit_s:g} s") from error

@@ -28,6 +28,7 @@ from moerl.episodes.finished_episode import (
     checked_graph,
     sealed_uris,
     used_uris,
+    views_of,
 )
 from moerl.records.header_check import check
 from moerl.records.record_uris import blob_uris, group_uris
@@ -53,6 +54,7 @@ class ScoringStage:
         self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
         self._checking = asyncio.Lock()
         self._dropped = 0  # groups of equal rewards since the last plan
+        self._equal_in_row = 0  # groups of equal rewards since the last group with a signal
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
         self._entries = by_label(context.config)
         # Of the last groups of each task: with success
@@ -128,12 +130,22 @@ class ScoringStage:
         self._regenerate(group_id, partials, "was refused", error)
 
     def play_again(
-        self, group_id: int, partials: Sequence[FinishedEpisode], error: ScoreError
+        self,
+        group_id: int,
+        partials: Sequence[FinishedEpisode],
+        error: ScoreError,
+        *,
+        counts: bool,
     ) -> None:
-        """What played a group has died; three times in a row end the run."""
+        """What played a group has died; three times in a row end the run if it counts."""
         log.warning("group %d is played again: %s", group_id, error)
         self._delete(partials)
-        self._regenerate(group_id, partials, "could not be played", error)
+        if counts:
+            self._regenerate(group_id, partials, "could not be played", error)
+            return
+        self._settle(partials, "played_again")
+        self._buffer.abandon(group_id)
+        self._tasks.notify()
 
     def _regenerate(
         self, group_id: int, partials: Sequence[FinishedEpisode], what: str, error: Exception
@@ -171,7 +183,7 @@ class ScoringStage:
         self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
         self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
         try:
-            scores = await self._scores(partials, episodes)
+            scores = await self._scores(partials)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -197,15 +209,13 @@ class ScoringStage:
         except RecordError as error:
             self.refuse(group_id, partials, error)
 
-    async def _scores(
-        self, partials: Sequence[FinishedEpisode], episodes: Sequence[Episode]
-    ) -> list[Score]:
+    async def _scores(self, partials: Sequence[FinishedEpisode]) -> list[Score]:
         """Raises ScoreError."""
         own = [partial.own_score for partial in partials if partial.own_score is not None]
         if len(own) == len(partials):
             return own
-        responses = [partial.texts(self._decode) for partial in partials]
-        scores = await self._scorer.score(partials[0].prompt, episodes, responses)
+        views = await views_of(partials, self._decode)
+        scores = await self._scorer.score(partials[0].prompt, views)
         for partial, score in zip(partials, scores, strict=True):
             if not partial.is_chain and (score.turns or score.text_steps):
                 raise ScoreError(f"{partial.episode_id} has branches, and rewards of its steps")
@@ -297,13 +307,31 @@ class ScoringStage:
         The number per batch is bounded, so that a solved or hopeless task does not stop the run.
         """
         rollout = self._config.rollout
-        if not rollout.drop_zero_variance or len(set(rewards)) > 1:
+        if not rollout.drop_zero_variance:
             return False
+        if len(set(rewards)) > 1:
+            self._equal_in_row = 0
+            return False
+        self._say_equal(*set(rewards))
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
         self._dropped += 1
         self._step_metrics.dropped_zero_variance += 1
         return True
+
+    def _say_equal(self, reward: float) -> None:
+        """Say that no group has a signal: after a batch of them, and at each doubling."""
+        self._equal_in_row += 1
+        batches, rest = divmod(self._equal_in_row, self._config.rollout.groups_per_step)
+        if rest or batches & (batches - 1):
+            return
+        notice = (
+            f"the last {self._equal_in_row} groups had equal rewards each (now {reward:g}): "
+            "rollout.drop_zero_variance finds nothing to train; check task.reward and the answers "
+            "of the data"
+        )
+        log.warning(notice)
+        self._step_metrics.notices.append(notice)
 
     def _resampled(self, group_id: int, episodes: list[Episode]) -> tuple[Episode, ...]:
         """The episodes of an oversampled group that are trained (GRPO-RoC, arXiv 2508.20722)."""

@@ -19,6 +19,7 @@ from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus, UpdateDone
 from moerl.core.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
+from moerl.episodes.finished_episode import BLOCKED
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
 _LAG_BINS = (
@@ -45,6 +46,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
+        self.notices: list[str] = []  # for the console, not shown yet
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
         self._reset()
@@ -71,7 +73,6 @@ class StepMetrics:
         self.journal_lost = 0
         self.failed_writes = 0
         self.last_failed_write = ""
-        self.notices: list[str] = []  # for the console, not shown yet
         self.pauses: list[float] = []
         self.evaluations_given_up = 0
         self.dropped_siblings = 0
@@ -92,7 +93,7 @@ class StepMetrics:
         for name, count in counts.items():
             self.agents[name] += count
         self.agents["episodes"] += 1
-        if failure:
+        if failure and failure != BLOCKED:  # its group is played again
             self.agents[f"failed/{failure}"] += 1
 
     def tokens_cancelled(self, count: int) -> None:
@@ -194,7 +195,8 @@ def _by_task(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         mine = [group for group in groups if group.prompt.task == label]
         found = _samples(mine)
         metrics[f"sample/groups/{label}"] = float(len(mine))
-        metrics |= {f"{name}/{label}": found[name] for name in _PER_TASK}
+        names = (*_PER_TASK, *_reward_parts(mine))
+        metrics |= {f"{name}/{label}": found[name] for name in names}
     return metrics
 
 
@@ -206,7 +208,7 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     lengths = [length for lengths in turns for length, _ in lengths]
     ends = [finish for lengths in turns for _, finish in lengths]
     segments = [len(r.versions) for r in rollouts]
-    return {
+    return _reward_parts(groups) | {
         "reward/mean": statistics.fmean(flat),
         "reward/std": statistics.pstdev(flat),
         "reward/zero_var_frac": statistics.fmean(len(set(group)) == 1 for group in rewards),
@@ -220,6 +222,15 @@ def _samples(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         "async/segments_max": float(max(segments)),
         "async/partial_frac": statistics.fmean(count > 1 for count in segments),
     }
+
+
+def _reward_parts(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """Mean of each further number of a reward, over the episodes that have it."""
+    found = defaultdict[str, list[float]](list)
+    for score in (episode.score for group in groups for episode in group.episodes):
+        for name, value in score.metrics.items() if score else ():
+            found[f"reward/{name}"].append(value)
+    return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 
 def _fed_apart(rollouts: Sequence[Rollout]) -> int:
@@ -282,6 +293,7 @@ def samples_of(
             **({"task": group.prompt.task} if group.prompt.task else {}),
             "episode": episode.episode_id,
             "prompt": group.prompt.text,
+            **({"origin": str(group.prompt.origin)} if group.prompt.origin else {}),
             "response": decode(rollout.token_ids[begin:].tolist()),
             "turns": shown_turns(episode, decode),
             "graph": shown_graph(episode),

@@ -23,6 +23,27 @@ class ConfigError(MoerlError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         return ConfigError, (self.field, self.value, self.allowed)
 
+    def under(self, field: str) -> ConfigError:
+        """The same mistake under another name of the setting."""
+        return ConfigError(field, self.value, self.allowed)
+
+
+class LineError(ConfigError):
+    """A line of the user's data that cannot be used; the lines beside it may be.
+
+    kind: a few words by which lines are counted, such as "no answer".
+    """
+
+    def __init__(self, field: str, value: object, allowed: str, kind: str) -> None:
+        self.kind = kind
+        super().__init__(field, value, allowed)
+
+    def __reduce__(self) -> tuple[type[LineError], tuple[str, object, str, str]]:  # type: ignore[override]
+        return LineError, (self.field, self.value, self.allowed, self.kind)
+
+    def under(self, field: str) -> LineError:
+        return LineError(field, self.value, self.allowed, self.kind)
+
 
 class RecordError(MoerlError):
     """A record from an engine that breaks the contract; `reason` is a short stable key.

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import Ranges
 from moerl.core.types import (
     Array,
     BatchPlan,
-    Episode,
     GenerateRequest,
     PolicyVersion,
     Prompt,
@@ -450,10 +450,8 @@ class Engine(Protocol):
 class Scorer(Protocol):
     """Rewards for finished episodes (implemented by `moerl.scoring`)."""
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
-        """Score the episodes of a prompt.  responses: texts of the policy in each, turn by turn."""
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        """Score the episodes of a prompt."""
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:

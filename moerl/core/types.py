@@ -364,6 +364,16 @@ class Segment:
         return sum(len(piece.output_ids) for piece in self.pieces)
 
 
+MOST_REWARD = float(np.sqrt(np.finfo(np.float32).max))  # 1.8e19
+
+
+def reward_problem(reward: float) -> str:
+    """Why a number cannot be a reward; "" if it can.  Norms and deviations square it in float32."""
+    if not math.isfinite(reward):
+        return "is not finite"
+    return "" if abs(reward) <= MOST_REWARD else "has a square that float32 cannot hold"
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A scorer's result for one episode."""
@@ -375,6 +385,7 @@ class Score:
     text_steps: tuple[tuple[int, float], ...] = ()
     turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -452,6 +463,18 @@ def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Place of a prompt in a user's file; `str` is for messages: "line 31 of x.jsonl"."""
+
+    path: str
+    line: int  # lines count from 1; rows of tables and entries of JSON arrays from 0
+    unit: Literal["line", "row", "entry"] = "line"
+
+    def __str__(self) -> str:
+        return f"{self.unit} {self.line} of {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of the stream.  `index` is its position in the endless, deterministic stream."""
 
@@ -461,6 +484,12 @@ class Prompt:
     answer: Any  # plain data for the reward function
     extra: dict[str, Any]  # further fields of the source, passed to the reward
     task: str = ""  # label of the task; "" = the run has one task
+    origin: Origin | None = None  # None: it comes from no file
+
+    @property
+    def name(self) -> str:
+        """For messages: "line 31 of x.jsonl", or "prompt 31"."""
+        return str(self.origin or f"prompt {self.index}")
 
 
 @dataclass(frozen=True, slots=True)

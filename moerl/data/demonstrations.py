@@ -6,8 +6,8 @@ as <|im_end|>; without a template, the tokenizer's end token (`AnswerEnd`).  Any
 answers works: a JSONL file of {"prompt" or "messages", "answer"}, or sort_digits.  Where an item
 has the field "demonstration", a list, it is the texts of policy and environment in turn, and takes
 the answer's place: every text of the policy is learned with an end token, as one row.  The stream
-is the same as in training: step s takes the next `batch` prompts, and the seed shuffles a file
-again in each epoch.
+is the same as in training: each step takes the next prompts, and the seed shuffles a file again in
+each epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, LineError
 from moerl.core.types import (
     BatchPlan,
     Episode,
@@ -33,7 +33,7 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.prompt_files import line_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 def demonstration_plan(
     step: int,
-    batch: int,
-    prompts: PromptMixture,
+    prompts: Sequence[Prompt],
     encode: Callable[[str], Sequence[int]],
     end: Callable[[Prompt], Sequence[int]],
     *,
@@ -53,13 +52,10 @@ def demonstration_plan(
     """The plan of one supervised step, equal on every rank.
 
     encode: text -> token ids without special tokens.  end: token ids behind an answer.  pair: as in
-    `plan_batch`.  Raises ConfigError for an answer that is missing, not text, or empty.
+    `plan_batch`.  Raises LineError for an answer that is missing, not text, or empty.
     """
     version = PolicyVersion(0, step)
-    groups = [
-        _group(prompts.prompt(index), encode, end(prompts.prompt(index)), version)
-        for index in range(step * batch, (step + 1) * batch)
-    ]
+    groups = [_group(prompt, encode, end(prompt), version) for prompt in prompts]
     return plan_batch(
         step,
         version,
@@ -68,6 +64,12 @@ def demonstration_plan(
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         pair=pair,
     )
+
+
+def with_texts(prompt: Prompt) -> Prompt:
+    """The prompt, whose texts can be learned.  Raises LineError."""
+    _texts(prompt)
+    return prompt
 
 
 class AnswerEnd:
@@ -153,12 +155,20 @@ def _texts(prompt: Prompt) -> Sequence[str]:
     """Texts of policy and environment in turn, the policy first and last."""
     if "demonstration" not in prompt.extra:
         if not isinstance(prompt.answer, str) or not prompt.answer:
-            problem = f"its answer is {prompt.answer!r}; sft needs a text to learn"
-            raise ConfigError("task.path", prompt.text, problem)
+            problem = f"has the answer {prompt.answer!r}; sft needs a text to learn"
+            raise _refused(prompt, problem, "no answer")
         return [prompt.answer]
     texts = prompt.extra["demonstration"]
     valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
     if not valid or len(texts) % 2 == 0:
-        problem = f"its demonstration is {texts!r}; a list of texts that the policy begins and ends"
-        raise ConfigError("task.path", prompt.text, problem)
+        problem = (
+            f"has the demonstration {texts!r}; a list of texts that the policy begins and ends"
+        )
+        raise _refused(prompt, problem, "demonstration")
     return list(texts)
+
+
+def _refused(prompt: Prompt, problem: str, kind: str) -> LineError:
+    if prompt.origin:
+        return line_error(prompt.origin, problem, kind)
+    return LineError("task.path", prompt.text, f"{prompt.name} {problem}", kind)

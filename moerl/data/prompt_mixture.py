@@ -10,14 +10,16 @@ repeats after as many prompts as the whole-numbered weights add up to, so one ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from moerl.config.task_mixture import TaskEntry, naming, whole_weights
+from moerl.core.errors import LineError
 from moerl.core.types import Array, Prompt
 from moerl.data.tasks import PromptStream
 
@@ -25,32 +27,66 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+MOST_BAD = 1000  # prompts in a row that cannot be used: then a setting is wrong
+
+
 class PromptMixture:
     """An endless stream of prompts over one task or several."""
 
-    def __init__(self, entries: Sequence[TaskEntry], tokenizer: Tokenizer, seed: int) -> None:
-        """Raises ConfigError for every fault that shows before the first prompt is drawn."""
+    def __init__(
+        self,
+        entries: Sequence[TaskEntry],
+        tokenizer: Tokenizer | None,
+        seed: int,
+        longest: int = 0,
+    ) -> None:
+        """tokenizer: as of PromptStream.
+
+        longest: tokens of the longest sequence that the engines take; 0 = not known.
+
+        Raises ConfigError for every fault of the settings and of the files as a whole.
+        """
         self._entries = tuple(entries)
         self._order = TaskOrder(whole_weights(entries))
         self._streams: list[PromptStream] = []
         for entry in entries:
             with naming(entry):
-                stream = PromptStream(entry, tokenizer, task_seed(seed, entry.label))
-            self._streams.append(stream)
+                own_seed, room = task_seed(seed, entry.label), room_of(entry, longest)
+                self._streams.append(PromptStream(entry, tokenizer, own_seed, room))
 
-    def draw_first(self) -> None:
-        """Draw the first prompt of each task.  Raises ConfigError as `prompt` does."""
-        for entry, stream in zip(self._entries, self._streams, strict=True):
-            with naming(entry):
-                stream.prompt(0)
+    @property
+    def streams(self) -> Sequence[tuple[TaskEntry, PromptStream]]:
+        """Each task with its own prompts."""
+        return list(zip(self._entries, self._streams, strict=True))
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt number `index`.  Raises ConfigError when it is empty or too long."""
+        """Prompt number `index`.
+
+        Raises LineError when it cannot be used, and ConfigError when too many lines cannot.
+        """
         task, place = self._order.place(index)
         entry = self._entries[task]
         with naming(entry):
             found = self._streams[task].prompt(place)
         return replace(found, index=index, task=entry.label)
+
+
+def usable(prompt: Callable[[int], Prompt]) -> Iterator[Prompt]:
+    """The prompts of a stream in order, without those that cannot be used.
+
+    Raises ConfigError as `prompt` does, and LineError when many in a row cannot be used.
+    """
+    in_a_row = 0
+    for index in count():
+        try:
+            found = prompt(index)
+        except LineError:
+            in_a_row += 1
+            if in_a_row >= MOST_BAD:
+                raise
+        else:
+            in_a_row = 0
+            yield found
 
 
 class TaskOrder:
@@ -87,6 +123,17 @@ def chairmen(weights: Sequence[int]) -> Array:
         order[at] = np.argmin(np.where(due, late, np.inf))
         given[order[at]] += 1
     return order
+
+
+def room_of(entry: TaskEntry, longest: int) -> int:
+    """Tokens that a sequence of `longest` tokens leaves for a prompt; 0 = not known.
+
+    Turns of agents sample fewer tokens where the context ends.
+    """
+    if not longest:
+        return 0
+    sampled = 1 if entry.kind.speaks_messages else entry.sampling.max_new_tokens
+    return max(1, longest - sampled)
 
 
 def task_seed(seed: int, label: str) -> int:

@@ -1,4 +1,4 @@
-"""Reward functions: (prompt, the policy's responses turn by turn) -> Score, in worker processes.
+"""Reward functions: (prompt, episode) -> Score, in worker processes.
 
 `make_reward` is called once per worker; the function it returns, once per response.  A reward may
 raise, hang or return nonsense: `moerl.scoring` contains it.
@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
-from moerl.config.functions import load_below, look_up
+from moerl.config.functions import load_below
 from moerl.config.schema import TaskConfig
-from moerl.config.task_kinds import SOURCE, TaskKind
-from moerl.config.task_tables import PACKAGE, REWARD_NAMES, REWARDS, SOURCES
+from moerl.config.task_kinds import SOURCE
+from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
+from moerl.data.reward_calls import Reward, user_reward
 from moerl.data.tasks import reasoning_gym_dataset
-
-Reward = Callable[[Prompt, Sequence[str]], Score]
-# A user's function: function(prompt text, answer, last response, extra fields) -> a number, or
-# {"reward": number, "steps": [(characters before its end, reward), ...], "turns": [reward, ...],
-# "errors": number}.  In episodes of several turns all responses are in extra["turns"].
-UserReward = Callable[[str, Any, str, dict[str, Any]], float | Mapping[str, Any]]
 
 
 def make_reward(task: TaskConfig) -> Reward:
@@ -42,7 +38,7 @@ def make_reward(task: TaskConfig) -> Reward:
         return GymReward(task)
     if task.reward in REWARDS:
         return _named(task.reward)
-    return _dotted(task.reward, with_turns=task.kind is not TaskKind.SINGLE_ANSWER)
+    return user_reward(task)
 
 
 def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
@@ -53,7 +49,7 @@ def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
         _parsed_gold(str(prompt.answer))
 
 
-def _of_the_episode(prompt: Prompt, responses: Sequence[str]) -> Score:
+def _of_the_episode(prompt: Prompt, episode: EpisodeView) -> Score:
     raise ScoreError("its program or environment gives the reward")
 
 
@@ -115,11 +111,13 @@ def _named(name: str) -> Reward:
         package = entry.requires.replace("_", "-")
         raise ConfigError("task.reward", name, f"the package {package} is not installed")
     function = load_below(PACKAGE, entry.function)
-    return function if entry.scores_steps else _outcome(function)
+    if not entry.scores_steps:
+        return _outcome(function)
+    return lambda prompt, episode: cast(Score, function(prompt, episode.responses))
 
 
 def _outcome(function: Callable[[Prompt, str], float]) -> Reward:
-    return lambda prompt, responses: Score(float(function(prompt, responses[-1])))
+    return lambda prompt, episode: Score(float(function(prompt, episode.responses[-1])))
 
 
 @lru_cache(maxsize=64)
@@ -161,9 +159,9 @@ class GymReward:
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
         self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, task))
 
-    def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Score:
+    def __call__(self, prompt: Prompt, episode: EpisodeView) -> Score:
         dataset, item = self.entry(prompt)
-        return Score(float(dataset.score_answer(self._extract(responses[-1]), item)))
+        return Score(float(dataset.score_answer(self._extract(episode.responses[-1]), item)))
 
     def entry(self, prompt: Prompt) -> tuple[Any, Any]:
         """(dataset, entry) of a prompt."""
@@ -172,28 +170,3 @@ class GymReward:
     def _make(self, seed: int, index: int) -> tuple[Any, Any]:
         dataset = self._datasets(seed)
         return dataset, dataset[index]
-
-
-def _dotted(path: str, *, with_turns: bool) -> Reward:
-    function: UserReward = look_up("task.reward", path, REWARD_NAMES)
-
-    def reward(prompt: Prompt, responses: Sequence[str]) -> Score:
-        extra = prompt.extra | ({"turns": list(responses)} if with_turns else {})
-        return _read(function(prompt.text, prompt.answer, responses[-1], extra))
-
-    return reward
-
-
-def _read(responses: float | Mapping[str, Any]) -> Score:
-    """Score from the return value of a user's reward.  Raises ValueError for an unknown key."""
-    if not isinstance(responses, Mapping):
-        return Score(float(responses))
-    if unknown := sorted(set(responses) - {"reward", "steps", "turns", "errors"}):
-        raise ValueError(f"it has {', '.join(unknown)}; use reward, steps, turns and errors")
-    steps = tuple((int(end), float(reward)) for end, reward in responses.get("steps", ()))
-    turns = tuple(float(reward) for reward in responses.get("turns", ()))
-    earned = sum(value for _, value in steps) + sum(turns)
-    errors = float(responses.get("errors", 0.0))
-    return Score(
-        float(responses.get("reward", earned)), text_steps=steps, turns=turns, errors=errors
-    )

@@ -9,42 +9,31 @@ A new task is one source class and its line of SOURCES in `moerl.config.task_tab
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from moerl.config.functions import load_below
-from moerl.config.schema import Column, TaskConfig
-from moerl.config.task_tables import PACKAGE, SOURCES
-from moerl.core.errors import ConfigError, ModelError
-from moerl.core.types import Prompt
+from moerl.config.schema import TaskConfig
+from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
+from moerl.core.errors import ConfigError, LineError, ModelError
+from moerl.core.types import Origin, Prompt
+from moerl.data.chat_template import ChatTemplate, Json, TemplateError, without_cuts
 from moerl.data.environments import demonstration
+from moerl.data.plain_values import FieldError
+from moerl.data.prompt_files import PromptFiles, line_error
+from moerl.data.prompt_items import Item
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-_COLUMNS: tuple[Column, ...] = ("prompt", "messages", "answer")
-_NO_NAMES: Mapping[Column, str] = MappingProxyType({})
+OVERLONG = "too long"  # kind of a LineError
 _GYM_SIZE = 20_000  # items of a reasoning-gym dataset that names no size
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One entry of a source: plain text, or chat messages, and the inputs of its reward."""
-
-    prompt: str
-    answer: Any
-    messages: tuple[dict[str, str], ...] = ()  # instead of `prompt`
-    extra: dict[str, Any] = field(default_factory=dict)
-    origin: str = ""  # for error messages: "line 12"
 
 
 class Source(Protocol):
@@ -110,54 +99,95 @@ class ReasoningGym:
         return Item(str(entry["question"]), str(entry["answer"]), extra=extra)
 
 
-class Jsonl:
-    """A user's file: {"prompt" or "messages", "answer", any further fields} per line."""
-
-    def __init__(self, task: TaskConfig, seed: int) -> None:
-        self._items = read_jsonl(task.path, task.columns)
-        self.size = len(self._items)
-
-    def item(self, index: int) -> Item:
-        return self._items[index]
-
-
 class PromptStream:
     """Endless prompts by index; the seed shuffles a finite source again in each epoch."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
-        """Raises ConfigError for every fault that shows before the first prompt is drawn."""
-        if task.chat_template and not tokenizer.chat_template:
+    def __init__(
+        self, task: TaskConfig, tokenizer: Tokenizer | None, seed: int, room: int = 0
+    ) -> None:
+        """tokenizer: None: each prompt has one token, for checks of all else.
+
+        room: tokens that the engines leave for a prompt; 0 = not known.
+
+        Raises ConfigError for every fault of the settings and of the files as a whole.
+        """
+        if task.chat_template and tokenizer and not tokenizer.chat_template:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
-        self._task, self._tokenizer, self._seed = task, tokenizer, seed
+        self._task, self._tokenizer, self._seed, self._room = task, tokenizer, seed, room
+        self.template = ChatTemplate(tokenizer) if tokenizer else None
+        self._needs_answer = task.reward in REWARDS or task.environment == "check_digits"
         self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
-        if SOURCES[task.name].files:  # a bad line must not end the run in its tenth hour
-            for place in range(self._source.size or 0):
-                self._make(place, self._source.item(place))
+        self._bad: dict[int, LineError] = {}  # bad lines that were drawn, by place
+
+    @property
+    def num_lines(self) -> int:
+        """0: the prompts come from no file."""
+        return (self._source.size or 0) if SOURCES[self._task.name].files else 0
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt number `index`.  Raises ConfigError when it is empty or too long."""
-        return self._make(index, self._source.item(self._place(index)))
+        """Prompt number `index`.
+
+        Raises LineError for a prompt that cannot be used, and ConfigError when more lines than
+        task.max_bad_lines are bad.
+        """
+        place = self._place(index)
+        try:
+            return self._make(index, self._source.item(place))
+        except LineError as error:
+            is_skipped = error.kind == OVERLONG and self._task.overlong == "skip"
+            if self.num_lines and not is_skipped:
+                self._bad.setdefault(place, error)
+                check_bad_lines(self._task, len(self._bad), list(self._bad.values()))
+            raise
+
+    def origin(self, place: int) -> Origin:
+        """Of a line of the files."""
+        assert isinstance(self._source, PromptFiles), "only files have lines"
+        return self._source.origin(place)
+
+    def line(self, place: int) -> Prompt:
+        """The prompt of a line of the files.  Raises LineError."""
+        return self._make(place, self._source.item(place))
 
     def _make(self, index: int, item: Item) -> Prompt:
-        text = self._text(item)
-        templated = bool(item.messages) or self._task.chat_template
-        ids = self._tokenizer.encode(text, add_special_tokens=not templated)
-        name = item.origin or f"prompt {index}"
+        messages = self._messages(item)
+        try:
+            text, ids, length = self._encoded(item, messages)
+        except FieldError as error:
+            raise self._refused(item, index, str(error), "template") from error
         if not ids:
-            raise ConfigError("task.name", self._task.name, f"{name} has no token")
-        if len(ids) > self._task.max_prompt_tokens:
-            raise ConfigError(
+            raise self._refused(item, index, "has no token", "no token")
+        most = min(self._task.max_prompt_tokens, self._room or self._task.max_prompt_tokens)
+        if length > most:
+            why = "raise the limit or shorten the prompt"
+            if most < self._task.max_prompt_tokens:
+                why = f"the engines leave {most} beside sampling.max_new_tokens"
+            raise LineError(
                 "task.max_prompt_tokens",
                 self._task.max_prompt_tokens,
-                f"{name} has {len(ids)} tokens; raise the limit or shorten the prompt",
+                f"{item.origin or f'prompt {index}'} has {length} tokens; {why}",
+                OVERLONG,
             )
+        if self._needs_answer and item.origin and item.answer in (None, ""):
+            name = self._task.columns.get("answer", "answer")
+            problem = f"has no {name!r}, which task.reward = {self._task.reward} needs"
+            raise self._refused(item, index, f"{problem} (task.columns names another)", "no answer")
         extra = dict(item.extra)
         if self._task.kind.speaks_messages:
             extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
-            if item.messages or self._task.system:  # the agent writes its own conversation
-                extra["messages"] = self._messages(item)
-        return Prompt(index, tuple(ids), text, item.answer, extra)
+            if item.tools:
+                extra["tools"] = list(item.tools)
+            if item.messages or self._task.system or "messages" in extra:
+                extra["messages"] = messages  # the agent writes its own conversation
+        elif item.messages and self._task.reward.startswith("trl:"):
+            extra["messages"] = messages  # a conversation is scored as one
+        return Prompt(index, tuple(ids), text, item.answer, extra, origin=item.origin)
+
+    def _refused(self, item: Item, index: int, problem: str, kind: str) -> LineError:
+        if item.origin:
+            return line_error(item.origin, problem, kind)
+        return LineError("task.name", self._task.name, f"prompt {index} {problem}", kind)
 
     def _place(self, index: int) -> int:
         size = self._source.size
@@ -170,30 +200,70 @@ class PromptStream:
             self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(size)
         return int(self._order[1][place])
 
-    def _text(self, item: Item) -> str:
-        speaks_messages = self._task.kind.speaks_messages
-        if not item.messages and (speaks_messages or not self._task.chat_template):
-            return item.prompt
-        if speaks_messages:  # the template is applied to each turn's messages
-            return "\n".join(message["content"] for message in item.messages)
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                "task.path",
-                self._task.path,
-                f"{item.origin} has messages; the tokenizer has no template",
-            )
-        return str(
-            self._tokenizer.apply_chat_template(
-                self._messages(item), tokenize=False, add_generation_prompt=True
-            )
-        )
+    def _encoded(self, item: Item, messages: Sequence[Json]) -> tuple[str, Sequence[int], int]:
+        """(text, its tokens, tokens of the first request).  Raises FieldError."""
+        text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
+        if self._tokenizer is None or self.template is None:
+            return text, [0], 1
+        has_template = bool(self._tokenizer.chat_template)
+        if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
+            begin = not (item.messages or self._task.chat_template)
+            ids = _plain(self._tokenizer, text, begin=begin)
+            if not has_template:  # its agent is refused
+                return text, ids, len(ids)
+            shown = self._shown(self.template, messages, item)
+            return text, ids, len(self.template.encode(shown)[0])
+        if item.messages or self._task.chat_template:
+            if not has_template:
+                raise FieldError("template", "has messages; the tokenizer has no template")
+            shown = self._shown(self.template, messages, item)
+            ids, _ = self.template.encode(shown)
+            return without_cuts(shown), ids, len(ids)
+        if item.tools:
+            raise FieldError("tools", 'has "tools", which need task.chat_template=true')
+        ids = _plain(self._tokenizer, item.prompt, begin=True)
+        return item.prompt, ids, len(ids)
 
-    def _messages(self, item: Item) -> list[dict[str, str]]:
+    def _shown(self, template: ChatTemplate, messages: Sequence[Json], item: Item) -> str:
+        """A conversation that ends where an answer begins.
+
+        Raises FieldError, and ConfigError for a template that opens no answer.
+        """
+        assert self._tokenizer is not None
+        if not template.opens_answers:
+            raise ConfigError(
+                "model.path",
+                self._tokenizer.name_or_path,
+                "its chat template ignores add_generation_prompt, so the policy would go on with "
+                "the user's message; use a template that opens an answer",
+            )
+        try:
+            return template.render(messages, item.tools)
+        except TemplateError as error:
+            raise FieldError("template", f"cannot be used: {error}") from error
+
+    def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""
         messages = list(item.messages) or [{"role": "user", "content": item.prompt}]
         if self._task.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._task.system})
         return messages
+
+
+def _plain(tokenizer: Tokenizer, text: str, *, begin: bool) -> Sequence[int]:
+    """Tokens of a text, in which control tokens are text."""
+    ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=begin, split_special_tokens=True)
+    return ids
+
+
+def check_bad_lines(task: TaskConfig, count: int, named: Sequence[LineError]) -> None:
+    """Raises ConfigError that names some of `count` bad lines when those are too many."""
+    if count <= task.max_bad_lines:
+        return
+    first, *more = named
+    others = [f"{error.allowed} ({error.value})" for error in more[:2]]
+    total = [f"{count} lines are bad, task.max_bad_lines = {task.max_bad_lines}"] * (count > 1)
+    raise ConfigError(first.field, first.value, "; ".join([first.allowed, *others, *total]))
 
 
 def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:
@@ -217,67 +287,6 @@ def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:
         )
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError("task.dataset_args", task.dataset_args, str(error)) from error
-
-
-def read_jsonl(path: str, columns: Mapping[Column, str] = _NO_NAMES) -> list[Item]:
-    """All items of a prompt file.  Raises ConfigError naming the file and the first bad line."""
-    try:
-        # split at line feeds only: JSON strings may hold other line ends, U+2028 for example
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "task.path", path, f"a readable UTF-8 file is wanted ({error})"
-        ) from error
-    items = [
-        _jsonl_item(path, f"line {number}", line, columns)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not items:
-        raise ConfigError("task.path", path, "the file holds no prompt")
-    return items
-
-
-def _jsonl_item(path: str, where: str, line: str, columns: Mapping[Column, str]) -> Item:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError("task.path", path, f"{where} is not JSON: {error}") from error
-    return item_of(path, where, fields, columns)
-
-
-def item_of(path: str, where: str, fields: Any, columns: Mapping[Column, str]) -> Item:
-    """An item from the fields of one line or row.  Raises ConfigError that names it."""
-
-    def refuse(problem: str) -> ConfigError:
-        return ConfigError("task.path", path, f"{where} {problem}")
-
-    if not isinstance(fields, dict):
-        raise refuse('is not an object like {"prompt": "...", "answer": "..."}')
-    if missing := sorted(set(columns.values()) - fields.keys()):
-        raise refuse(f"has no {missing[0]!r}, which task.columns names; it has {sorted(fields)}")
-    own = [columns.get(name, name) for name in _COLUMNS]
-    prompt, messages, answer = (fields.pop(name, None) for name in own)
-    if (prompt is None) == (messages is None):
-        raise refuse('must have exactly one of "prompt" and "messages" (task.columns renames)')
-    if messages is None and not isinstance(prompt, str):
-        raise refuse(f'has a "prompt" that is not text: {prompt!r}')
-    if messages is not None and not _are_messages(messages):
-        raise refuse('has "messages" that are not a list of {"role": text, "content": text}')
-    return Item(prompt or "", answer, tuple(messages or ()), fields, f"{where} of {path}")
-
-
-def _are_messages(messages: object) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in messages
-        )
-    )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

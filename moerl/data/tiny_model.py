@@ -15,16 +15,17 @@ import shutil
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from torch import Tensor
 
 from moerl.config.schema import TinyModel
 from moerl.config.tiny_config import MAX_POSITIONS, tiny_config
 from moerl.core.errors import ModelError
 from moerl.layout import ModelSpec, hf_shapes, model_spec, stacked_forms, transposed_stacks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punctuation
@@ -59,15 +60,20 @@ def make_model(folder: Path, hf_config: dict[str, Any], seed: int) -> None:
     temporary.mkdir(parents=True)
     try:
         _write_json(temporary / "config.json", hf_config)
-        _write_json(temporary / "tokenizer_config.json", _tokenizer_config())
-        _tokenizer().save(str(temporary / "tokenizer.json"))
-        (temporary / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
+        write_tokenizer(temporary)
         weights = dict(_weights(hf_config, seed))
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The files of the tokenizer alone, without torch."""
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
@@ -100,6 +106,8 @@ def _tokenizer_config() -> dict[str, Any]:
 
 def _weights(hf_config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Norms scale by one; everything else is normal with `initializer_range`."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     spec = model_spec(hf_config)
     for name, shape in _file_shapes(spec).items():

@@ -10,12 +10,14 @@ has replaced the last one, a stop token, the parent ends a branch of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
+from moerl.core.episode_view import EpisodeView, TurnView
 from moerl.core.errors import RecordError
 from moerl.core.types import (
     Array,
@@ -31,13 +33,15 @@ from moerl.episodes.rows import TurnRows, join, rows_of
 from moerl.episodes.turn import SampledTurn, SharedIds
 from moerl.records.record_uris import blob_uris
 
+Decode = Callable[[Sequence[int]], str]
 # What became of an episode that its player has handed over
 Settled = Literal["admitted", "dropped", "played_again"]
 
 # Failures of an episode: the controller ended it; its program or worker has died, through no fault
-# of its own, and the group is played again; the engine's record of a turn was refused, and the
-# episode is played again.
-ENDED, LOST, REFUSED = "ended", "lost", "refused"
+# of its own, and the group is played again; another episode has blocked its worker, and the group
+# is played again, however often; the engine's record of a turn was refused, and the episode is
+# played again.
+ENDED, LOST, BLOCKED, REFUSED = "ended", "lost", "blocked", "refused"
 
 
 class RecordedTurn:
@@ -197,9 +201,22 @@ class FinishedEpisode:
                 before = len(nodes) - 1
         return tuple(nodes)
 
-    def texts(self, decode: Callable[[Sequence[int]], str]) -> list[str]:
-        """Text of the policy in each turn."""
-        return [decode(turn.output_ids.tolist()) for turn in self.turns]
+    def view(self, decode: Decode) -> EpisodeView:
+        """The episode for its reward."""
+        turns = tuple(self._turn_view(turn, decode) for turn in self.turns)
+        return EpisodeView(self.episode_id, turns, self.graph)
+
+    def _turn_view(self, turn: RecordedTurn, decode: Decode) -> TurnView:
+        new, output = turn.sampled.prompt_ids[turn.inherited :], turn.output_ids.tolist()
+        is_prompt = not turn.inherited and tuple(new.tolist()) == self.prompt.token_ids
+        return TurnView(
+            name=turn.name,
+            parent="" if turn.before is None else turn.before.name,
+            read=self.prompt.text if is_prompt else decode(new.tolist()),
+            response=decode(output),
+            token_ids=tuple(output),
+            finish=turn.finish.value,
+        )
 
     def blob_uris(self) -> frozenset[str]:
         """Every blob that was sealed for it."""
@@ -254,6 +271,16 @@ def checked_graph(episode: FinishedEpisode, nodes: Sequence[Turn]) -> tuple[Grap
 
 def _shown(versions: Collection[PolicyVersion]) -> str:
     return ", ".join(map(str, sorted(versions))) or "no version"
+
+
+async def views_of(episodes: Sequence[FinishedEpisode], decode: Decode) -> list[EpisodeView]:
+    """The episodes for their reward; long conversations are decoded in a thread."""
+
+    def views() -> list[EpisodeView]:
+        return [episode.view(decode) for episode in episodes]
+
+    is_long = any(len(episode.turns) > 1 for episode in episodes)
+    return await asyncio.to_thread(views) if is_long else views()
 
 
 def used_uris(episodes: Iterable[FinishedEpisode]) -> set[str]:

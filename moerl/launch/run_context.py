@@ -26,6 +26,7 @@ from moerl.config.clusters import (
     placement,
     visible_devices,
 )
+from moerl.config.engine_context import longest_sequence
 from moerl.config.schema import ParallelConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import first_group, transport_environment
@@ -132,7 +133,7 @@ class RunContext:
             eos_token_ids=self.eos_token_ids(),
             index_layers=spec.index_layers,
             index_topk=spec.index_topk,
-            context_tokens=int(self.config.engine.args.get("context_length") or spec.max_positions),
+            context_tokens=longest_sequence(self.config.engine, spec.max_positions),
         )
 
     def engine_host(
@@ -187,14 +188,15 @@ class RunContext:
     def prompts(self) -> PromptMixture:
         from moerl.data.prompt_mixture import PromptMixture
 
-        return PromptMixture(entries_of(self.config), self.tokenizer(), self.config.run.seed)
+        entries, longest = entries_of(self.config), self.model_shape().context_tokens
+        return PromptMixture(entries, self.tokenizer(), self.config.run.seed, longest)
 
     def held_out(self) -> PromptMixture:
         """Evaluation prompts, as many of each task: from its file, or drawn with another seed."""
         from moerl.data.prompt_mixture import PromptMixture
 
-        seed = self.config.run.seed + _HELD_OUT_SEED
-        return PromptMixture(list(map(_held_out, entries_of(self.config))), self.tokenizer(), seed)
+        seed, longest = self.config.run.seed + _HELD_OUT_SEED, self.model_shape().context_tokens
+        return PromptMixture(held_out_entries(self.config), self.tokenizer(), seed, longest)
 
     def tokenizer(self) -> Any:
         """The model folder's tokenizer (transformers), loaded once per process."""
@@ -227,6 +229,11 @@ class RunContext:
             if eos is not None:
                 return tuple(eos) if isinstance(eos, list) else (int(eos),)
         return ()
+
+
+def held_out_entries(config: Config) -> list[TaskEntry]:
+    """The tasks with their held-out prompts."""
+    return list(map(_held_out, entries_of(config)))
 
 
 def _held_out(task: TaskEntry) -> TaskEntry:

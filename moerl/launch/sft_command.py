@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
+from moerl.config.task_mixture import entries_of
 from moerl.core.errors import TrainerError
+from moerl.data.prompt_mixture import PromptMixture
 from moerl.distributed.torchrun import TorchrunJob
+from moerl.launch.line_checks import LineChecks
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
 from moerl.launch.train import prepare
 from moerl.observe.metrics import MetricsWriter
@@ -26,6 +29,8 @@ def sft(config: Config) -> RunDir:
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
     context = prepare(supervised(config), run, resume=False)
+    stream = PromptMixture(entries_of(config), context.tokenizer(), config.run.seed)
+    LineChecks([stream]).begin(lambda line: print(f"moerl: {line}", file=sys.stderr, flush=True))
     save_config(context.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)

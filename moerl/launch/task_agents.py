@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
-from moerl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moerl.agents.agent_loop import AgentRunner
@@ -20,16 +19,9 @@ def task_agents(context: RunContext) -> dict[str, AgentRunner]:
     runners = {}
     for entry in entries_of(context.config):
         with naming(entry):
-            _check_context(context, entry)
             if entry.kind.speaks_messages:
                 runners[entry.label] = _runner(context, entry)
     return runners
-
-
-def _check_context(context: RunContext, task: TaskEntry) -> None:
-    if task.context_tokens and task.context_tokens > (most := context.model_shape().context_tokens):
-        problem = f"the engines take at most {most}"
-        raise ConfigError("task.context_tokens", task.context_tokens, problem)
 
 
 def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:

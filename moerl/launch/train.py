@@ -29,6 +29,7 @@ from moerl.config import Config, resolve, save_config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, own_address, placement, starts_on_cuda
+from moerl.config.engine_context import check_context
 from moerl.config.load import derived_settings, load_config, load_resumed
 from moerl.config.resume import check_identity, check_resume, identity
 from moerl.config.secret_values import refuse_hidden
@@ -38,6 +39,7 @@ from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
@@ -129,13 +131,16 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
     )
     with _only_one(run), _own_output(run) as (out, err):
         context = prepare(config, run, resume=resume, **options)
+        lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
+        lines.begin(lambda line: print(f"moerl: {line}", file=err, flush=True))
         save_config(context.config, run.config, derived_settings(config))
         facts = json.dumps(identity(context.config), indent=1)
         atomic_write(run.identity, facts, sync=True, mode=0o600)
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
-        supervisor = Supervisor(context, console, scratch, signals)
+        supervisor = Supervisor(context, console, scratch, signals, check=lines.raise_failure)
+        lines.go_on()
         try:
             with _prometheus(context, console):
                 summary = supervisor.run()
@@ -378,15 +383,13 @@ def _checked(
 def _check_parts(context: RunContext) -> None:
     """Raise for a part that cannot be made, before anything starts."""
     spec = context.spec()  # raises for an unknown family
+    check_context(context.config, spec.max_positions)
     for role, path in ref_models_of(context.config).items():
         check_ref_models(f"algorithm.{role}", path, spec)
     for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it
-    context.prompts().draw_first()  # raises for a task that has no prompt
     task_agents(context)  # raises for a chat template or a program that cannot be used
-    if context.config.evaluation.every:
-        context.held_out().draw_first()
 
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:

@@ -353,8 +353,9 @@ def _sample(sample: Mapping[str, Any], low: float, high: float) -> list[str | tu
     task, step, lag, version = (str(sample.get(k, "-")) for k in ("task", "step", "lag", "version"))
     badge = (_number(reward, ".3f"), round(share, 3))
     mean = _number(sample.get("group_mean"), ".3f")
-    texts = (visible(text) for text in (str(sample.get("prompt", "")), _response(sample)))
-    return [task, step, badge, mean, lag, version, *texts]
+    origin = f"{sample['origin']}:\n" if "origin" in sample else ""
+    texts = (origin + str(sample.get("prompt", "")), _response(sample))
+    return [task, step, badge, mean, lag, version, *map(visible, texts)]
 
 
 def _response(sample: Mapping[str, Any]) -> str:

@@ -35,12 +35,14 @@ from moerl.config.clusters import (
     starts_on_cuda,
     visible_devices,
 )
+from moerl.config.engine_context import check_context
 from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, longest_row
+from moerl.config.task_tables import SOURCES
 from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
@@ -49,6 +51,7 @@ from moerl.engine.host.server_args import arguments, check_planned_layout
 from moerl.engine.node_span import NodeSpan
 from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
+from moerl.launch.line_checks import line_checks, model_tokenizer
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
@@ -86,6 +89,8 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     recipe = [hide_override(word) for word in recipe]
     config = read_section(Config, hide(asdict(config)))
     placed, shapes = placement(config), model_shapes(config)
+    max_positions = model_spec(shapes).max_positions
+    check_context(config, max_positions)
     if not config.checkpoint.start:  # a start makes a folder of unquantised weights
         check_quantised_base(config, shapes)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):
@@ -96,6 +101,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
             cuda=starts_on_cuda(config, placed),
             routing=config.replay.routing == "R3",
         )
+    prompts = prompt_lines(config, max_positions)
     sections = [
         printed(config),
         process_table(config, placed),
@@ -103,8 +109,25 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         _commands(config, placed, recipe),
         _ports(config, placed),
         *_estimates(config, placed),
+        *prompts,
     ]
     return "\n".join(sections)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+def prompt_lines(config: Config, max_positions: int) -> list[str]:
+    """A line for each file of prompts, checked as at a start.  Raises ConfigError."""
+    if not any(SOURCES[entry.name].files for entry in entries_of(config)):
+        return []
+    with model_tokenizer(config) as tokenizer:
+        found = line_checks(config, tokenizer, max_positions)
+        found.begin(lambda _: None)
+    counted = "" if tokenizer else "; tokens are not counted: the model's tokenizer is not here"
+    return [
+        one.summary() or f"{one.task.path}: {one.lines:,} lines can be used{counted}"
+        for one in found.checks
+        if one.lines
+    ]
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import moerl
 from moerl.config.functions import source_of
+from moerl.config.reward_calls import split_form
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
 from moerl.config.task_tables import check_isolation
@@ -122,7 +123,7 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
 def _needed(task: TaskConfig) -> Iterator[str]:
     """Paths that a worker must read: interpreter, this package, the task's own modules."""
     yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
-    for setting in (task.reward, task.environment):
+    for setting in (split_form(task.reward)[1], task.environment):
         if ":" in setting and (source := source_of(setting)):
             yield str(source)
 

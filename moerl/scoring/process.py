@@ -22,14 +22,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
-from typing import Literal
 
 import msgspec
 
 from moerl.config.schema import TaskConfig
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ScoreError
-from moerl.core.types import Episode, Prompt, Score
+from moerl.core.types import Prompt, Score, reward_problem
 from moerl.data.environments import make_environment
+from moerl.data.reward_values import metrics_problem
 from moerl.data.rewards import make_reward
 from moerl.sandbox.isolation import (
     IsolatedProgram,
@@ -39,9 +40,8 @@ from moerl.sandbox.isolation import (
     SandboxTimeout,
 )
 from moerl.sandbox.limits import import_paths, isolation_of
-from moerl.scoring.worker import Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
+from moerl.scoring.worker import Given, Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
 
-Kind = Literal["score", "reply"]
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
 _ATTEMPTS = 3  # at a request whose worker is ended by another process
@@ -72,39 +72,33 @@ class ProcessScorer:
         for worker in self._all:
             self._workers.put(worker)
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         """Scores of all episodes, in order.  Raises the first ScoreError after all have ended."""
-        results = await self.score_each(prompt, episodes, responses)
+        results = await self.score_each(prompt, episodes)
         for result in results:
             if isinstance(result, ScoreError):
                 raise result
         return [result for result in results if isinstance(result, Score)]
 
     async def score_each(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[EpisodeView]
     ) -> list[Score | ScoreError]:
         """A Score or an error for each episode."""
-        assert len(episodes) == len(responses), (
-            f"{len(episodes)} episodes, {len(responses)} of texts"
-        )
-        turns = [list(texts) for texts in responses]
-        size = max(1, -(-len(turns) // len(self._all)))  # a share of the group for each worker
-        shares = [turns[start : start + size] for start in range(0, len(turns), size)]
-        scored = await asyncio.gather(*(self._ask("score", prompt, share) for share in shares))
+        size = max(1, -(-len(episodes) // len(self._all)))  # a share of the group for each worker
+        shares = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        scored = await asyncio.gather(*(self._ask(prompt, share) for share in shares))
         answers = [answer for share in scored for answer in share]
         return [
-            self._score_of(answer, prompt, texts)
-            for answer, texts in zip(answers, turns, strict=True)
+            self._score_of(answer, prompt, episode.responses)
+            for answer, episode in zip(answers, episodes, strict=True)
         ]
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Reply of task.environment, with the timeout of a reward.  Raises ScoreError."""
-        (answer,) = await self._ask("reply", prompt, [list(responses)])
+        (answer,) = await self._ask(prompt, [list(responses)])
         if answer.failure:
             what = f"environment {self._environment} {answer.failure}"
-            raise ScoreError(f"{what} for prompt {prompt.index}")
+            raise ScoreError(f"{what} for {prompt.name}")
         return answer.text
 
     def close(self) -> None:
@@ -121,17 +115,17 @@ class ProcessScorer:
             problem = "gave no score"
         if answer.score is not None and not (problem or (problem := _refusal(answer.score, texts))):
             return answer.score
-        return ScoreError(f"reward {self._name} {problem} for prompt {prompt.index}")
+        return ScoreError(f"reward {self._name} {problem} for {prompt.name}")
 
-    async def _ask(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[WorkerAnswer]:
+    async def _ask(self, prompt: Prompt, given: Sequence[Given]) -> list[WorkerAnswer]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._ask_worker, kind, prompt, turns)
+        return await loop.run_in_executor(self._threads, self._ask_worker, prompt, given)
 
-    def _ask_worker(self, kind: Kind, prompt: Prompt, turns: list[list[str]]) -> list[WorkerAnswer]:
+    def _ask_worker(self, prompt: Prompt, given: Sequence[Given]) -> list[WorkerAnswer]:
         """Answers of one worker, one response after the other; each has its own timeout."""
         worker = self._workers.get()
         try:
-            return [worker.ask(kind, prompt, texts) for texts in turns]
+            return [worker.ask(prompt, one) for one in given]
         finally:
             self._workers.put(worker)
 
@@ -142,11 +136,9 @@ class TaskScorers:
     def __init__(self, scorers: Mapping[str, ProcessScorer]) -> None:
         self._scorers = dict(scorers)
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         """Scores of all episodes, in order.  Raises ScoreError."""
-        return await self._scorers[prompt.task].score(prompt, episodes, responses)
+        return await self._scorers[prompt.task].score(prompt, episodes)
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Reply of the task's environment.  Raises ScoreError."""
@@ -176,7 +168,7 @@ class WorkerProcess:
         self._lock = threading.Lock()  # of `_program` and `_closed`
         self._closed = False
 
-    def ask(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
+    def ask(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """The worker's answer; whatever goes wrong is its failure.
 
         A worker that another process has ended is replaced and asked again: at the end of a run
@@ -184,17 +176,17 @@ class WorkerProcess:
         """
         for _ in range(_ATTEMPTS):
             try:
-                return self._asked(kind, prompt, texts)
+                return self._asked(prompt, given)
             except SandboxEnded as error:
                 self._end()
                 why = str(error)
         return WorkerAnswer(0, failure=f"{why}, {_ATTEMPTS} times in a row")
 
-    def _asked(self, kind: Kind, prompt: Prompt, texts: list[str]) -> WorkerAnswer:
+    def _asked(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """Raises SandboxEnded."""
         serial = next(self._serials)
         try:
-            data = encode(WorkerRequest(kind, serial, prompt, texts))
+            data = encode(WorkerRequest(serial, prompt, given))
         except (TypeError, ValueError, OverflowError) as error:
             return WorkerAnswer(
                 serial, failure=f"cannot be given what msgpack cannot hold ({error})"
@@ -250,10 +242,12 @@ def _refusal(score: Score, responses: Sequence[str]) -> str:
     if score.turns and len(score.turns) != len(responses):
         return f"has rewards for {len(score.turns)} of {len(responses)} turns"
     for number in (score.reward, *(value for _, value in score.text_steps), *score.turns):
-        if not math.isfinite(number):
-            return f"gave a non-finite reward ({number})"
+        if problem := reward_problem(number):
+            return f"gave {number}, which {problem}"
     if not 0.0 <= score.errors < math.inf:
         return f"counted {score.errors} errors"
+    if problem := metrics_problem(score.metrics):
+        return problem
     ends = [end for end, _ in score.text_steps]
     if ends != sorted(ends) or any(not 0 <= end <= length for end in ends):
         return f"has steps that end at characters {ends[:16]} of {length}"

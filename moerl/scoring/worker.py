@@ -17,14 +17,16 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from moerl.config.schema import TaskConfig
+from moerl.core.episode_view import EpisodeView
 from moerl.core.types import Prompt, Score
 from moerl.data.environments import make_environment
-from moerl.data.rewards import Reward, make_reward, prepare_reward
+from moerl.data.reward_calls import Reward
+from moerl.data.reward_values import BadReturn
+from moerl.data.rewards import make_reward, prepare_reward
 from moerl.runtime import reaper
 from moerl.runtime.frames import HEAD, framed, own_connection, receive, send, size_in
 
@@ -40,14 +42,15 @@ class Setup:
     reply_bytes: int
 
 
+Given = EpisodeView | list[str]
+"""An episode to score, or the responses to which the environment replies."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """A score of the last response, or the environment's reply to it."""
-
-    kind: Literal["score", "reply"]
     serial: int
     prompt: Prompt
-    responses: list[str]
+    given: Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class ScoringLoop:
 
     def _in_child(self, job: WorkerRequest) -> bytes:
         """The answer of a forked child; nothing that it can reach leads to another answer."""
-        if job.kind == "score":
+        if isinstance(job.given, EpisodeView):
             prepare_reward(self._setup.task, self._reward, job.prompt)
         read, write = os.pipe()
         child = os.fork()
@@ -149,10 +152,10 @@ class ScoringLoop:
         return data
 
     def _evaluate(self, job: WorkerRequest) -> WorkerAnswer:
-        if job.kind == "score":
-            return WorkerAnswer(job.serial, score=self._reward(job.prompt, job.responses))
+        if isinstance(job.given, EpisodeView):
+            return WorkerAnswer(job.serial, score=self._reward(job.prompt, job.given))
         assert self._environment is not None, "a reply without task.environment"
-        text = self._environment(job.prompt, job.responses)
+        text = self._environment(job.prompt, job.given)
         if not isinstance(text, str):
             wanted = "want text (empty: the episode ends)"
             return WorkerAnswer(job.serial, failure=f"returned {type(text).__name__}, {wanted}")
@@ -178,7 +181,8 @@ def one_line(error: BaseException) -> str:
     except BaseException:
         text = "without a readable message"
     plain = "".join(character if character.isprintable() else "?" for character in text[:300])
-    return f"raised {type(error).__name__}: {plain}".encode(errors="replace").decode()
+    raised = "" if isinstance(error, BadReturn) else f"raised {type(error).__name__}: "
+    return f"{raised}{plain}".encode(errors="replace").decode()
 
 
 def _how_it_ended(child: int) -> str:

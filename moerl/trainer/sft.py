@@ -17,6 +17,7 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from moerl.config.load import load_saved
 from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, ReplayConfig
 from moerl.config.task_mixture import entries_of
-from moerl.core.errors import MoerlError
-from moerl.data.demonstrations import AnswerEnd, demonstration_plan
-from moerl.data.prompt_mixture import PromptMixture
+from moerl.core.errors import LineError, MoerlError
+from moerl.core.types import Prompt
+from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
+from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.data.tasks import load_tokenizer
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
@@ -93,12 +95,21 @@ def _train(config: Config, run: RunDir) -> None:
     learner = Learner(model, ranks, config, BlobStore(run.root / "blobs", "none"))
     tokenizer = load_tokenizer(config.model.path)
     end = AnswerEnd(tokenizer)
-    prompts = PromptMixture(entries_of(config), tokenizer, config.run.seed)
+    stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
+
+    def drawn(index: int) -> Prompt:
+        try:
+            return with_texts(stream.prompt(index))
+        except LineError as error:
+            if ranks.is_first:
+                print(f"set aside: {error}", file=sys.stderr, flush=True)
+            raise
+
+    prompts = usable(drawn)
     for step in range(config.run.steps):
         plan = demonstration_plan(
             step,
-            config.rollout.groups_per_step,
-            prompts,
+            list(islice(prompts, config.rollout.groups_per_step)),
             lambda text: tokenizer.encode(text, add_special_tokens=False),
             end.of,
             dp_size=ranks.dp_size,

@@ -26,6 +26,7 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import (
     EngineError,
     ScoreError,
@@ -44,7 +45,6 @@ from moerl.core.messages import (
 )
 from moerl.core.types import (
     BatchPlan,
-    Episode,
     ModelShape,
     PolicyVersion,
     Prompt,
@@ -72,9 +72,7 @@ class StubScorer:
     def __init__(self, error: ScoreError | None = None) -> None:
         self.error = error
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.error:
             raise self.error
         return [Score(float(i)) for i, _ in enumerate(episodes)]
@@ -188,9 +186,7 @@ class EqualFor(StubScorer):
         super().__init__()
         self.equal = equal
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
 
 

@@ -19,8 +19,9 @@ class Counting:
 
     opened = 0
 
-    def __init__(self, steps: int = 2) -> None:
+    def __init__(self, steps: int = 2, busy_s: float = 0.0, nap_s: float = 1.0) -> None:
         self.steps, self.count = steps, 0
+        self.busy_s, self.nap_s = busy_s, nap_s
 
     async def reset(self, start: EpisodeStart) -> Observation:
         type(self).opened += 1
@@ -61,6 +62,23 @@ class Counting:
     async def waits(self) -> Observation:
         await asyncio.sleep(1000)
         raise AssertionError
+
+    async def naps(self) -> Observation:
+        for _ in range(2):
+            await asyncio.sleep(self.nap_s)
+        return Observation([{"role": "user", "content": "rested"}])
+
+    async def computes(self) -> Observation:
+        time.sleep(self.busy_s)
+        return Observation([{"role": "user", "content": "computed"}])
+
+    async def blocks_later(self) -> Observation:
+        self.task = asyncio.get_running_loop().create_task(self._blocks_soon())
+        return Observation([{"role": "user", "content": "later"}])
+
+    async def _blocks_soon(self) -> None:
+        await asyncio.sleep(0.1)
+        time.sleep(1000)
 
     async def blocks(self) -> Observation:
         time.sleep(1000)

@@ -90,18 +90,16 @@ def random_factors(folder: Path, lora: LoraConfig = LORA) -> dict[str, Tensor]:
     }
 
 
-class _Demonstrations:
-    def prompt(self, index: int) -> Prompt:
-        answer = " ".join(str((index * 7 + i * i) % 67) for i in range(5 + index % 4))
-        return Prompt(index, tuple((index * 11 + 3 * i) % 67 for i in range(6)), "p", answer, {})
+def _demonstration(index: int) -> Prompt:
+    answer = " ".join(str((index * 7 + i * i) % 67) for i in range(5 + index % 4))
+    return Prompt(index, tuple((index * 11 + 3 * i) % 67 for i in range(6)), "p", answer, {})
 
 
 def demonstrations(dp: int, *, step: int = 0) -> BatchPlan:
     """Prompts and answers of several lengths."""
     return demonstration_plan(
         step,
-        BATCH,
-        _Demonstrations(),
+        list(map(_demonstration, range(step * BATCH, (step + 1) * BATCH))),
         lambda text: [int(word) for word in text.split()],
         lambda prompt: [EOS],
         dp_size=dp,

@@ -14,11 +14,11 @@ from hashlib import blake2b
 
 import numpy as np
 
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import EngineError, RecordError, ScoreError
 from moerl.core.ids import without_life
 from moerl.core.types import (
     Array,
-    Episode,
     Finish,
     GenerateRequest,
     LogprobBlob,
@@ -288,9 +288,8 @@ class OracleScorer(StubScorer):
     equal: frozenset[int] = frozenset()  # prompts whose rewards are equal
     steps: bool = False  # rewards of turns, too
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        responses = [episode.responses for episode in episodes]
         await asyncio.sleep(delay_s(0.001, 0.004, "score", prompt.index, responses))
         if prompt.index in self.fails:
             raise ScoreError(f"prompt {prompt.index} was to fail")

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.agents.prompt_tokens import PromptTokens, TemplateError
+from moerl.agents.prompt_tokens import PromptTokens
 from moerl.core.errors import ConfigError
+from moerl.data.chat_template import TemplateError
 from tests.helpers.chat_tokenizer import chat_tokenizer
 
 SPEC = importlib.util.find_spec("trl")

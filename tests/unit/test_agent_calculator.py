@@ -17,6 +17,7 @@ from moerl.data.demonstrations import demonstration_plan
 from moerl.data.environments import calculate, calculator, demonstration, make_environment
 from moerl.data.rewards import make_reward
 from moerl.data.tasks import Products
+from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
 PROMPT = Prompt(0, (1,), "12*34=", "408", {})
@@ -72,8 +73,12 @@ def test_a_turn_without_a_call_ends_the_episode(turn: str, reply: str) -> None:
 def test_the_reward_is_for_the_answer_of_the_last_turn() -> None:
     reward = make_reward(TaskConfig(name="calculator"))
     call = "<calc>12*34</calc>"
-    assert [reward(PROMPT, turns).reward for turns in (["408"], [call, "408"], [call])] == [1, 1, 0]
-    assert reward(PROMPT, [call, "40"]).reward == 0, "there are no shares for single digits"
+    assert [reward(PROMPT, view(*turns)).reward for turns in (["408"], [call, "408"], [call])] == [
+        1,
+        1,
+        0,
+    ]
+    assert reward(PROMPT, view(call, "40")).reward == 0, "there are no shares for single digits"
 
 
 def test_half_of_the_demonstrations_call() -> None:
@@ -102,8 +107,7 @@ class Shown:
 def plan(turns: object) -> BatchPlan:
     return demonstration_plan(
         0,
-        1,
-        Shown(turns),
+        [Shown(turns).prompt(0)],
         lambda text: [ord(c) for c in text],
         EOS,
         dp_size=1,

@@ -37,7 +37,7 @@ from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import Score
-from moerl.episodes.finished_episode import ENDED, LOST, FinishedEpisode
+from moerl.episodes.finished_episode import BLOCKED, ENDED, LOST, FinishedEpisode
 from tests.helpers.agent_stubs import (
     SHAPE,
     LocalEnvironment,
@@ -46,7 +46,7 @@ from tests.helpers.agent_stubs import (
     play,
 )
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
-from tests.helpers.controllers import CONFIG, make, running, train
+from tests.helpers.controllers import CONFIG, make, running, train, with_rollout
 from tests.helpers.left_processes import left_children
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine
@@ -158,13 +158,42 @@ def test_a_lost_worker_costs_its_episodes_and_is_replaced(monkeypatch: Any, faul
         assert isinstance(await again.step(PolicyAnswer("go")), Observation)
         return found
 
-    # A worker that blocks lets its steps pass their time; one that is gone is known at once.
+    # A worker that blocks lets a step pass its time; one that is gone is known at once.
     limit_s = 60.0 if fault == "exits" else 3.0
     bad, idle, waits = with_pool(task_of(COUNTING, environment_s=limit_s), work)
-    assert idle.reason == LOST
-    assert (bad.reason, waits.reason) == ((LOST, LOST) if fault == "exits" else ("timeout",) * 2)
     if fault == "exits":
+        assert [one.reason for one in (bad, idle, waits)] == [LOST] * 3
         assert "worker ended its process with exit code 3" in waits.detail
+        return
+    assert [one.reason for one in (bad, idle, waits)] == ["timeout", BLOCKED, BLOCKED]
+    assert "blocked its worker; use await, or a thread (task.environment_s = " in bad.detail
+    assert "whose worker was blocked by episode 0.2 for " in waits.detail
+
+
+def test_seconds_in_which_another_episode_blocks_do_not_count() -> None:
+    async def work(pool: EnvironmentPool) -> list[Any]:
+        slow, own = await begun(pool, "0.0"), await begun(pool, "0.1")
+        waiting = asyncio.ensure_future(slow.step(PolicyAnswer("naps")))
+        blocking = [asyncio.ensure_future(own.step(PolicyAnswer("computes")))]
+        return await asyncio.gather(waiting, *blocking, return_exceptions=True)
+
+    task = task_of(COUNTING, environment_s=3.0, environment_options={"busy_s": 2.6})
+    rested, computed = with_pool(task, work)  # after 3.6 s
+    assert [type(one) for one in (rested, computed)] == [Observation, Observation]
+    late, computed = with_pool(replace(task, environment_options={"nap_s": 1.8}), work)
+    assert (late.reason, type(computed)) == ("timeout", Observation), "control: its own 3.6 s"
+
+
+def test_an_environment_that_blocks_in_a_task_of_its_own_is_found() -> None:
+    async def work(pool: EnvironmentPool) -> list[Any]:
+        waits, bad = await begun(pool, "0.0"), await begun(pool, "0.1")
+        assert isinstance(await bad.step(PolicyAnswer("blocks_later")), Observation)
+        await asyncio.sleep(0.5)
+        found = await asyncio.gather(waits.step(PolicyAnswer("go")), return_exceptions=True)
+        return found + await asyncio.gather(bad.step(PolicyAnswer("go")), return_exceptions=True)
+
+    waits, bad = with_pool(task_of(COUNTING, environment_s=3.0), work)
+    assert (waits.reason, bad.reason) == (BLOCKED, "timeout")
 
 
 def test_an_environment_that_is_not_there_ends_the_run_at_its_start() -> None:
@@ -496,6 +525,38 @@ def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path:
 
     with pytest.raises(EngineError, match=r"could not be played 3 times.*SIGKILL"):
         run_groups(tmp_path / "again", Always(), work)
+
+
+def test_neighbours_of_a_blocked_worker_are_played_again_and_not_counted(tmp_path: Path) -> None:
+    blocked = EpisodeFailed(BLOCKED, "has an environment whose worker was blocked by episode 1.0")
+    blocks = EpisodeFailed("timeout", "has an environment that blocked its worker")
+
+    class Blocked(LocalEnvironments):
+        tries = 0
+
+        async def open(self, name: str) -> OpenEnvironment:
+            self.tries += name.startswith("0.0")
+            if name.startswith("0.0") and self.tries <= 5:  # a fault that counts ends the run
+                raise blocked
+            if name.startswith("1."):  # both: its own fault, and that of its sibling
+                raise blocks if name.startswith("1.0") else blocked
+            return await super().open(name)
+
+    async def body(pool: LocalEnvironments) -> tuple[list[int], dict[str, float]]:
+        task = task_of("a:B")
+        config = replace(with_rollout(selection="strict"), task=task)
+        agents = {"": environment_runner(task, pool)}
+        controller, reports = make(tmp_path, StubEngine(), config, agents=agents, model=SHAPE)
+        plans = await running(controller, train(controller, 1), 60)
+        trained = [group.group_id for plan in plans for group in plan.groups]
+        return trained, reports[0].metrics
+
+    pool = Blocked()
+    trained, counted = asyncio.run(body(pool))
+    assert (sorted(trained), pool.tries) == ([0, 2], 6), "group 0 is played again, 1 is dropped"
+    assert counted["scorer/failed"] == 1.0
+    assert counted["agent/failed/timeout"] == 1.0
+    assert "agent/failed/blocked" not in counted
 
 
 def test_the_end_of_an_episode_reaches_an_environment_that_waits() -> None:

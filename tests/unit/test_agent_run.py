@@ -6,7 +6,6 @@ import asyncio
 import shlex
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,9 @@ from moerl.controller.turn_router import TurnRouter
 from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import (
     Episode,
-    Finish,
     PolicyVersion,
     Prompt,
-    SamplingParams,
     Score,
-    Segment,
 )
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.episodes.open_episode import (
@@ -43,7 +39,6 @@ from moerl.episodes.open_episode import (
     Outcome,
     TurnRequest,
 )
-from moerl.episodes.turn import SampledTurn
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
 from tests.helpers.agent_stubs import (
@@ -63,10 +58,11 @@ from tests.helpers.agent_stubs import (
 from tests.helpers.chat_tokenizer import END, SIZE
 from tests.helpers.controllers import CONFIG, make, running
 from tests.helpers.left_processes import left_children
+from tests.helpers.recorded_turns import V0, recorded, turn
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.stub_engine import StubEngine, always, never
 
-V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+V1 = PolicyVersion(0, 1)
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -127,26 +123,6 @@ def test_an_unknown_program_is_named() -> None:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-def turn(prompt: Sequence[int], said: Sequence[int], version: PolicyVersion = V0) -> SampledTurn:
-    segment = Segment(
-        "7.0.t0",
-        np.asarray(said, np.int32),
-        np.full(len(said), -0.1, np.float32),
-        version,
-        Finish.STOP,
-        None, None, None, 0, 0, 0.0, 0.0,
-    )  # fmt: skip
-    return SampledTurn(np.asarray(prompt, np.int32), (segment,), SamplingParams(4))
-
-
-def recorded(
-    number: int, sampled: SampledTurn, before: RecordedTurn | None = None, origin: str = ""
-) -> RecordedTurn:
-    """A turn that continues `before`."""
-    inherited = before.num_tokens if before else 0
-    return RecordedTurn(before, inherited, origin, f"7.0.t{number}", sampled)
-
-
 def played(*turns: RecordedTurn) -> FinishedEpisode:
     return FinishedEpisode("7.0", PROMPT, turns)
 

@@ -20,8 +20,8 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import SOURCES
 from moerl.config.validate import either
 from moerl.core.errors import ConfigError
-from moerl.data.table_files import TableRows
-from moerl.data.tasks import Jsonl, PromptStream, load_tokenizer
+from moerl.data.prompt_files import PromptFiles
+from moerl.data.tasks import PromptStream, load_tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data/hf_datasets"
 ROWS = [json.loads(line) for line in (DATA / "rows.jsonl").read_text().splitlines()]
@@ -34,7 +34,7 @@ def task(path: Path, name: str = "hf_dataset", **more: Any) -> TaskConfig:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    source = TableRows(task(path), 0)
+    source = PromptFiles(task(path), 0)
     items = [source.item(index) for index in range(source.size)]
     return [{"question": i.prompt, "answer": i.answer, **i.extra} for i in items]
 
@@ -72,8 +72,8 @@ def test_the_other_arrow_format(tmp_path: Path) -> None:
 
 
 def test_json_lines_have_columns_too() -> None:
-    source = Jsonl(task(DATA / "rows.jsonl", "jsonl"), 0)
-    table = TableRows(task(DATA / "saved"), 0)
+    source = PromptFiles(task(DATA / "rows.jsonl", "jsonl"), 0)
+    table = PromptFiles(task(DATA / "saved"), 0)
     for index in range(len(ROWS)):
         one, other = source.item(index), table.item(index)
         assert (one.prompt, one.answer, one.extra) == (other.prompt, other.answer, other.extra)
@@ -95,7 +95,7 @@ def first_item(path: Path, columns: dict[str, str]) -> None:
         "quickstart", ["task.name=hf_dataset", "task.reward=exact_match", *settings]
     )
     check(config)
-    TableRows(config.task, 0).item(0)
+    PromptFiles(config.task, 0).item(0)
 
 
 def refused(path: Path, columns: dict[str, str] = COLUMNS) -> str:
@@ -111,18 +111,18 @@ def test_refusals_name_the_path_and_what_is_allowed(tmp_path: Path) -> None:
     assert "save_to_disk" in refused(DATA / "rows.jsonl")
     torn = tmp_path / "torn.parquet"
     torn.write_bytes((DATA / PARQUET).read_bytes()[:-9])
-    assert "readable files" in refused(torn)
+    assert "readable file is needed" in refused(torn)
     (tmp_path / "torn.arrow").write_bytes(b"ARROW")
-    assert "readable files" in refused(tmp_path / "torn.arrow")
+    assert "readable file is needed" in refused(tmp_path / "torn.arrow")
     assert "has no 'text'" in refused(DATA / "saved", {"prompt": "text"})
     assert "exactly one" in refused(DATA / "saved", {})
-    assert "'prompt', 'messages', 'answer'" in refused(DATA / "saved", {"reply": "answer"})
+    assert "'prompt', 'messages', 'tools', 'answer'" in refused(DATA / "saved", {"reply": "answer"})
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pyarrow is not installed; .*'\.\[tables\]'"):
-        TableRows(task(DATA / "saved"), 0)
+        PromptFiles(task(DATA / "saved"), 0)
 
 
 def test_columns_belong_to_tasks_with_files() -> None:

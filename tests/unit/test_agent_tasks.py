@@ -18,10 +18,10 @@ from moerl.config.checks import check
 from moerl.config.load import load_saved
 from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_weights
 from moerl.core.errors import ConfigError
-from moerl.core.types import Episode
 from moerl.data.prompt_mixture import PromptMixture, TaskOrder, chairmen
 from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.scoring import ProcessScorer, TaskScorers
+from tests.helpers.episode_views import view
 
 RECIPE = "digits-mixture"
 
@@ -80,7 +80,7 @@ BAD: list[tuple[list[str], str, str]] = [
     (["tasks.three.digits=0"], "tasks.three.digits", "at least 1"),
     (["tasks.three.sampling.top_k=1"], "tasks.three.sampling.top_k", "greedy"),
     (["tasks.five.max_turns=2"], "tasks.five.max_turns", "task.environment that answers"),
-    (["tasks.five.name=jsonl"], "tasks.five.path", "JSONL"),
+    (["tasks.five.name=jsonl"], "tasks.five.path", "JSON lines"),
     (["tasks.five.reward=best"], "tasks.five.reward", "package.module:function"),
     (["evaluation.path=x"], "evaluation.path", "tasks.LABEL.evaluation_path"),
     (
@@ -228,7 +228,7 @@ def test_one_task_has_the_prompts_that_it_had(tokenizer: Any) -> None:
 def test_a_prompt_that_does_not_fit_names_its_entry(tokenizer: Any) -> None:
     stream = mixture(load_config(RECIPE, ["tasks.five.max_prompt_tokens=3"]), tokenizer)
     with pytest.raises(ConfigError, match=r"tasks\.five\.max_prompt_tokens"):
-        stream.draw_first()
+        list(map(stream.prompt, range(8)))
 
 
 # --- scorers -------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_each_task_has_its_reward_and_environment(tokenizer: Any) -> None:
         found = []
         for label in ("three", "five"):
             half = str(first[label].answer)[:-1] + "x"
-            scores = await scorers.score(first[label], [Episode("0.0", ())], [[half]])
+            scores = await scorers.score(first[label], [view(half)])
             found.append(scores[0].reward)
         return found, await scorers.reply(first["turns"], ["xxxx"])
 

@@ -19,12 +19,13 @@ from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, Messa
 from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, TurnAnswer
 from moerl.agents.gateway.api_errors import ApiError
-from moerl.agents.prompt_tokens import PromptTokens, TemplateError
+from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder, can_end
 from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
 from moerl.core.errors import ConfigError, EngineError, RecordError
 from moerl.core.types import Finish, GenerateRequest, SamplingParams, Segment
+from moerl.data.chat_template import TemplateError
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.episodes.open_episode import Outcome, TurnRequest
 from moerl.episodes.rows import join

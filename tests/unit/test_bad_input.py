@@ -18,10 +18,10 @@ import pytest
 
 from moerl.controller.controller import Controller
 from moerl.controller.journal.write_retry import WriteRetry
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import BlobError, ProtocolError, RecordError, ScoreError
 from moerl.core.messages import TakePlan
 from moerl.core.types import (
-    Episode,
     Finish,
     GenerateRequest,
     PolicyVersion,
@@ -130,10 +130,8 @@ class BadScorer(StubScorer):
         super().__init__()
         self.bad, self.times = bad, times
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
-        scores = await super().score(prompt, episodes, responses)
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        scores = await super().score(prompt, episodes)
         if self.times == 0:
             return scores
         self.times -= 1
@@ -177,13 +175,11 @@ def test_a_scorer_that_hangs_drops_its_group(
             super().__init__()
             self.times = 1
 
-        async def score(
-            self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-        ):
+        async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]):
             if self.times:
                 self.times -= 1
                 await asyncio.sleep(60)
-            return await super().score(prompt, episodes, responses)
+            return await super().score(prompt, episodes)
 
     async def body() -> None:
         task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)

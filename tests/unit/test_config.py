@@ -458,7 +458,7 @@ def test_a_model_folder_without_weights(tmp_path: Path) -> None:
 def test_unreadable_prompt_file(tmp_path: Path) -> None:
     text = fails("train", "quickstart", "task.name=jsonl", f"task.path={tmp_path}/none.jsonl")
     assert text.startswith("task.path = ")
-    assert "JSONL" in text
+    assert "JSON lines" in text
 
 
 def test_unknown_recipe_lists_the_known_ones() -> None:

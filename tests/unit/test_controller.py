@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from moerl.controller.engine_pool import EnginePhase
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import (
     ConfigError,
     EngineError,
+    LineError,
     ProtocolError,
     ScoreError,
     TrainerError,
@@ -25,7 +27,6 @@ from moerl.core.messages import (
     TakePlan,
 )
 from moerl.core.types import (
-    Episode,
     PolicyVersion,
     Prompt,
     Score,
@@ -236,17 +237,28 @@ def test_a_solved_task_does_not_starve(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_run_whose_groups_are_all_dropped_says_so_soon_and_again(tmp_path: Path) -> None:
+    async def notices(equal: Callable[[int], bool], name: str) -> list[str]:
+        config = with_rollout(drop_zero_variance=True, max_drop_batches=1_000_000)
+        controller, _ = make(tmp_path / name, StubEngine(), config, scorer=EqualFor(equal))
+        await running(controller, train(controller, 1))
+        return controller.take_notices() + controller.take_notices()
+
+    found = asyncio.run(notices(lambda index: index < 20, "all"))
+    assert [int(text.split(" ")[2]) for text in found[:4]] == [2, 4, 8, 16], "said once each"
+    assert "rollout.drop_zero_variance finds nothing to train; check task.reward" in found[0]
+    assert asyncio.run(notices(lambda index: index % 2 == 0, "half")) == [], "control"
+
+
 class FailsFor(StubScorer):
     def __init__(self, fails: Callable[[int], bool]) -> None:
         super().__init__()
         self.fails = fails
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes, responses)
+        return await super().score(prompt, episodes)
 
 
 def test_failed_scores_are_dropped_and_counted_by_default(tmp_path: Path) -> None:
@@ -619,7 +631,8 @@ class WithBadLines(Prompts):
 
     def prompt(self, index: int) -> Prompt:
         if self._is_bad(index):
-            raise ConfigError("task.path", "prompts.jsonl", f"line {index} is not JSON")
+            problem = f"line {index} is not JSON"
+            raise LineError("task.path", "prompts.jsonl", problem, "not JSON")
         return super().prompt(index)
 
 
@@ -641,5 +654,5 @@ def test_a_file_without_a_usable_line_ends_the_run(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(), prompts=WithBadLines(lambda index: True))
         await running(controller, train(controller, 1))
 
-    with pytest.raises(ConfigError, match="line 15 is not JSON"):
+    with pytest.raises(LineError, match="line 999 is not JSON"):
         asyncio.run(body())

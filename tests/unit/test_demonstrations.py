@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from moerl.algorithms.aggregation import plan_weights
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config, TinyModel
-from moerl.core.errors import ConfigError
-from moerl.core.types import BatchPlan, Prompt
-from moerl.data.demonstrations import AnswerEnd, demonstration_plan
+from moerl.core.errors import ConfigError, LineError
+from moerl.core.types import BatchPlan, Origin, Prompt
+from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
 from moerl.data.packing import LossInputs, pack_microbatch
+from moerl.data.prompt_mixture import usable
 from moerl.data.tasks import load_tokenizer
 from moerl.data.tiny_model import make_tiny_model
 from moerl.records.blob_store import BlobStore
@@ -34,8 +36,7 @@ class Stream:
 def _plan(step: int, prompts: Stream) -> BatchPlan:
     return demonstration_plan(
         step,
-        3,
-        prompts,
+        [prompts.prompt(index) for index in range(3 * step, 3 * step + 3)],
         lambda text: [ord(c) for c in text],
         lambda prompt: [EOS],
         dp_size=1,
@@ -114,3 +115,16 @@ def test_an_answer_ends_as_the_template_ends_a_turn(
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end token"):
         AnswerEnd(tokenizer)
+
+
+def test_a_line_that_cannot_be_learned_is_named_and_set_aside() -> None:
+    class Lines:
+        def prompt(self, index: int) -> Prompt:
+            answer = None if index == 1 else "ab"
+            return Prompt(index, (7,), "p", answer, {}, origin=Origin("x.jsonl", index + 1))
+
+    with pytest.raises(LineError, match=r"line 2 has the answer None; sft needs a text") as error:
+        with_texts(Lines().prompt(1))
+    assert (error.value.value, error.value.kind) == ("x.jsonl", "no answer")
+    learned = islice(usable(lambda index: with_texts(Lines().prompt(index))), 3)
+    assert [prompt.index for prompt in learned] == [0, 2, 3]

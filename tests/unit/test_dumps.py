@@ -154,9 +154,15 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "b", "n")
     (tmp_path / "torn.jsonl").write_text('{"token_ids": [1')
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "long.jsonl").write_text('{"id": ' + "9" * 5000 + "}")
+    (tmp_path / "twice.jsonl").write_text('{"id": 1, "id": 2}')
     (tmp_path / "x.pt").write_bytes(b"")
     for name, text in (
-        ("torn.jsonl", "line 1: line: not JSON"),
+        ("torn.jsonl", "line 1: line: is not JSON"),
+        ("deep.jsonl", "line 1: line: is nested too deeply"),
+        ("long.jsonl", "line 1: line: is not JSON: Exceeds the limit"),
+        ("twice.jsonl", "line 1: line: has the key 'id' twice"),
         ("empty.jsonl", "no rollout"),
         ("x.pt", "must end in"),
         ("absent.npz", "does not exist"),

@@ -98,10 +98,10 @@ def test_an_evaluation_that_hangs_is_given_up(
     monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
 
     class SilentScorer(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
-            if who == "scorer" and episodes[0].episode_id.startswith("eval-0.0"):
+        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+            if who == "scorer" and episodes[0].name.startswith("eval-0.0"):
                 await asyncio.Event().wait()
-            return await super().score(prompt, episodes, responses)
+            return await super().score(prompt, episodes)
 
     async def scenario() -> None:
         evaluation = replace(EVERY_TWO, hold_s=0.1)
@@ -192,10 +192,10 @@ def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
             return replace(super().prompt(index), task="ab"[index % 2])
 
     class ByTask(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
+        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if prompt.task == "b":
                 return [Score(1.0) for _ in episodes]
-            return await super().score(prompt, episodes, responses)
+            return await super().score(prompt, episodes)
 
     async def scenario() -> None:
         engine = StubEngine()

@@ -173,10 +173,10 @@ def test_an_evaluation_that_hangs_is_cancelled_behind_twice_hold_s(tmp_path: Pat
 
 def test_task_reward_scores_held_out_episodes(tmp_path: Path) -> None:
     class ByName(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any, responses: Any) -> list[Score]:
-            if not episodes[0].episode_id.startswith("eval"):
-                return await super().score(prompt, episodes, responses)
-            assert all(len(turns) == 2 for turns in responses)
+        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+            if not episodes[0].name.startswith("eval"):
+                return await super().score(prompt, episodes)
+            assert all(len(episode.turns) == 2 for episode in episodes)
             return [Score(0.25) for _ in episodes]
 
     async def body() -> list[dict[str, float]]:

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "episodes": {"records"},
     "controller": {"records", "algorithms", "data", "episodes"},
-    "agents": {"sandbox", "scoring", "episodes"},
+    "agents": {"data", "sandbox", "scoring", "episodes"},
     "observe": set(),
     "launch": {
         "distributed",
@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "distributed", "records", "layout", "algorithms", "data", "trainer", "episodes",
         "observe", "launch", "weight_sync",
     },
-    "planning": {"layout", "weight_sync", "engine", "launch"},
+    "planning": {"layout", "data", "weight_sync", "engine", "launch"},
     "doctor": {"distributed", "sandbox"},
     "cli": {"observe", "launch", "audit", "planning", "doctor"},
     "__main__": {"cli"},

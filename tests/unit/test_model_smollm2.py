@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from moerl.core.errors import ConfigError
 from moerl.data.rewards import last_number, make_reward
 from moerl.data.tasks import PromptStream
 from moerl.engine import torchvision_fix
+from tests.helpers.episode_views import view
 from tools import smollm2
 from tools.smollm2 import Recipe
 
@@ -139,18 +140,19 @@ def test_an_equation_scores_as_right_with_the_extraction_that_fits() -> None:
     task = TaskConfig(name="reasoning_gym", dataset="chain_sum", dataset_args=sums)
     fitting = TaskConfig(**{**vars(task), "extract": "last_number"})
     prompt = PromptStream(task, Letters(), 0).prompt(0)  # type: ignore[arg-type]
-    equation = [f"so the sum = {prompt.answer}"]
+    equation = view(f"so the sum = {prompt.answer}")
     assert make_reward(fitting)(prompt, equation).reward == 1.0
     assert make_reward(task)(prompt, equation).reward < 0.5
-    assert make_reward(fitting)(prompt, [f"{prompt.answer} is not 1000"]).reward < 0.5
+    assert make_reward(fitting)(prompt, view(f"{prompt.answer} is not 1000")).reward < 0.5
 
 
 class Letters:
     """A tokenizer of characters that keeps the messages it is given."""
 
     chat_template = "yes"
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:

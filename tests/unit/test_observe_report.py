@@ -183,6 +183,7 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     fill(run, 2)
     Tracer(run.trace, "engine<script>$x$").add("<b>$\\frac$", 101.0, 103.0)
     sample = {"step": 0, "version": HOSTILE, "prompt": HOSTILE, "response": HOSTILE, "reward": 0.5}
+    sample["origin"] = "line 31 of <i>.jsonl"
     run.samples.write_text(json.dumps(sample) + "\n" + '{"step": 1, "prom')
     name = HOSTILE.replace("\ud800", "")  # YAML, where settings come from, has no lone surrogates
     html = report(run, Config(run=RunConfig(name=name, steps=20)))
@@ -191,6 +192,7 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     assert "img" not in page.tags
     assert page.text.count("<script>alert('x')</script>") >= 3
     assert "{{ 7 * 7 }}" in page.text
+    assert "line 31 of <i>.jsonl:" in page.text
     assert "49" not in card(html, "Reward")
     assert "\u2407" in page.text  # the bell is visible
 

@@ -17,8 +17,10 @@ import pytest
 
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
-from moerl.core.types import Episode, Prompt, Score
+from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
+from tests.helpers.episode_views import score_each as score_texts
+from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +36,7 @@ def scorer() -> Iterator[ProcessScorer]:
 
 
 def score_each(scorer: ProcessScorer, *texts: str) -> list[Score | ScoreError]:
-    episodes = [Episode(f"4.{idx}", ()) for idx in range(len(texts))]
-    return asyncio.run(scorer.score_each(PROMPT, episodes, [[text] for text in texts]))
+    return score_texts(scorer, PROMPT, *texts)
 
 
 def test_scores_in_order_with_the_extra_fields(scorer: ProcessScorer) -> None:
@@ -51,7 +52,7 @@ def test_process_rewards_and_errors() -> None:
         steps.close()
     assert whole == Score(1.0, text_steps=((1, 1.0), (2, -1.0), (3, 1.0), (4, 0.0)), errors=1.0)
     assert "steps that end at characters [1, 2, 99] of 2" in str(beyond)
-    assert "it has ?; use reward, steps, turns and errors" in str(unknown)
+    assert "returned a dict with str '?', which cannot name a metric" in str(unknown)
 
 
 def test_an_environment_answers_with_text_or_the_turn_fails() -> None:
@@ -80,9 +81,8 @@ def test_rewards_of_turns() -> None:
     )
     turns = ProcessScorer(task, workers=1, timeout_s=patience(5.0))
     try:
-        responses = [["1", "2.5"], ["3"], ["1", "few"]]
-        episodes = [Episode(f"4.{idx}", ()) for idx in range(3)]
-        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes, responses))
+        episodes = [view("1", "2.5"), view("3"), view("1", "few")]
+        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes))
     finally:
         turns.close()
     assert two == Score(3.5, turns=(1.0, 2.5))
@@ -93,8 +93,8 @@ def test_rewards_of_turns() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("nan", "non-finite reward (nan)"),
-        ("-inf", "non-finite reward (-inf)"),
+        ("nan", "returned float nan, which is not finite for prompt 4"),
+        ("-inf", "returned float -inf, which is not finite"),
         ("raise", "raised _Unpicklable: broken reward"),
         ("sys_exit", "raised SystemExit: 3"),
         ("not a number", "raised ValueError"),
@@ -114,17 +114,17 @@ def test_a_failure_is_an_error_of_that_response_alone(
 
 
 def test_score_raises_what_score_each_reports(scorer: ProcessScorer) -> None:
-    episodes = [Episode("4.0", ()), Episode("4.1", ())]
-    with pytest.raises(ScoreError, match="non-finite reward"):
-        asyncio.run(scorer.score(PROMPT, episodes, [["1"], ["nan"]]))
-    assert asyncio.run(scorer.score(PROMPT, episodes, [["1"], ["2"]])) == [Score(1.25), Score(2.25)]
+    with pytest.raises(ScoreError, match="which is not finite"):
+        asyncio.run(scorer.score(PROMPT, [view("1"), view("nan")]))
+    both = asyncio.run(scorer.score(PROMPT, [view("1"), view("2")]))
+    assert both == [Score(1.25), Score(2.25)]
 
 
 def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -> None:
     async def run() -> tuple[int, list[Score | ScoreError]]:
         ticks, scored = (
             0,
-            asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [["hang"]])),
+            asyncio.ensure_future(scorer.score_each(PROMPT, [view("hang")])),
         )
         while not scored.done():
             await asyncio.sleep(0.01)
@@ -155,7 +155,7 @@ def test_a_score_is_tried_again_when_its_worker_was_ended_from_outside(
 
     async def run() -> list[Score | ScoreError]:
         text = f"hang in {worker.pid}"
-        scored = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [[text]]))
+        scored = asyncio.ensure_future(scorer.score_each(PROMPT, [view(text)]))
         await asyncio.sleep(0.2)
         (worker.parent() if outside else worker).send_signal(15 if outside else 9)
         return await scored
@@ -184,12 +184,9 @@ def test_rewards_run_in_the_main_thread_of_another_process(scorer: ProcessScorer
 def test_math_verify_works_inside_a_worker() -> None:
     scorer = ProcessScorer(TaskConfig(name="jsonl", reward="math_verify"), 1, 20.0)
     prompt = Prompt(0, (1,), "", "\\frac{1}{2}", {})
-    responses = [["so it is 0.5"], ["$\\frac{2}{4}$"], ["2"], ["no idea"]]
-    episodes = [Episode("", ())] * 4
-    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes, responses))]
-    unreadable = asyncio.run(
-        scorer.score_each(Prompt(1, (1,), "", "", {}), [Episode("", ())], [["1"]])
-    )
+    episodes = [view(text) for text in ("so it is 0.5", "$\\frac{2}{4}$", "2", "no idea")]
+    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes))]
+    unreadable = asyncio.run(scorer.score_each(Prompt(1, (1,), "", "", {}), [view("1")]))
     scorer.close()
     assert rewards == [1.0, 1.0, 0.0, 0.0]
     assert isinstance(unreadable[0], ScoreError)
@@ -197,8 +194,8 @@ def test_math_verify_works_inside_a_worker() -> None:
 
 def test_close_leaves_no_worker_even_while_one_hangs() -> None:
     async def run() -> list[psutil.Process]:
-        (score,) = await scorer.score(PROMPT, [Episode("", ())], [["pid"]])
-        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [Episode("", ())], [["hang"]]))
+        (score,) = await scorer.score(PROMPT, [view("pid")])
+        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [view("hang")]))
         await asyncio.sleep(0.1)
         worker = psutil.Process(int(score.reward))
         assert worker.is_running()
@@ -214,13 +211,13 @@ def test_close_leaves_no_worker_even_while_one_hangs() -> None:
 def test_workers_end_when_their_parent_is_killed() -> None:
     code = (
         "import asyncio\n"
-        "from tests.unit.test_scoring import PROMPT, TASK, Episode, ProcessScorer\n"
+        "from tests.unit.test_scoring import PROMPT, TASK, ProcessScorer, view\n"
         "if __name__ == '__main__':\n"
         "    scorer = ProcessScorer(TASK, 1, 60.0)\n"
         "    async def run():\n"
-        "        (s,) = await scorer.score(PROMPT, [Episode('', ())], [['pid']])\n"
+        "        (s,) = await scorer.score(PROMPT, [view('pid')])\n"
         "        print(int(s.reward), flush=True)\n"
-        "        await scorer.score(PROMPT, [Episode('', ())], [['hang']])\n"
+        "        await scorer.score(PROMPT, [view('hang')])\n"
         "    asyncio.run(run())\n"
     )
     parent = subprocess.Popen(

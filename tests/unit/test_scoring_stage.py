@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moerl.controller.scoring_stage import place_steps
-from moerl.core.types import Episode, Prompt, Score
+from moerl.core.episode_view import EpisodeView
+from moerl.core.types import Prompt, Score
 from moerl.records.blob_store import BlobStore
 from tests.helpers.controllers import StubScorer, make, running, train, with_rollout
 from tests.helpers.random_rollouts import group, make_rollout
@@ -69,9 +70,7 @@ def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
 class Tooling(StubScorer):
     """Of four siblings two are correct; one of them made many errors."""
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         return [Score(float(i < 2), errors=100.0 * (i == 1)) for i, _ in enumerate(episodes)]
 
 

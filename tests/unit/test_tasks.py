@@ -17,10 +17,14 @@ from moerl.agents.chat_messages import first_messages
 from moerl.config.schema import TaskConfig, TinyModel
 from moerl.config.task_programs import AgentConfig
 from moerl.core.errors import ConfigError, ModelError, MoerlError, ScoreError
+from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Prompt, Score
+from moerl.data.prompt_checks import LineCheck
+from moerl.data.prompt_files import PromptFiles
 from moerl.data.rewards import make_reward
-from moerl.data.tasks import PromptStream, load_tokenizer, read_jsonl
+from moerl.data.tasks import PromptStream, load_tokenizer
 from moerl.data.tiny_model import make_tiny_model
+from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +38,13 @@ def tokenizer(tiny_model: Path) -> Any:
 def jsonl(path: Path, *lines: object) -> str:
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
     return str(path)
+
+
+def refuse_bad(task: TaskConfig, tokenizer: Any) -> None:
+    """Raises ConfigError as a start does."""
+    check = LineCheck(task, PromptStream(task, tokenizer, 0))
+    check.go_on(1000, float("inf"))
+    check.refuse()
 
 
 def one_sentence(error: MoerlError) -> bool:
@@ -76,7 +87,8 @@ def test_a_line_of_jsonl_ends_with_a_line_feed_only(tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": text, "answer": 1}, ensure_ascii=False) for text in texts]
     file = tmp_path / "p.jsonl"
     file.write_bytes("\r\n".join(rows).encode())
-    assert [item.prompt for item in read_jsonl(str(file))] == texts
+    source = PromptFiles(TaskConfig(name="jsonl", path=str(file)), 0)
+    assert [source.item(place).prompt for place in range(source.size)] == texts
 
 
 def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> None:
@@ -92,6 +104,9 @@ def test_jsonl_fields_and_messages_travel(tokenizer: Any, tmp_path: Path) -> Non
     assert (plain.text, plain.answer, plain.extra) == ("2+2=", "4", {"level": 3, "tags": ["a"]})
     assert tokenizer.decode(plain.token_ids) == "2+2="
     assert chat.text == "system: be brief\nuser: 1+1\nassistant: "
+    assert [plain.name, chat.name] == [f"line 1 of {path}", f"line 3 of {path}"]
+    assert decode_value(encode_value(chat), Prompt) == chat, "its origin travels"
+    assert PromptStream(TaskConfig(), tokenizer, 0).prompt(7).name == "prompt 7"
     assert tokenizer.decode(chat.token_ids) == chat.text
 
 
@@ -132,11 +147,11 @@ def test_rewards_of_programs_and_objects_are_their_own_or_named() -> None:
     for task in (TaskConfig(agent=agent), TaskConfig(environment="package.module:Class")):
         assert task.brings_reward
         with pytest.raises(ScoreError):
-            make_reward(replace(task, name="jsonl"))(prompt, ["12"])
+            make_reward(replace(task, name="jsonl"))(prompt, view("12"))
         for name in ("source", "exact_match"):
             named = replace(task, reward=name)
             assert not named.brings_reward
-            assert make_reward(named)(prompt, ["21", "12"]).reward == 1.0
+            assert make_reward(named)(prompt, view("21", "12")).reward == 1.0
     kinds = [TaskConfig(environment=name).kind for name in ("", "check_digits", "a.b:f", "a.b:F")]
     assert [kind.name for kind in kinds] == [
         *("SINGLE_ANSWER", "TEXT_REPLIES", "TEXT_REPLIES", "ENVIRONMENT")
@@ -150,14 +165,14 @@ def test_rewards_of_programs_and_objects_are_their_own_or_named() -> None:
         ('"text"', "line 2 is not an object"),
         ('{"answer": 1}', 'line 2 must have exactly one of "prompt" and "messages"'),
         ('{"prompt": "a", "messages": []}', "line 2 must have exactly one"),
-        ('{"prompt": 5}', 'line 2 has a "prompt" that is not text'),
-        ('{"messages": [{"role": "user"}]}', 'line 2 has "messages"'),
+        ('{"prompt": 5}', "line 2 has 'prompt' that is neither text nor a list of messages"),
+        ('{"messages": [{"role": "user"}]}', 'in messages[0] neither "content" nor'),
     ],
 )
 def test_a_bad_line_is_named(line: str, says: str, tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, line)
     with pytest.raises(ConfigError, match=r"task\.path = ") as caught:
-        PromptStream(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer, 0)
+        refuse_bad(TaskConfig(name="jsonl", path=path, reward="exact_match"), tokenizer)
     assert says in str(caught.value)
     assert one_sentence(caught.value)
 
@@ -169,7 +184,7 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     cases = [
-        (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "No such file"),
+        (TaskConfig(name="jsonl", path="/no/file"), "task.path = '/no/file'", "is needed"),
         (TaskConfig(name="jsonl", path=str(binary)), "task.path", "UTF-8"),
         (TaskConfig(name="jsonl", path=empty), "task.path", "holds no prompt"),
         (
@@ -185,7 +200,7 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
     ]
     for task, named, allowed in cases:
         with pytest.raises(ConfigError) as caught:
-            PromptStream(task, tokenizer, 0)
+            refuse_bad(task, tokenizer)
         assert named in str(caught.value)
         assert allowed in str(caught.value)
         assert one_sentence(caught.value)
@@ -194,16 +209,16 @@ def test_other_refusals_name_field_value_and_what_is_allowed(
 def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    path = jsonl(tmp_path / "p.jsonl", {"prompt": "x"}, {"prompt": "x" * 9})
+    path = jsonl(tmp_path / "p.jsonl", *({"prompt": text, "answer": 1} for text in ("x", "x" * 9)))
     fits = TaskConfig(name="jsonl", path=path, reward="exact_match", max_prompt_tokens=9)
     assert len(PromptStream(fits, tokenizer, 0).prompt(0).token_ids) in (1, 9)
     with pytest.raises(
         ConfigError, match=r"task\.max_prompt_tokens = 8 .*line 2 of .* has 9 tokens"
     ):
-        PromptStream(replace(fits, max_prompt_tokens=8), tokenizer, 0)
+        refuse_bad(replace(fits, max_prompt_tokens=8), tokenizer)
     jsonl(Path(path), {"prompt": ""})
-    with pytest.raises(ConfigError, match=r"line 1 of .* has no token"):
-        PromptStream(fits, tokenizer, 0)
+    with pytest.raises(ConfigError, match=r"p\.jsonl.* line 1 has no token"):
+        refuse_bad(fits, tokenizer)
     generated = PromptStream(TaskConfig(max_prompt_tokens=3), tokenizer, 0)
     with pytest.raises(ConfigError, match="prompt 6 has 5 tokens"):
         generated.prompt(6)
@@ -211,7 +226,7 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_at_once(
 
 # --- rewards -------------------------------------------------------------------------------------
 def reward_of(task: TaskConfig, answer: object, response: str, **extra: object) -> float:
-    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), [response]).reward
+    return make_reward(task)(Prompt(0, (1,), "prompt", answer, extra), view(response)).reward
 
 
 @pytest.mark.parametrize(
@@ -225,9 +240,9 @@ def test_sort_digits_pays_for_right_positions(response: str, reward: float) -> N
 def test_turn_gains_pay_each_turn_for_what_it_is_better() -> None:
     task = TaskConfig(reward="turn_gains", environment="check_digits", max_turns=3)
     prompt = Prompt(0, (1,), "prompt", "1234", {})
-    score = make_reward(task)(prompt, ["1243", "4321", "1234"])
+    score = make_reward(task)(prompt, view("1243", "4321", "1234"))
     assert score == Score(1.0, turns=(0.5, -0.5, 1.0))
-    assert make_reward(task)(prompt, ["1234"]) == Score(1.0, turns=(1.0,))
+    assert make_reward(task)(prompt, view("1234")) == Score(1.0, turns=(1.0,))
 
 
 def test_sort_digits_answers_are_sorted(tokenizer: Any) -> None:
@@ -242,9 +257,9 @@ def test_reasoning_gym_uses_its_own_verifier(tokenizer: Any) -> None:
     reward, stream = make_reward(task), PromptStream(task, tokenizer, 11)
     for index in (0, 700, 3):
         prompt = stream.prompt(index)
-        assert reward(prompt, [prompt.answer]).reward == 1.0
-        assert reward(prompt, [f"well, <answer>{prompt.answer}</answer>"]).reward == 1.0
-        assert reward(prompt, [f"{prompt.answer}9"]).reward < 1.0
+        assert reward(prompt, view(prompt.answer)).reward == 1.0
+        assert reward(prompt, view(f"well, <answer>{prompt.answer}</answer>")).reward == 1.0
+        assert reward(prompt, view(f"{prompt.answer}9")).reward < 1.0
     json.dumps(prompt.extra)  # plain data: it travels
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -32,7 +31,7 @@ from moerl.agents.episode_types import Ends, Policy, TurnAnswer
 from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.config.schema import TaskConfig
-from moerl.core.types import Prompt
+from moerl.core.types import Prompt, reward_problem
 from moerl.episodes.finished_episode import ENDED
 from moerl.episodes.open_episode import Outcome
 
@@ -105,8 +104,9 @@ class _Talk:
         self.is_rewarded |= bool(observation.reward)
 
     def add(self, reward: float) -> None:
-        if not math.isfinite(reward):
-            raise EpisodeFailed("no_reward", f"has an environment that gave a reward of {reward}")
+        if problem := reward_problem(reward) or reward_problem(self.reward + reward):
+            detail = f"has an environment whose reward of {reward} {problem}"
+            raise EpisodeFailed("no_reward", detail)
         self.reward += reward
 
 

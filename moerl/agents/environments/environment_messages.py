@@ -74,8 +74,15 @@ class ToolCall(msgspec.Struct, frozen=True, tag=True):
     arguments: str
 
 
+class Blocked(msgspec.Struct, frozen=True, tag=True):
+    """The environment of an episode has kept the worker's loop busy; empty: the loop goes on."""
+
+    episode: str
+    seconds: float = 0.0
+
+
 ToWorker = SetUp | Reset | Step | Close | ToolResult
-FromWorker = WorkerReply | ToolCall
+FromWorker = WorkerReply | ToolCall | Blocked
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -2,7 +2,9 @@
 
 An episode goes to the worker with the fewest episodes.  A worker that dies, or does not end an
 episode on request, costs all its open episodes, which fail as `lost`; another worker is started for
-later episodes.  Tools run on this side, because a worker in a sandbox can make no other sandbox.
+later episodes.  An environment that blocks its worker fails alone: seconds in which it blocks do
+not count for the others, and where it blocks too long, they are played again.  Tools run on this
+side, because a worker in a sandbox can make no other sandbox.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -23,7 +25,9 @@ import msgspec
 from moerl.agents.chat_messages import Json
 from moerl.agents.environments.environment_episodes import EpisodeFailed, OpenEnvironment
 from moerl.agents.environments.environment_messages import (
+    Blocked,
     Close,
+    FromWorker,
     Reset,
     SetUp,
     Step,
@@ -45,7 +49,7 @@ from moerl.agents.environments.episode_environment import (
 from moerl.agents.environments.sandbox_tools import SandboxTools, ToolSettings
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError
-from moerl.episodes.finished_episode import LOST
+from moerl.episodes.finished_episode import BLOCKED, LOST
 from moerl.runtime.frames import framed
 from moerl.sandbox.isolation import Isolation, SandboxedProcess
 from moerl.sandbox.limits import NoSandbox, import_paths, isolation_of
@@ -53,6 +57,7 @@ from moerl.sandbox.sandbox import SandboxFactory, SandboxPool
 
 log = logging.getLogger(__name__)
 
+_LIMIT = "task.environment_s"
 _START_S = 120.0  # most seconds for a worker to import the environment
 _CLOSE_S = 20.0  # most seconds for a worker to end an episode; its environment has fewer
 _CALLS = 64  # tool calls at once; each waits in a thread
@@ -114,7 +119,8 @@ class EnvironmentPool:
             if worker is None or worker.gone:
                 self._end(worker)
                 self._workers[place] = await self._started()
-        return min(filter(None, self._workers), key=lambda worker: worker.num_open)
+        found = filter(None, self._workers)
+        return min(found, key=lambda worker: (bool(worker.blocker), worker.num_open))
 
     async def _started(self) -> EnvironmentProcess:
         """Raises WorkerGone."""
@@ -157,6 +163,9 @@ class EnvironmentProcess:
         self._task, self._isolation, self._tools = task, isolation, tools
         self._most = task.limits.reply_kb * 1024
         self.gone = ""  # why it has ended; continues "has an environment whose worker ..."
+        self.blocker = ""  # episode that blocks its loop
+        self._blocked_at, self._moves = 0.0, asyncio.Event()  # of the last change of `blocker`
+        self._blocked_s: defaultdict[str, float] = defaultdict(float)  # earlier ones, by episode
         self._kept: SandboxedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -202,15 +211,47 @@ class EnvironmentProcess:
     def answer_s(self) -> float:
         return self._task.environment_s
 
-    async def ask(self, command: Reset | Step | Close, timeout_s: float) -> WorkerReply:
+    async def ask(self, command: Reset | Step, episode: str) -> WorkerReply:
         """Raises WorkerGone, TimeoutError."""
         try:
             answer = self._expect(command.serial)
             self._send(command)
-            async with asyncio.timeout(timeout_s):
-                return await answer
+            begin, left = self._own_time(episode), self.answer_s
+            while not (await asyncio.wait({answer}, timeout=max(0.0, left)))[0]:
+                if self.blocker not in ("", episode):
+                    await self._wait_for_blocker()
+                elif left <= 0.0:
+                    raise TimeoutError
+                left = begin + self.answer_s - self._own_time(episode)
+            return answer.result()
         finally:
             self._waiting.pop(command.serial, None)
+
+    async def end_episode(self, command: Close) -> None:
+        """An environment that another one blocks is closed later.  Raises WorkerGone."""
+        try:
+            answer = self._expect(command.serial)
+            self._send(command)
+            is_over = (await asyncio.wait({answer}, timeout=_CLOSE_S))[0]
+            if not is_over and self.blocker in ("", command.episode):
+                self.lose(f"did not end an episode in {_CLOSE_S:g} s")
+        finally:
+            self._waiting.pop(command.serial, None)
+
+    def _own_time(self, episode: str) -> float:
+        """A clock that stands while other episodes block the worker."""
+        now = asyncio.get_running_loop().time()
+        others = sum(self._blocked_s.values()) - self._blocked_s.get(episode, 0.0)
+        return now - others - (now - self._blocked_at if self.blocker not in ("", episode) else 0.0)
+
+    async def _wait_for_blocker(self) -> None:
+        """Until the loop goes on; an episode that has blocked it too long ends the worker."""
+        left = self._blocked_at + self.answer_s - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(left):
+                await self._moves.wait()
+        except TimeoutError:
+            self.lose(f"was blocked by episode {self.blocker} for {self.answer_s:g} s")
 
     def serial(self) -> int:
         return next(self._serials)
@@ -264,11 +305,21 @@ class EnvironmentProcess:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self.lose("sent bytes that are no message")
 
-    def _take(self, message: WorkerReply | ToolCall) -> None:
+    def _take(self, message: FromWorker) -> None:
         if isinstance(message, ToolCall):
             self._spawn(self._call(message))
+        elif isinstance(message, Blocked):
+            self._is_blocked(message)
         elif (answer := self._waiting.get(message.serial)) and not answer.done():
             answer.set_result(message)
+
+    def _is_blocked(self, message: Blocked) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.blocker:
+            self._blocked_s[self.blocker] += now - self._blocked_at
+        self._moves.set()
+        self.blocker, self._moves = message.episode, asyncio.Event()
+        self._blocked_at = now - message.seconds
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -310,21 +361,27 @@ class _Episode:
         """A worker that does not answer is ended."""
         try:
             if not self._worker.gone:
-                await self._worker.ask(Close(self._worker.serial(), self._name), _CLOSE_S)
-        except (WorkerGone, TimeoutError):
-            self._worker.lose(f"did not end an episode in {_CLOSE_S:g} s")
+                await self._worker.end_episode(Close(self._worker.serial(), self._name))
+        except WorkerGone:
+            self._worker.lose("closed its connection")
         finally:
             self._worker.forget(self._name)
             await self._worker.end_sandbox(self.tools)
 
     async def _answer(self, command: Reset | Step) -> Observation | EpisodeEnd:
-        limit_s = self._worker.answer_s
+        worker, problem = self._worker, f"took longer than {_LIMIT} = {self._worker.answer_s:g}"
+        blocks = f"blocked its worker; use await, or a thread ({_LIMIT} = {worker.answer_s:g})"
         try:
-            found = await self._worker.ask(command, limit_s)
+            found = await worker.ask(command, self._name)
         except WorkerGone as error:
-            raise EpisodeFailed(LOST, f"has an environment whose worker {error}") from error
+            if worker.blocker == self._name:
+                raise EpisodeFailed("timeout", f"has an environment that {blocks}") from error
+            reason = BLOCKED if worker.blocker else LOST
+            raise EpisodeFailed(reason, f"has an environment whose worker {error}") from error
         except TimeoutError as error:
-            problem = f"took longer than task.environment_s = {limit_s:g}"
+            if worker.blocker == self._name:
+                worker.lose(f"was blocked by episode {self._name} for {worker.answer_s:g} s")
+                problem = blocks
             raise EpisodeFailed("timeout", f"has an environment that {problem}") from error
         answer = found.observation or found.ended
         if found.failure or answer is None:

@@ -1,8 +1,8 @@
 """A worker process: it holds environments of many episodes on one event loop.
 
 It is started below a reaper, as rewards are, with the same limits and variables; it ends with its
-connection.  What an environment raises fails its own episode.  What blocks the loop, or ends the
-process, costs all episodes of this worker.
+connection.  What an environment raises fails its own episode.  What ends the process costs all
+episodes of this worker.  A thread reports the episode whose environment blocks the loop.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context, ContextVar, copy_context
 from itertools import count
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from moerl.agents.chat_messages import Json
 from moerl.agents.environments.environment_messages import (
+    Blocked,
     Close,
+    FromWorker,
     Reset,
     SetUp,
     Step,
@@ -44,8 +50,11 @@ from moerl.scoring.worker import one_line
 
 _MOST = 1 << 32  # bytes of a message to this process: what is sent was checked
 _CLOSE_S = 5.0  # most seconds for an environment to close
+_BLOCKED_S = 1.0  # without an iteration of the loop, which is then reported
+_SEND_S = 86400.0  # most seconds for the other side to read
 
-Send = Callable[[WorkerReply | ToolCall], None]
+Send = Callable[[FromWorker], None]
+_EPISODE: ContextVar[str] = ContextVar("episode", default="")
 
 
 class _Tools:
@@ -83,7 +92,7 @@ class _Worker:
             case Step(serial, episode):
                 self._spawn(episode, serial, self._step(command))
             case Close(serial, episode):
-                closing = asyncio.ensure_future(self._close(serial, episode))
+                closing = _task_of(episode, self._close(serial, episode))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
             case SetUp():
@@ -99,7 +108,7 @@ class _Worker:
             del self._tools[serial]
 
     def _spawn(self, episode: str, serial: int, work: Coroutine[Any, Any, object]) -> None:
-        self._running[episode] = asyncio.ensure_future(self._answer(serial, work))
+        self._running[episode] = _task_of(episode, self._answer(serial, work))
 
     async def _answer(self, serial: int, work: Coroutine[Any, Any, object]) -> None:
         """Send the result of a coroutine of the environment; it may raise or return anything."""
@@ -145,6 +154,53 @@ class _Worker:
         self._send(WorkerReply(serial, failure=failure))
 
 
+class _LoopWatch:
+    """Reports the episode whose environment blocks the loop, from a thread of its own."""
+
+    def __init__(self, send: Send) -> None:
+        self._loop, self._send = asyncio.get_running_loop(), send
+        # Of each task, also of those that an environment has started
+        self._episodes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+        self._loop.set_task_factory(cast(Any, self._new_task))
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _new_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, Any],
+        context: Context | None = None,
+        **options: Any,
+    ) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=loop, context=context, **options)
+        self._episodes[task] = (context or copy_context()).get(_EPISODE, "")
+        return task
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the connection or the loop is closed
+            while True:
+                time.sleep(_BLOCKED_S)
+                begin, beat = time.monotonic(), threading.Event()
+                self._loop.call_soon_threadsafe(beat.set)
+                self._wait(beat, begin)
+
+    def _wait(self, beat: threading.Event, begin: float) -> None:
+        reported: asyncio.Task[Any] | None = None
+        while not beat.wait(_BLOCKED_S):
+            task = asyncio.current_task(self._loop)
+            if task is not None and task is not reported:
+                blocked_s = time.monotonic() - begin
+                self._send(Blocked(self._episodes.get(task, ""), blocked_s))
+                reported = task
+        if reported is not None:
+            self._send(Blocked(""))
+
+
+def _task_of(episode: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    context = copy_context()
+    context.run(_EPISODE.set, episode)
+    return asyncio.get_running_loop().create_task(work, context=context)
+
+
 def _reply(serial: int, found: object) -> WorkerReply:
     if isinstance(found, Observation):
         return WorkerReply(serial, observation=found)
@@ -158,26 +214,30 @@ def _reply(serial: int, found: object) -> WorkerReply:
 
 async def serve(connection: socket.socket) -> None:
     """Answer until the connection is closed."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+    writing, lock = connection.dup(), threading.Lock()
+    reader, _ = await asyncio.open_connection(sock=connection)
+    writing.settimeout(_SEND_S)  # its file stays non-blocking, for the reader
     setup = decode_to_worker(await read_frame(reader, _MOST))
     assert isinstance(setup, SetUp), "the first message is the set-up"
 
-    def send(message: WorkerReply | ToolCall) -> None:
-        writer.write(framed(_encoded(message, setup.reply_bytes)))
+    def send(message: FromWorker) -> None:
+        data = framed(_encoded(message, setup.reply_bytes))
+        with lock:
+            writing.sendall(data)
 
     try:
         worker = _Worker(setup, send)
     except BaseException as error:
         send(WorkerReply(0, failure=one_line(error)))
-        await writer.drain()
         return
     send(WorkerReply(0))
-    with contextlib.suppress(WorkerGone):
+    _LoopWatch(send)
+    with contextlib.suppress(WorkerGone, OSError):
         while True:
             worker.take(decode_to_worker(await read_frame(reader, _MOST)))
 
 
-def _encoded(message: WorkerReply | ToolCall, most: int) -> bytes:
+def _encoded(message: FromWorker, most: int) -> bytes:
     """A message, or where it is too long or holds what msgpack cannot, what is wrong with it."""
     try:
         data = encode(message)
@@ -189,6 +249,7 @@ def _encoded(message: WorkerReply | ToolCall, most: int) -> bytes:
         return data
     if isinstance(message, ToolCall):  # the other side answers it as a call of an unknown tool
         return encode(ToolCall(message.serial, message.episode, "", ""))
+    assert isinstance(message, WorkerReply), "Blocked is short"
     return encode(WorkerReply(message.serial, failure=problem))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from dataclasses import replace
 from functools import partial
 from logging.handlers import RotatingFileHandler
@@ -25,7 +24,7 @@ from moerl.agents.programs.agent_process import ProgramEnd, run_program
 from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.agents.programs.remote_workers import RemoteWorkers
 from moerl.config.schema import TaskConfig
-from moerl.core.types import Prompt
+from moerl.core.types import Prompt, reward_problem
 from moerl.episodes.finished_episode import ENDED
 from moerl.episodes.open_episode import Outcome
 
@@ -188,4 +187,4 @@ def _reward(printed: bytes) -> float | None:
         found = msgspec.json.decode(lines[-1] if lines else b"", type=_Reward).reward
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return found if math.isfinite(found) else None
+    return None if reward_problem(found) else found

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import math
 import re
 import secrets
 from collections import OrderedDict
@@ -37,6 +36,7 @@ from moerl.agents.gateway.gateway import given_key, json_answer
 from moerl.agents.programs.agent_process import ProgramEnd
 from moerl.config.schema import TaskConfig
 from moerl.core.atomic import atomic_write
+from moerl.core.types import reward_problem
 
 T = TypeVar("T")
 _POLL_S = 30.0  # a request for an episode is answered after this time
@@ -201,7 +201,7 @@ class RemoteWorkers:
         reward, task = given.reward, self._task
         if not task.brings_reward and reward is not None:
             raise _invalid(f"reward: {reward:g}; allowed is none, {task.reward!r} scores episodes")
-        if task.brings_reward and (reward is None or not math.isfinite(reward)):
+        if task.brings_reward and (reward is None or reward_problem(reward)):
             raise _invalid(f"reward: {reward}; allowed is a finite number")
 
     async def _status(self, request: web.Request) -> web.Response:

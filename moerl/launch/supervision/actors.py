@@ -28,10 +28,11 @@ from moerl.config.clusters import is_local, placement, visible_devices
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
+from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ConfigError, EngineError, MoerlError, ScoreError
 from moerl.core.messages import Engine, Message
 from moerl.core.rpc import Keys, RpcServer
-from moerl.core.types import Episode, Prompt, Score
+from moerl.core.types import Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext, engine_environment
@@ -198,18 +199,15 @@ class ScorerActor(ActorServer):
         super().__init__(self._scorer)
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
+        self, prompt: Prompt, episodes: Sequence[EpisodeView]
     ) -> tuple[int, list[Score]]:
         """(pid of this process, scores): the pid shows when Ray has restarted the actor."""
         with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
-            return os.getpid(), await self._scorer.score(prompt, episodes, responses)
+            return os.getpid(), await self._scorer.score(prompt, episodes)
 
 
 class RemoteScorer:
-    """The `Scorer` protocol over an actor handle.
-
-    Sends prompt, answer and text; records are not sent.
-    """
+    """The `Scorer` protocol over an actor handle."""
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
         """Ask the scorer of an actor.
@@ -220,12 +218,9 @@ class RemoteScorer:
         self._pid = 0
         self.restarts = 0
 
-    async def score(
-        self, prompt: Prompt, episodes: Sequence[Episode], responses: Sequence[Sequence[str]]
-    ) -> list[Score]:
-        bare = [Episode(episode.episode_id, ()) for episode in episodes]
+    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         with self._score_errors():
-            pid, scores = await self._actor.score.remote(prompt, bare, list(responses))
+            pid, scores = await self._actor.score.remote(prompt, list(episodes))
         if self._pid not in (0, pid):
             self.restarts += 1
             log.warning("the scorer died and was restarted as process %d", pid)

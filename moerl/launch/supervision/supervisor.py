@@ -66,9 +66,14 @@ class Supervisor:
         signals: SignalWatch,
         actors: RayActors | None = None,
         clock: Callable[[], float] = time.monotonic,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start nothing yet.  actors: None = Ray's.  clock: monotonic seconds."""
+        """Start nothing yet.
+
+        actors: None = Ray's.  clock: monotonic seconds.  check: raises what must end the run.
+        """
         self._scratch, self._signals, self._clock = scratch, signals, clock
+        self._check = check
         self._context = _context(run_context, console, actors or RayActors(), clock)
         lease_s = run_context.config.supervision.lease_s
         self._lease = LeaseKeeper(run_context.run.endpoints.lease, lease_s, clock)
@@ -148,6 +153,7 @@ class Supervisor:
         """Watch the processes; during the start a failure ends the run."""
         if cause := self._daemons.death():
             raise EngineError(cause)
+        self._check()
         self.trainer.poll_ranks()
         self._ping_scorer()
         self.engines.ping_hosts()

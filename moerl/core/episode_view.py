@@ -1,0 +1,55 @@
+"""An episode as its reward sees it: text and tokens of each turn, and the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moerl.core.types import GraphTurn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn of the policy.
+
+    read: text behind the parent's end that the policy read before it wrote: the prompt, replies of
+    tools and of the environment, in the form of the chat template, without control tokens.
+    """
+
+    name: str  # as in the graph
+    parent: str  # name of the turn that it continues; "": it begins a conversation
+    read: str
+    response: str
+    token_ids: tuple[int, ...]  # of the response
+    finish: str  # stop | length
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView:
+    """A finished episode.
+
+    turns: the recorded ones, in the order in which they ended.  graph: every turn that was asked
+    for, also of other models, with the reason of each that is not trained.
+    """
+
+    name: str
+    turns: tuple[TurnView, ...]
+    graph: tuple[GraphTurn, ...] = ()
+
+    @property
+    def responses(self) -> list[str]:
+        """Texts of the policy, turn by turn."""
+        return [turn.response for turn in self.turns]
+
+    @property
+    def branches(self) -> list[list[TurnView]]:
+        """The turns from the start of a conversation to each turn that no other one continues."""
+        by_name = {turn.name: turn for turn in self.turns}
+        continued = {turn.parent for turn in self.turns}
+        return [_path(turn, by_name) for turn in self.turns if turn.name not in continued]
+
+
+def _path(turn: TurnView, by_name: dict[str, TurnView]) -> list[TurnView]:
+    found = [turn]
+    while (parent := by_name.get(found[-1].parent)) is not None:
+        found.append(parent)
+    return found[::-1]

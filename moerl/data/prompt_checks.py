@@ -1,0 +1,120 @@
+"""Checks of the lines of a task's files before a run, and what they found."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from moerl.config.task_mixture import TaskEntry
+from moerl.core.errors import ConfigError, LineError
+from moerl.core.types import Array
+from moerl.data.tasks import OVERLONG, PromptStream, check_bad_lines
+
+MOST_LINES, MOST_S = 100_000, 8.0  # of a start
+_NAMED = 3  # lines of each kind
+
+
+@dataclass(slots=True)
+class LineCheck:
+    """The lines of one task, of which `read` were checked.  Memory: 8 bytes for each."""
+
+    task: TaskEntry
+    stream: PromptStream
+    read: int = 0
+    lengths: Array = field(default_factory=lambda: np.zeros(1, np.int64))  # prompts by tokens
+    places: dict[str, array[int]] = field(default_factory=dict)  # of unusable lines, by kind
+    named: dict[str, list[LineError]] = field(default_factory=dict)  # the first of each kind
+    control: int = 0  # usable lines with spellings of control tokens that stay text
+    _hashes: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hashes = np.zeros(self.lines, np.uint64)
+
+    @property
+    def lines(self) -> int:
+        return self.stream.num_lines
+
+    @property
+    def bad(self) -> int:
+        """Lines that cannot be used, without those that `task.overlong` skips."""
+        skipped = self.count(OVERLONG) if self.task.overlong == "skip" else 0
+        return self.unusable - skipped
+
+    @property
+    def unusable(self) -> int:
+        return sum(map(len, self.places.values()))
+
+    def count(self, kind: str) -> int:
+        return len(self.places.get(kind, ()))
+
+    def duplicates(self) -> int:
+        """Usable lines with the text and answer of an earlier one; call it last."""
+        hashes = self._hashes[: self.read]
+        hashes.sort()
+        hashes = hashes[np.searchsorted(hashes, 1) :]  # 0: not usable
+        return int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+
+    def go_on(self, until: int, deadline: float, tell: Callable[[int], None] | None = None) -> None:
+        """Check lines up to number `until`, or until `deadline` (time.monotonic).
+
+        tell: receives the number of checked lines about every 2 s.
+        """
+        until, told = min(until, self.lines), time.monotonic()
+        while self.read < until and (now := time.monotonic()) < deadline:
+            if tell and now > told + 2.0:
+                tell(self.read)
+                told = now
+            self._check(self.read)
+            self.read += 1
+
+    def refuse(self) -> None:
+        """Raises ConfigError for too many lines that cannot be used, or none that can."""
+        if self.bad and self.count(OVERLONG) == self.bad > self.task.max_bad_lines:
+            first, *more = self.named[OVERLONG]
+            others = "".join(f"; {error.allowed.partition(';')[0]}" for error in more)
+            raise ConfigError(
+                first.field,
+                first.value,
+                f"{first.allowed}{others}; {self.bad} of {self.read} lines are too long, and "
+                "task.overlong=skip leaves them out",
+            )
+        named = [error for errors in self.named.values() for error in errors]
+        check_bad_lines(self.task, self.bad, named)
+        if self.lines and self.unusable == self.lines:
+            problem = f"none of its {self.lines} lines can be used: {named[0].allowed}"
+            raise ConfigError("task.path", self.task.path, problem)
+
+    def summary(self) -> str:
+        """One line; empty when all lines were checked and can be used."""
+        parts = []
+        if self.read < self.lines:
+            parts.append(f"{self.read:,} of {self.lines:,} lines checked before the start")
+        for kind, errors in self.named.items():
+            places = ", ".join(error.allowed.split(" has ")[0].split(" of ")[0] for error in errors)
+            parts.append(f"{self.count(kind):,} set aside ({kind}): {places}")
+        return f"{self.task.path}: {'; '.join(parts)}" if parts else ""
+
+    def _check(self, place: int) -> None:
+        try:
+            prompt = self.stream.line(place)
+        except LineError as error:
+            self.places.setdefault(error.kind, array("q")).append(place)
+            named = self.named.setdefault(error.kind, [])
+            if len(named) < _NAMED:
+                named.append(error)
+            return
+        size = len(prompt.token_ids)
+        template = self.stream.template
+        self.control += template is not None and template.kept_as_text(
+            prompt.text, prompt.token_ids
+        )
+        if size >= len(self.lengths):
+            self.lengths = np.concatenate([self.lengths, np.zeros(size, np.int64)])
+        self.lengths[size] += 1
+        digest = xxhash.xxh3_64_intdigest(f"{prompt.text}\0{prompt.answer}".encode())
+        self._hashes[place] = digest or 1
