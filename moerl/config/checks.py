@@ -500,6 +500,8 @@ def _check_task(task: TaskEntry) -> None:
     has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
     if task.system and not has_messages:
         raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
+    if any("\ud800" <= letter <= "\udfff" for letter in task.system):
+        raise ConfigError("task.system", task.system, "it has half a character, a lone surrogate")
     check_isolation(task)
 
 

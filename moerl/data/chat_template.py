@@ -19,6 +19,7 @@ import msgspec
 from moerl.core.errors import MoerlError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Json = dict[str, object]
@@ -87,6 +88,28 @@ class ChatTemplate:
             for token in self._tokenizer.encode(piece, add_special_tokens=False)
         ]
         return ids, len(pieces) - 1
+
+    def encode_plain(self, text: str, *, begin: bool) -> Sequence[int]:
+        """Tokens of a text without a template; control tokens in it are text.
+
+        begin: add what the tokenizer puts before and behind a text.
+        """
+        if self._special is None or not self._special.search(text):
+            ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=begin)
+        else:
+            ids = self._literal.encode(text, add_special_tokens=begin).ids
+        return ids
+
+    @cached_property
+    def _literal(self) -> RustTokenizer:
+        """A copy without control tokens: to switch the shared one would fail in another thread."""
+        from tokenizers import Tokenizer as RustTokenizer
+
+        copy = RustTokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        copy.encode_special_tokens = True
+        copy.no_truncation()
+        copy.no_padding()
+        return copy
 
     def kept_as_text(self, text: str, ids: Sequence[int]) -> bool:
         """Whether a text holds the spelling of a control token that its tokens do not have."""

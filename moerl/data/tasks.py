@@ -208,7 +208,7 @@ class PromptStream:
         has_template = bool(self._tokenizer.chat_template)
         if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
             begin = not (item.messages or self._task.chat_template)
-            ids = _plain(self._tokenizer, text, begin=begin)
+            ids = self.template.encode_plain(text, begin=begin)
             if not has_template:  # its agent is refused
                 return text, ids, len(ids)
             shown = self._shown(self.template, messages, item)
@@ -221,7 +221,7 @@ class PromptStream:
             return without_cuts(shown), ids, len(ids)
         if item.tools:
             raise FieldError("tools", 'has "tools", which need task.chat_template=true')
-        ids = _plain(self._tokenizer, item.prompt, begin=True)
+        ids = self.template.encode_plain(item.prompt, begin=True)
         return item.prompt, ids, len(ids)
 
     def _shown(self, template: ChatTemplate, messages: Sequence[Json], item: Item) -> str:
@@ -248,12 +248,6 @@ class PromptStream:
         if self._task.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._task.system})
         return messages
-
-
-def _plain(tokenizer: Tokenizer, text: str, *, begin: bool) -> Sequence[int]:
-    """Tokens of a text, in which control tokens are text."""
-    ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=begin, split_special_tokens=True)
-    return ids
 
 
 def check_bad_lines(task: TaskConfig, count: int, named: Sequence[LineError]) -> None:
