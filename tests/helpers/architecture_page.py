@@ -71,6 +71,11 @@ def differences(page: str, seen: Collection[Passed]) -> list[str]:
     return sorted(found)
 
 
+def without_agents(page: str) -> str:
+    """The page without the files of an agent's token, which a run without agents does not pass."""
+    return re.sub(rf"(?ms)^## {re.escape(AGENT)}\n.*?(?=^## |\Z)", "", page)
+
+
 def agent_differences(page: str, seen: Collection[Passed]) -> list[str]:
     """The same of the token of an agent and its table."""
     own, without = agent_files(page)

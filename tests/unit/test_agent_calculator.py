@@ -109,7 +109,7 @@ def plan(turns: object) -> BatchPlan:
         0,
         [Shown(turns).prompt(0)],
         lambda text: [ord(c) for c in text],
-        EOS,
+        lambda prompt: [EOS],
         dp_size=1,
         max_tokens_per_microbatch=64,
     )

@@ -155,8 +155,11 @@ class Letters:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        texts = [f"{message['role']}: {message['content']}" for message in messages]
+        return " | ".join([*texts, *["assistant: "] * add_generation_prompt])
 
 
 def test_a_system_message_comes_first_unless_the_prompt_brings_its_own(tmp_path: Path) -> None:
@@ -168,8 +171,8 @@ def test_a_system_message_comes_first_unless_the_prompt_brings_its_own(tmp_path:
         name="jsonl", path=str(path), reward="exact_match", system="A number.", shuffle=False
     )
     stream = PromptStream(task, Letters(), 0)  # type: ignore[arg-type]
-    assert stream.prompt(0).text == "system: A number. | user: 1 + 1?"
-    assert stream.prompt(1).text == "system: Be brief. | user: 1 + 1?"
+    assert stream.prompt(0).text == "system: A number. | user: 1 + 1? | assistant: "
+    assert stream.prompt(1).text == "system: Be brief. | user: 1 + 1? | assistant: "
 
 
 @pytest.mark.parametrize(
