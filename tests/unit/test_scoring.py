@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
+from moerl.scoring.process import _refusal
 from tests.helpers.episode_views import score_each as score_texts
 from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
@@ -111,6 +113,18 @@ def test_a_failure_is_an_error_of_that_response_alone(
     assert says in str(failed)
     assert "for prompt 4" in str(failed)
     assert "\n" not in str(failed)
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 1e30])
+def test_an_answer_of_a_worker_is_checked_again(number: float) -> None:
+    """The worker checks the reward, and may be under the control of the reward."""
+    for score in (
+        Score(number),
+        Score(1.0, text_steps=((1, number),)),
+        Score(1.0, turns=(number,)),
+    ):
+        assert f"gave {number}, which " in _refusal(score, ["12"])
+    assert not _refusal(Score(1.0, text_steps=((1, 0.5),), turns=(1.0,)), ["12"])
 
 
 def test_score_raises_what_score_each_reports(scorer: ProcessScorer) -> None:
