@@ -19,7 +19,7 @@ from moerl.config.functions import functions
 from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
-from moerl.config.reward_calls import check_reward
+from moerl.config.reward_checks import check_reward
 from moerl.config.schema import (
     Config,
     ParallelConfig,

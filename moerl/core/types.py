@@ -463,7 +463,7 @@ def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PromptOrigin:
     """Place of a prompt in a user's file; `str` is for messages: "line 31 of x.jsonl"."""
 
     path: str
@@ -484,7 +484,7 @@ class Prompt:
     answer: Any  # plain data for the reward function
     extra: dict[str, Any]  # further fields of the source, passed to the reward
     task: str = ""  # label of the task; "" = the run has one task
-    origin: Origin | None = None  # None: it comes from no file
+    origin: PromptOrigin | None = None  # None: it comes from no file
 
     @property
     def name(self) -> str:

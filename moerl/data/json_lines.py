@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moerl.core.errors import ConfigError
-from moerl.core.types import Array, Origin
+from moerl.core.types import Array, PromptOrigin
 from moerl.data.plain_values import FieldError
 
 SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -47,10 +47,10 @@ class JsonLines:
     def size(self) -> int:
         return len(self._begins)
 
-    def origin(self, place: int) -> Origin:
+    def origin(self, place: int) -> PromptOrigin:
         if self._is_array:
-            return Origin(self._path, place, "entry")
-        return Origin(self._path, place + int(self._empty.searchsorted(place, "right")) + 1)
+            return PromptOrigin(self._path, place, "entry")
+        return PromptOrigin(self._path, place + int(self._empty.searchsorted(place, "right")) + 1)
 
     def fields(self, place: int) -> Any:
         """The JSON value of a line.  Raises FieldError."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import ConfigError, LineError
-from moerl.core.types import Origin
+from moerl.core.types import PromptOrigin
 from moerl.data import json_lines, table_files
 from moerl.data.json_lines import JsonLines
 from moerl.data.plain_values import FieldError
@@ -25,7 +25,7 @@ class _Part(Protocol):
     @property
     def size(self) -> int: ...
 
-    def origin(self, place: int) -> Origin: ...
+    def origin(self, place: int) -> PromptOrigin: ...
 
     def fields(self, place: int) -> Any: ...
 
@@ -57,7 +57,7 @@ class PromptFiles:
         except FieldError as error:
             raise line_error(origin, str(error), error.kind) from error
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int) -> PromptOrigin:
         part, place = self._find(index)
         return part.origin(place)
 
@@ -66,7 +66,7 @@ class PromptFiles:
         return self._parts[part], index - (self._ends[part - 1] if part else 0)
 
 
-def line_error(origin: Origin, problem: str, kind: str) -> LineError:
+def line_error(origin: PromptOrigin, problem: str, kind: str) -> LineError:
     return LineError("task.path", origin.path, f"{origin.unit} {origin.line} {problem}", kind)
 
 

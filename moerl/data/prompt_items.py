@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from moerl.config.schema import Column
-from moerl.core.types import Origin
+from moerl.core.types import PromptOrigin
 from moerl.data.chat_template import Json
 from moerl.data.plain_values import MEDIA, FieldError, media, plain_fields
 
@@ -33,11 +33,11 @@ class Item:
     messages: tuple[Json, ...] = ()  # instead of `prompt`, as `ChatTemplate` takes them
     tools: tuple[Json, ...] = ()  # descriptions of functions, in OpenAI's form
     extra: dict[str, Any] = field(default_factory=dict)
-    origin: Origin | None = None
+    origin: PromptOrigin | None = None
 
 
 def item_of(
-    fields: Any, columns: Mapping[Column, str] = _NO_NAMES, origin: Origin | None = None
+    fields: Any, columns: Mapping[Column, str] = _NO_NAMES, origin: PromptOrigin | None = None
 ) -> Item:
     """The item of a line.  fields: as JSON or a table has them.  Raises FieldError."""
     if not isinstance(fields, dict):

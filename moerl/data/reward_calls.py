@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from moerl.config.functions import look_up
-from moerl.config.reward_calls import own_form, signature_problem, split_form
+from moerl.config.reward_checks import own_form, signature_problem, split_form
 from moerl.config.schema import TaskConfig
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_tables import REWARD_NAMES

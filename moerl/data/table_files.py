@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.core.errors import ConfigError
-from moerl.core.types import Origin
+from moerl.core.types import PromptOrigin
 from moerl.data.plain_values import FieldError
 
 SUFFIXES = (".parquet", ".arrow")
@@ -46,8 +46,8 @@ class TableRows:
         self.size = int(self.table.num_rows)
         self._block: tuple[int, list[dict[str, Any]]] = -1, []
 
-    def origin(self, place: int) -> Origin:
-        return Origin(self._path, place, "row")
+    def origin(self, place: int) -> PromptOrigin:
+        return PromptOrigin(self._path, place, "row")
 
     def fields(self, place: int) -> dict[str, Any]:
         """The cells of a row.  Raises FieldError."""

@@ -21,7 +21,7 @@ from moerl.config.functions import load_below
 from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
 from moerl.core.errors import ConfigError, LineError, ModelError
-from moerl.core.types import Origin, Prompt
+from moerl.core.types import Prompt, PromptOrigin
 from moerl.data.chat_template import ChatTemplate, Json, TemplateError, without_cuts
 from moerl.data.environments import demonstration
 from moerl.data.plain_values import FieldError
@@ -141,7 +141,7 @@ class PromptStream:
                 check_bad_lines(self._task, len(self._bad), list(self._bad.values()))
             raise
 
-    def origin(self, place: int) -> Origin:
+    def origin(self, place: int) -> PromptOrigin:
         """Of a line of the files."""
         assert isinstance(self._source, PromptFiles), "only files have lines"
         return self._source.origin(place)

@@ -15,8 +15,8 @@ from typing import Any
 
 from moerl.core.errors import ConfigError
 from moerl.observe.metrics import newest_row
+from moerl.runtime.bearer_server import BearerHandler, BearerServer, CallerLimits
 from moerl.runtime.run_dir import RunDir
-from moerl.runtime.token_server import CallerLimits, TokenHandler, TokenServer
 
 PATH = "/metrics"
 _KIND = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,7 +45,7 @@ class PrometheusServer:
         about = {"metrics": run.metrics, "name": run.root.name, "token": token, "limits": limits}
         handler = type("Handler", (_Handler,), about)
         try:
-            self._server = TokenServer((address, port), handler, limits.connections)
+            self._server = BearerServer((address, port), handler, limits.connections)
         except OSError as error:
             raise ConfigError(
                 "observe.prometheus_port", port, f"{address}: {error.strerror}; use a free port"
@@ -58,7 +58,7 @@ class PrometheusServer:
         self._server.server_close()
 
 
-class _Handler(TokenHandler):
+class _Handler(BearerHandler):
     metrics: Path
     name: str
 

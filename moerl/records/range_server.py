@@ -1,7 +1,7 @@
 """The range server next to every engine: sealed blobs of one folder, for callers with the token.
 
 It runs inside the engine host, whose threads and descriptors it shares, so callers without the
-token are bounded (`moerl.runtime.token_server`).
+token are bounded (`moerl.runtime.bearer_server`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from moerl.records.blob_store import holds
+from moerl.runtime.bearer_server import BearerHandler, BearerServer, CallerLimits
 from moerl.runtime.private_dir import private_dir
-from moerl.runtime.token_server import CallerLimits, TokenHandler, TokenServer
 
 _MAX_BODY = 16 * 2**20  # bytes of a list of names
 
@@ -34,7 +34,7 @@ class RangeServer:
         """Raises OSError when the port is taken."""
         private_dir(root, "cluster.blob_dir")
         handler = type("Handler", (_Handler,), {"root": root, "token": token, "limits": limits})
-        self._server = TokenServer((host, port), handler, limits.connections)
+        self._server = BearerServer((host, port), handler, limits.connections)
         self.node = f"{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="blobs", daemon=True).start()
 
@@ -43,7 +43,7 @@ class RangeServer:
         self._server.server_close()
 
 
-class _Handler(TokenHandler):
+class _Handler(BearerHandler):
     """GET /NAME with `Range: bytes=a-b,c-d` (ends exclusive; without it the whole file);
     POST /spans with [begin, end] of the file under each name, answered by the joined bytes;
     POST /delete with names, /missing with the least size of each name.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import moerl
 from moerl.config.functions import source_of
-from moerl.config.reward_calls import split_form
+from moerl.config.reward_checks import split_form
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
 from moerl.config.task_tables import check_isolation

@@ -24,7 +24,7 @@ from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.runtime.token_server import CallerLimits
+from moerl.runtime.bearer_server import CallerLimits
 from tests.helpers.patience import Patience, patience
 from tests.helpers.sync_peers import FAMILIES
 

@@ -18,8 +18,8 @@ from moerl.records import remote_blobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
-from moerl.runtime import token_server
-from moerl.runtime.token_server import CallerLimits
+from moerl.runtime import bearer_server
+from moerl.runtime.bearer_server import CallerLimits
 from tests.helpers.patience import Patience, patience
 
 TOKEN = "of this run"
@@ -144,7 +144,7 @@ def test_a_connection_that_was_closed_meanwhile_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server keeps no thread for a silent reader, and is not taken for lost when it speaks."""
-    monkeypatch.setattr(token_server, "_IDLE_S", 0.2)
+    monkeypatch.setattr(bearer_server, "_IDLE_S", 0.2)
     before = set(threading.enumerate())
 
     def serving() -> list[threading.Thread]:

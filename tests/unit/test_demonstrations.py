@@ -13,7 +13,7 @@ from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config, TinyModel
 from moerl.core.errors import ConfigError, LineError
-from moerl.core.types import BatchPlan, Origin, Prompt
+from moerl.core.types import BatchPlan, Prompt, PromptOrigin
 from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
 from moerl.data.packing import LossInputs, pack_microbatch
 from moerl.data.prompt_mixture import usable
@@ -121,7 +121,7 @@ def test_a_line_that_cannot_be_learned_is_named_and_set_aside() -> None:
     class Lines:
         def prompt(self, index: int) -> Prompt:
             answer = None if index == 1 else "ab"
-            return Prompt(index, (7,), "p", answer, {}, origin=Origin("x.jsonl", index + 1))
+            return Prompt(index, (7,), "p", answer, {}, origin=PromptOrigin("x.jsonl", index + 1))
 
     with pytest.raises(LineError, match=r"line 2 has the answer None; sft needs a text") as error:
         with_texts(Lines().prompt(1))

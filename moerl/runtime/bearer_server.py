@@ -37,14 +37,14 @@ class CallerLimits:
     num_bytes: int = 96 * 1024  # of each; a header with the ranges of a large record has 64 KiB
 
 
-class TokenServer(http.server.ThreadingHTTPServer):
+class BearerServer(http.server.ThreadingHTTPServer):
     """A thread per connection; knows which have not shown the token."""
 
     daemon_threads = True
     request_queue_size = 128  # 5 by default: readers of a whole trainer connect at once
 
     def __init__(
-        self, address: tuple[str, int], handler: type[TokenHandler], max_strangers: int
+        self, address: tuple[str, int], handler: type[BearerHandler], max_strangers: int
     ) -> None:
         self._strangers: OrderedDict[socket.socket, None] = OrderedDict()  # longest waiting first
         self._max_strangers, self._lock = max_strangers, threading.Lock()
@@ -96,12 +96,12 @@ class _CallerBytes(io.RawIOBase):
         return count
 
 
-class TokenHandler(http.server.BaseHTTPRequestHandler):
+class BearerHandler(http.server.BaseHTTPRequestHandler):
     """Requests of one connection; methods of subclasses answer nothing before `may_answer`."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: otherwise 40 ms per answer
-    server: TokenServer
+    server: BearerServer
     token: str
     limits: CallerLimits
 
