@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from moerl.launch.supervision.supervisor_context import SupervisorContext
 
-_FIRST = 0.25  # of the interval, from the first step to the first page
 _SHARE = 5  # seconds of pause per second of writing
 _NICE = 19
 
@@ -39,7 +38,7 @@ class LiveReport:
         if not self._interval_s or not has_steps:
             return
         if self._due is None:
-            self._due = now + _FIRST * self._interval_s
+            self._due = now + self._interval_s
         if self._writer is not None:
             if (code := self._writer.poll()) is None:
                 return
