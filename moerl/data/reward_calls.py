@@ -26,13 +26,15 @@ Reward = Callable[[Prompt, EpisodeView], Score]
 Function = Callable[..., Any]
 
 
-def user_reward(task: TaskConfig) -> Reward:
-    """The reward of `task.reward=[verl:|trl:]package.module:function`.
+def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
+    """The reward of `task.reward=[verl:|trl:]package.module:function`, or of an object's class.
 
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
     function: Function = look_up("task.reward", path, REWARD_NAMES)
+    if objects and inspect.isclass(function):
+        function = function()
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(

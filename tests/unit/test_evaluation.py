@@ -95,13 +95,13 @@ def test_an_evaluation_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """The next one takes place."""
-    monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
+    monkeypatch.setattr("moerl.controller.evaluation._SCORE_S", 0.2)
 
     class SilentScorer(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if who == "scorer" and episodes[0].name.startswith("eval-0.0"):
                 await asyncio.Event().wait()
-            return await super().score(prompt, episodes)
+            return await super().rewards(prompt, episodes)
 
     async def scenario() -> None:
         evaluation = replace(EVERY_TWO, hold_s=0.1)
@@ -192,10 +192,10 @@ def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
             return replace(super().prompt(index), task="ab"[index % 2])
 
     class ByTask(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if prompt.task == "b":
                 return [Score(1.0) for _ in episodes]
-            return await super().score(prompt, episodes)
+            return await super().rewards(prompt, episodes)
 
     async def scenario() -> None:
         engine = StubEngine()
