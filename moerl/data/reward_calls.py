@@ -32,9 +32,8 @@ def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
-    function: Function = look_up("task.reward", path, REWARD_NAMES)
-    if objects and inspect.isclass(function):
-        function = function()
+    found: Any = look_up("task.reward", path, REWARD_NAMES)
+    function: Function = found() if objects and inspect.isclass(found) else found
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_rate_and_a_pause_that_the_scorer_asks_for(monkeypatch: pytest.MonkeyP
     bed = Bed(right, replace(HTTP, batch=1, per_second=2.0))
     play(bed, lambda queue: rewards(queue, 5), monkeypatch)
     times = [when for when, _ in bed.messages]
-    assert [round(b - a, 3) for a, b in zip(times, times[1:], strict=False)] == [0.5] * 4
+    assert [round(b - a, 3) for a, b in pairwise(times)] == [0.5] * 4
 
     async def busy(asked: Sequence[ScoreRequest]) -> list[Answer]:
         if len(again.messages) == 1:
