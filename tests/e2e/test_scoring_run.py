@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.helpers.score_homes import every_home, processes, service, spans
+from tests.helpers.score_homes import Service, every_home, processes, service, spans
 from tests.helpers.train_runs import Run, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500), pytest.mark.full]
@@ -22,27 +22,31 @@ SETTINGS = [
     "rollout.group_size=4",
     "observe.engine_alone_s=0",
     "checkpoint.every=0",
-    "supervision.answer_timeout_s=10",
+    "supervision.answer_timeout_s=20",
 ]
 
 
-def hurt(run: Run, http: Any) -> None:
+def hurt(run: Run, http: Service) -> None:
     """SIGKILL and SIGSTOP, one after the other, while the run goes on."""
     front = psutil.Process(run.process.pid)
     run.wait_for(lambda: len(run.rows()) >= 2)
     http.kill()
-    (first, *_) = processes(front, "ray::RewardActor")
-    first.send_signal(signal.SIGSTOP)
+    actors = processes(front, "ray::RewardActor")
+    judges = [one for one in actors if one.children()]
+    for actor in actors:
+        if actor not in judges:
+            actor.send_signal(signal.SIGSTOP)
     time.sleep(3)
     http.start()
     run.wait_for(lambda: len(run.rows()) >= 5)
-    for server in processes(front, "server_process")[1:]:  # the first is the policy's
-        server.kill()
+    for server in judges[0].children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.kill()
     http.process.send_signal(signal.SIGSTOP)
     time.sleep(8)
     http.process.send_signal(signal.SIGCONT)
     run.wait_for(lambda: len(run.rows()) >= 8)
-    psutil.Process(run.pids()["scorer"]).kill()
+    psutil.Process(run.pids()["scorer"]).send_signal(signal.SIGSTOP)
 
 
 def test_scorers_die_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -65,7 +69,9 @@ def test_scorers_die_and_nothing_is_lost(tmp_path: Path) -> None:
         assert all(f"reward/{name}" in row for row in rows), name
         assert sum(row.get(f"scorer/asked/{name}", 0) for row in rows) >= 16 * STEPS
     assert all(0 < row["reward/judge"] < 1 for row in rows), "a mean of its choices"
-    assert sum(row.get("scorer/repeated/place", 0) for row in rows) > 0, "it was dead"
+    for name in ("object", "place", "judge"):
+        assert sum(row.get(f"scorer/repeated/{name}", 0) for row in rows) > 0, f"{name} was hurt"
+    assert rows[-1]["scorer/restarts"] >= 1, "the stopped process was replaced"
     trained = [group.group_id for _, group in run.trained.groups(rows)]
     assert sorted(trained) == list(range(4 * STEPS)), "each group once"
     check_spans(run)

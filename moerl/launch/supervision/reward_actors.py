@@ -55,6 +55,7 @@ class _Member:
     number: int
     actor: ActorHandle[Any]
     messages: int = 0  # that it has not answered
+    asked: int = 0  # messages
     ready: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -68,8 +69,9 @@ class ActorPool:
 
     async def score(self, asked: Sequence[ScoreRequest]) -> Sequence[Score | ScoreError]:
         """Answers, in order.  Raises ScorerDown."""
-        member = min(self._members, key=lambda one: one.messages)
+        member = min(self._members, key=lambda one: (one.messages, one.asked))
         member.messages += 1
+        member.asked += 1
         limit_s = self._timeout_s * len(asked)
         try:
             with own_errors(f"actor {member.number}"):
