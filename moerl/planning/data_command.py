@@ -122,6 +122,8 @@ def _counts(one: LineCheck, *, has_tokens: bool) -> Iterator[str]:
     yield f"  duplicates  {one.duplicates():,}"
     if one.control:
         yield f"  control     {one.control:,} with names of control tokens, which stay text"
+    if one.unanswered:
+        yield f"  no answer   {one.unanswered:,}: {one.gets_none()}"
     for kind, places in one.places.items():
         yield f"  unusable    {len(places):,}, {kind}: {_ranges(one.stream, places)}"
         yield f"              {one.named[kind][0].allowed}"
