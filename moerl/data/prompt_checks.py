@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import xxhash
@@ -73,6 +75,12 @@ class LineCheck:
                 told = now
             self._check(self.read)
             self.read += 1
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Usable prompts, in the order of the file; endless where they come from none."""
+        for place in range(self.lines) if self.lines else count():
+            with suppress(LineError):
+                yield self.stream.line(place)
 
     def refuse(self) -> None:
         """Raises ConfigError for too many lines that cannot be used, or none that can."""

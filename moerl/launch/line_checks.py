@@ -90,6 +90,7 @@ class LineChecks:
         self.checks = [
             LineCheck(*stream, use=use) for mixture in mixtures for stream in mixture.streams
         ]
+        self.training = self.checks[: len(mixtures[0].streams)]
         self._failure: MoerlError | None = None
 
     def begin(self, say: Callable[[str], None], most_s: float = MOST_S) -> None:

@@ -52,6 +52,7 @@ from moerl.engine.node_span import NodeSpan
 from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.line_checks import line_checks, model_tokenizer
+from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
@@ -116,18 +117,24 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
 
 # --- prompts -------------------------------------------------------------------------------------
 def prompt_lines(config: Config, max_positions: int) -> list[str]:
-    """A line for each file of prompts, checked as at a start.  Raises ConfigError."""
-    if not any(SOURCES[entry.name].files for entry in entries_of(config)):
+    """A line for each file of prompts, checked as at a start, and about own rewards.
+
+    Raises ConfigError.
+    """
+    entries = entries_of(config)
+    if not any(SOURCES[entry.name].files or entry.has_own_reward for entry in entries):
         return []
     with model_tokenizer(config) as tokenizer:
         found = line_checks(config, tokenizer, max_positions)
         found.begin(lambda _: None)
+        tried = try_rewards(found.training, here=is_local(config.cluster))
     counted = "" if tokenizer else "; tokens are not counted: the model's tokenizer is not here"
-    return [
+    files = [
         one.summary() or f"{one.task.path}: {one.lines:,} lines can be used{counted}"
         for one in found.checks
         if one.lines
     ]
+    return files + tried
 
 
 # --- processes -----------------------------------------------------------------------------------
