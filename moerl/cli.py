@@ -123,14 +123,11 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
       moerl sft quickstart task.name=jsonl task.path=demos.jsonl task.reward=exact_match --run warm
       moerl train quickstart model.path=runs/warm/hf
     """
-    from moerl.data.demonstrations import with_texts
-    from moerl.launch.line_checks import check_fields
-
     settings = [*(overrides or []), *_named_run(run)]
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
-    check_fields(config, with_texts)
+    _check_fields(config, learned=True)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
@@ -311,10 +308,10 @@ def _checked(
     return config
 
 
-def _check_fields(config: Config) -> None:
+def _check_fields(config: Config, *, learned: bool = False) -> None:
     from moerl.launch.line_checks import check_fields
 
-    check_fields(config)
+    check_fields(config, learned=learned)
 
 
 def _with_transport(config: Config) -> Config:

@@ -19,6 +19,7 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
 from moerl.core.types import Prompt
+from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.launch.run_context import held_out_entries
@@ -69,13 +70,14 @@ def line_checks(
     return LineChecks(mixtures, use)
 
 
-def check_fields(config: Config, use: Callable[[Prompt], object] | None = None) -> None:
+def check_fields(config: Config, *, learned: bool = False) -> None:
     """Check the fields of the first lines, for a second and without a tokenizer.
 
     It needs neither torch nor transformers, so a bad file is told of before they are imported.
-    use: as of LineCheck.  Raises ConfigError.
+    learned: a supervised run learns the answers.  Raises ConfigError.
     """
     if any(SOURCES[entry.name].files for entry in entries_of(config)):
+        use = with_texts if learned else None
         line_checks(config, None, _ANY, use).begin(lambda _: None, _QUICK_S)
 
 
