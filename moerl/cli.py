@@ -323,7 +323,7 @@ def _with_transport(config: Config) -> Config:
         return config
     if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
         return config
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
     from moerl.planning.publish_forecast import auto_transport
 
     try:

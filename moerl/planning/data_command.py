@@ -55,7 +55,7 @@ def data(
     from moerl.launch.line_checks import line_checks, model_tokenizer
     from moerl.launch.reward_trial import try_rewards
     from moerl.layout import model_spec
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
 
     if len(response or ()) > _SHOWN:
         raise ConfigError("--response", response, f"give at most {_SHOWN}")
