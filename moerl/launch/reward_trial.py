@@ -49,7 +49,7 @@ class RewardTrial:
 
 def samples(prompt: Prompt) -> list[str]:
     """Responses to try: the answer of the prompt, and nothing."""
-    return ["" if prompt.answer is None else str(prompt.answer), ""]
+    return list(dict.fromkeys(["" if prompt.answer is None else str(prompt.answer), ""]))
 
 
 def try_rewards(checks: Sequence[LineCheck], *, here: bool = True) -> list[str]:
@@ -77,7 +77,7 @@ def _tried(lines: LineCheck, *, here: bool) -> list[str]:
         return [f"task.reward = {task.reward} was not tried: {error}"]
     with closing(trial):
         prompt = next(lines.prompts())
-        for response in dict.fromkeys(samples(prompt)):
+        for response in samples(prompt):
             answer = trial.score(prompt, response)
             asked = f"for {prompt.name} and the response {response[:60]!r}"
             if answer.fault == "start" and not here:
