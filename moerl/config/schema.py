@@ -9,7 +9,7 @@ A field's type states its allowed values: choices are `Literal`, ranges are in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -142,6 +142,16 @@ class TaskConfig:
     def timeout_of(self, term: RewardTerm) -> float:
         """Seconds of a request to the scorer of a term."""
         return term.timeout_s or self.score_timeout_s
+
+    def only_with(self, term: RewardTerm) -> Self:
+        """The task with the function of this term as its reward."""
+        return replace(self, reward=term.function, rewards=[])
+
+    @property
+    def own_rewards(self) -> list[Self]:
+        """The task with each function of the user that gives its reward, or a term of it."""
+        terms = [term for term in self.terms if term.where == "function" and ":" in term.function]
+        return [self.only_with(term) for term in terms]
 
     @property
     def turn_limit(self) -> int:

@@ -22,15 +22,15 @@ def prompt_of(asked: ScoreRequest) -> Prompt:
     return replace(asked.prompt, extra=asked.prompt.extra | {"step": step})
 
 
-def checked(name: str, score: Score | None, asked: ScoreRequest) -> Score | ScoreError:
+def usable_score(name: str, score: Score | None, asked: ScoreRequest) -> Score | ScoreError:
     """The score, if it can be used.  name: of the scorer, for the error."""
-    problem = "gave no score" if score is None else _refusal(score, asked.episode.responses)
+    problem = "gave no score" if score is None else refusal(score, asked.episode.responses)
     if score is None or problem:
         return ScoreError(f"{name} {problem} for {asked.prompt.name}")
     return score
 
 
-def _refusal(score: Score, responses: Sequence[str]) -> str:
+def refusal(score: Score, responses: Sequence[str]) -> str:
     """Why a score cannot be used; "" if it can."""
     length = len(responses[-1])
     if score.turns and len(score.turns) != len(responses):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from moerl.config.reward_terms import RewardTerm
 from moerl.config.task_mixture import TaskEntry
@@ -13,7 +12,7 @@ from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
 from moerl.core.types import Score
 from moerl.data.rewards import make_reward
-from moerl.scoring.answers import checked, prompt_of
+from moerl.scoring.answers import prompt_of, usable_score
 from moerl.scoring.worker import one_line
 
 
@@ -23,7 +22,7 @@ class DirectScorer:
     def __init__(self, task: TaskEntry, term: RewardTerm) -> None:
         """Raises ConfigError."""
         self._name = f"reward {term.name}"
-        self._reward = make_reward(replace(task, reward=term.function, rewards=[]), objects=True)
+        self._reward = make_reward(task.only_with(term), objects=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     async def score(self, asked: Sequence[ScoreRequest]) -> list[Score | ScoreError]:
@@ -36,4 +35,4 @@ class DirectScorer:
             found = self._reward(prompt_of(asked), asked.episode)
         except Exception as error:
             return ScoreError(f"{self._name} {one_line(error)} for {asked.prompt.name}")
-        return checked(self._name, found, asked)
+        return usable_score(self._name, found, asked)

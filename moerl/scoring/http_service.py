@@ -21,7 +21,7 @@ from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError, ScorerDown
 from moerl.core.types import Score
 from moerl.data.reward_values import BadReturn, score_of
-from moerl.scoring.answers import checked
+from moerl.scoring.answers import usable_score
 
 _SHOWN = 200  # characters of an answer in an error
 _BUSY = (429, 503)  # statuses of a service that is well
@@ -97,7 +97,7 @@ class HttpScorer:
                 score = score_of({key: found[key] for key in found if key not in ("key", "error")})
             except (BadReturn, TypeError, ValueError, OverflowError) as error:
                 return ScoreError(f"{name} {error} for {asked.prompt.name}")
-        return checked(name, score, asked)
+        return usable_score(name, score, asked)
 
     def _down(self, why: str, wait_s: float = 0.0) -> ScorerDown:
         key = self._term.api_key

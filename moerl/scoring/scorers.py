@@ -61,5 +61,4 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
 
 def function_scorer(entry: TaskEntry, term: RewardTerm) -> ProcessScorer:
     """Raises ConfigError."""
-    task = replace(entry, reward=term.function, rewards=[])
-    return ProcessScorer(task, term.workers, entry.timeout_of(term))
+    return ProcessScorer(entry.only_with(term), term.workers, entry.timeout_of(term))
