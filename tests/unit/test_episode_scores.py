@@ -79,26 +79,33 @@ def test_steps_are_asked_about_while_their_episode_goes_on(tmp_path: Path) -> No
     assert score.steps == ((1, 2.0), (2, 2.0), (3, 3.0))
 
 
-def test_a_group_is_trained_with_its_last_score_and_others_do_not_wait(tmp_path: Path) -> None:
-    """A step of group 1 stays without an answer for two training steps."""
+@pytest.mark.parametrize("barrier", [False, True])
+def test_a_group_is_trained_with_its_last_score_and_others_do_not_wait(
+    tmp_path: Path, barrier: bool
+) -> None:
+    """A step of group 1 stays without an answer; control: a step that waits for group 1."""
 
     async def body() -> None:
-        settings = config(STEPS, max_lag=8, buffer_depth=3)
+        term = replace(STEPS, batch=1)
+        selection = "strict" if barrier else "oldest"
+        settings = config(term, max_lag=8, buffer_depth=3, selection=selection)
         scorer = Watching(engine := StubEngine())
         scorer.blocks = lambda request: request.key.startswith("1.1.")
-        settings = replace(settings, task=replace(settings.task, rewards=[replace(STEPS, batch=1)]))
         controller, _ = make(tmp_path, engine, settings, scorer=scorer)
 
-        async def work() -> list:
-            plans = await train(controller, 2)
+        async def work() -> set[int]:
+            training = asyncio.create_task(train(controller, 2))
+            await asyncio.wait([training], timeout=2.0 if barrier else 30.0)
+            waited = not training.done()
             scorer.opened.set()
-            return plans
+            plans = await training
+            assert waited == barrier
+            return {group.group_id for plan in plans for group in plan.groups}
 
-        plans = await running(controller, work())
-        trained = [group.group_id for plan in plans for group in plan.groups]
+        trained = await running(controller, work(), 60)
         assert len(trained) == 4
-        assert 1 not in trained
-        assert {0, 2} <= set(trained)
+        assert (1 in trained) == barrier
+        assert {0, 2} <= trained
 
     asyncio.run(body())
 

@@ -181,8 +181,10 @@ class Supervisor:
 
     def _end_hung_scorer(self, error: MoerlError) -> None:
         """End a scorer that does not answer: Ray starts it again and repeats its calls."""
-        pid = self._context.pids.get("scorer")
-        if isinstance(error, CallTimeout) and pid is not None:
+        if not isinstance(error, CallTimeout):
+            return
+        pid = self._context.pids.pop("scorer", None)  # unknown until it answers again
+        if pid is not None:
             self._context.say("the scorer does not answer: it is restarted")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
