@@ -121,6 +121,8 @@ def step_differences(
     except StreamError as error:
         yield f"step {line.step}: {error}"
         return
+    for change in file.changes:
+        yield f"step {line.step}: {change}"
     found.num_bytes += line.num_bytes
     rows = []
     for index, group_id in enumerate(groups):
@@ -132,7 +134,7 @@ def step_differences(
             continue
         rows += _rows(index, content.group)
         found.rollouts += len(content.group.rollouts())
-        told = line.groups[str(group_id)]
+        told = line.groups.get(str(group_id), ())
         for difference in _group_differences(content, told, start, line):
             yield f"{where}: {difference}"
         ages = [line.step - r.oldest.step for r in content.group.rollouts()]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -191,15 +191,18 @@ class StepFile:
     """Reads the file of one step and checks every part that it reads."""
 
     def __init__(self, folder: StreamDir, line: StepLine) -> None:
-        """Raises StreamError for a missing file, or an index that differs from the log."""
-        self._line, self._path = line, folder.root / "steps" / Path(line.file).name
-        parts = copied_blobs_of(self._path)
-        if parts is None or index_digest(self._path) != line.index:
-            raise StreamError(f"{self._path} is missing, or its index was changed", line.step)
-        self._parts: dict[str, CopiedBlob] = parts
-        missing = {f"{_GROUP}{name}" for name in line.groups} ^ (parts.keys() - {_PLAN})
-        if missing or _PLAN not in parts:
-            raise StreamError(f"{self._path} has not {', '.join(sorted(missing))}", line.step)
+        """Raises StreamError for a file that is missing or has no whole index."""
+        path = folder.root / "steps" / Path(line.file).name
+        parts = copied_blobs_of(path)
+        if parts is None or _PLAN not in parts:
+            raise StreamError(f"{path} is missing, or has no whole index", line.step)
+        self._line, self._parts = line, parts
+        self.changes: list[str] = []  # of the index, against the log
+        if index_digest(path) != line.index:
+            self.changes.append(f"the index of {path.name} is not the one in the log")
+        own = {str(group_id) for group_id in self.group_ids()}
+        self.changes += [f"group {name}: missing" for name in sorted(line.groups.keys() - own)]
+        self.changes += [f"group {name}: added" for name in sorted(own - line.groups.keys())]
 
     def group_ids(self) -> list[int]:
         """In the order of the plan."""
@@ -246,9 +249,8 @@ def group_sums(group: EpisodeGroup) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_64_hexdigest(encode_value(value)) for value in values)
 
 
-def differing_sums(group: EpisodeGroup, told: Iterable[str]) -> Iterator[str]:
-    """Kinds of content in which a group differs from the log; `header` alone: anything else."""
-    named = [
-        kind for kind, own, other in zip(SUMS, group_sums(group), told, strict=True) if own != other
-    ]
-    yield from named if named == ["header"] else (kind for kind in named if kind != "header")
+def differing_sums(group: EpisodeGroup, told: Sequence[str]) -> list[str]:
+    """Kinds of content in which a group differs from its sums; `header`: in anything else."""
+    pairs = zip(SUMS, group_sums(group), told or [""] * len(SUMS), strict=True)
+    named = [kind for kind, own, other in pairs if own != other]
+    return [kind for kind in named if kind != "header"] or named
