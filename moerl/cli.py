@@ -154,7 +154,8 @@ def mismatch(
     records: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Score this .jsonl or .npz instead (docs/formats.md); no engine."
+            metavar="FILE",
+            help="Score this .jsonl, .npz or .step (docs/formats.md); no engine.",
         ),
     ] = "",
     page: Annotated[str, typer.Option(metavar="FILE", help="Path of the page.")] = "mismatch.html",
@@ -391,8 +392,9 @@ def _with_transport(config: Config) -> Config:
 
 def _check_paths(records: str, keep: str, page: str) -> None:
     """Check the paths of `moerl mismatch`: inputs exist, outputs can be written."""
-    if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
-        raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
+    endings = (".jsonl", ".npz", ".step")
+    if records and not (Path(records).is_file() and records.endswith(endings)):
+        raise ConfigError("--records", records, "an existing .jsonl, .npz or .step file is needed")
     if keep and Path(keep).exists():
         raise ConfigError("--keep", keep, "it exists; name a new folder")
     if not Path(page).resolve().parent.is_dir():

@@ -221,11 +221,26 @@ class StepFile:
 
     def _decoded(self, name: str, type_: Any) -> Any:
         try:
-            data = zstandard.ZstdDecompressor().decompress(self._parts[name].read())
-            return decode_value(data, type_)
-        except (OSError, BlobError, zstandard.ZstdError, msgspec.MsgspecError) as error:
+            return _decoded(self._parts[name], type_)
+        except StreamError as error:
             detail = f"{name} of step {self._line.step} was changed: {error}"
             raise StreamError(detail, self._line.step) from error
+
+
+def groups_in(path: Path) -> list[GroupContent]:
+    """All groups of a step file, for a reader that has no log.  Raises StreamError."""
+    if (parts := copied_blobs_of(path)) is None:
+        raise StreamError(f"{path} is missing, or has no whole index")
+    type_ = tuple[EpisodeGroup, dict[str, bytes]]
+    found = [_decoded(part, type_) for name, part in parts.items() if name.startswith(_GROUP)]
+    return [GroupContent(*value) for value in found]
+
+
+def _decoded(part: CopiedBlob, type_: Any) -> Any:
+    try:
+        return decode_value(zstandard.ZstdDecompressor().decompress(part.read()), type_)
+    except (OSError, BlobError, zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise StreamError(str(error)) from error
 
 
 def whole_plan(file: StepFile) -> tuple[BatchPlan, dict[str, bytes]]:

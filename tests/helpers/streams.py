@@ -1,4 +1,4 @@
-"""A small stream of random rollouts, written as a controller writes it, and copies with a change."""
+"""A small stream of random rollouts, written as a controller does, and changes in a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ SETTINGS = {"replay": {"routing": "R3"}, "trainer": {"packing": True}}
 START = PolicyVersion(0, 0)
 
 
-def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion, life: int = 0) -> EpisodeGroup:
+def group_of(
+    group_id: int, blobs: BlobStore, version: PolicyVersion, life: int = 0
+) -> EpisodeGroup:
     """Two siblings with routes, masks and rewards."""
     rng = np.random.default_rng([group_id, life])
     prompt = np.array([1, 2, 3], np.int32)
@@ -106,7 +108,7 @@ Content = tuple[EpisodeGroup, dict[str, bytes]]
 def change_group(
     path: Path, group_id: int, change: Callable[[EpisodeGroup, dict[str, bytes]], Content]
 ) -> None:
-    """Change a group in a step file and seal the file again, as someone would who knows its form."""
+    """Change a group in a step file and seal the file again, in its form."""
     parts = []
     for name, part in (copied_blobs_of(path) or {}).items():
         data = part.read()
