@@ -393,12 +393,12 @@ class TrainerHandler:
         if groups is None:
             raise ProtocolError(f"step {done.step} is not planned: a record of it is damaged")
         self._step_metrics.failed_writes += self._journal.take_failed()
-        metrics = dict(done.metrics)
+        line = None if self._stream is None else await self._stream.done(done, groups)
+        metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(done.step, done.version, metrics, samples))
-        line = None if self._stream is None else await self._stream.done(done, groups)
         gone: list[EpisodeGroup] = []
 
         def finish() -> None:

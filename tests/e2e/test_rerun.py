@@ -20,7 +20,7 @@ import pytest
 from moerl.audit.verify_run import verify
 from tests.helpers.patience import patience
 from tests.helpers.streams import change_group, with_rollout
-from tests.helpers.train_runs import Run, last_step, start
+from tests.helpers.train_runs import Run, last_step, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -53,9 +53,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
             seen = last_step(run) + draw.randint(3, 25)
             run.wait_for(lambda seen=seen: last_step(run) >= seen)
             time.sleep(draw.uniform(0.0, 1.0))
+            members = run.members()
             pid = run.process.pid if victim == "front" else run.pids()[victim]
             os.kill(pid, signal.SIGKILL)
-        run.process.wait(patience(60))
+        assert not survivors(members, 60.0)  # of the front: nobody is left
         run = start(root, "--resume", str(run.dir.root))
         assert run.finish(1200.0) == 0, run.text()
     finally:

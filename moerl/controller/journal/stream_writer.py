@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class StreamWriter:
         self._kept_from = steps[-1].kept_from if steps else 0
         end = sum(map(len, whole_lines(folder.log))) if lines else 0
         self._log = LineFile(folder.log, end)
+        self._wait_s = 0.0  # seconds that a trainer waited for files and lines
         self._plans: dict[int, tuple[BatchPlan, asyncio.Task[None]]] = {}  # being written, by step
 
     def began(self, hello: Hello) -> None:
@@ -95,8 +97,10 @@ class StreamWriter:
 
     async def sealed(self, step: int) -> None:
         """Wait for the file of a prepared step.  Raises OSError, BlobError; then `write_again`."""
+        begin = time.monotonic()
         if step in self._plans:
             await self._plans[step][1]
+        self._wait_s += time.monotonic() - begin
 
     def write_again(self, step: int) -> None:
         """Write the file of a prepared step in this thread.  Raises OSError, BlobError."""
@@ -108,7 +112,19 @@ class StreamWriter:
         self._plans.pop(done.step, None)
         if done.version in self._done:
             return None
-        return await asyncio.to_thread(self._line, done, groups)
+        begin = time.monotonic()
+        line = await asyncio.to_thread(self._line, done, groups)
+        self._wait_s += time.monotonic() - begin
+        return line
+
+    def metrics(self, line: StepLine | None) -> dict[str, float]:
+        """Metrics of a step; the wait is the trainer's, since the last call."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        found = {"stream/wait_s": wait_s}
+        if line is not None:
+            found["stream/bytes"] = float(line.num_bytes)
+            found["stream/bytes_per_token"] = line.num_bytes / max(line.tokens, 1)
+        return found
 
     def _line(self, done: StepDone, groups: Sequence[EpisodeGroup]) -> StepLine:
         path = self._folder.step_file(PolicyVersion(done.version.incarnation, done.step))
