@@ -123,10 +123,22 @@ def killed_objective(run: Run) -> str:
     return load_saved(run.dir.config).algorithm.objective
 
 
-@pytest.mark.parametrize("recipe", ["quickstart-lora", "tool-use"])
-def test_adapters_and_turns_with_tools(recipe: str, tmp_path: Path) -> None:
-    small = ["run.steps=20", "rollout.groups_per_step=4", "checkpoint.every=0"]
-    run = start(tmp_path, recipe, *STREAM, *small, name="x")
+TWENTY = ["run.steps=20", "rollout.groups_per_step=4", "checkpoint.every=0", "evaluation.every=0"]
+
+
+def test_adapters(tmp_path: Path) -> None:
+    check_rerun(start(tmp_path, "quickstart-lora", *STREAM, *TWENTY, name="x"))
+
+
+def test_turns_with_tools(tmp_path: Path) -> None:
+    sft = ["-m", "moerl", "sft", "tool-use-start", f"run.root={tmp_path}", "--run", "warm"]
+    few = ["run.steps=20", "rollout.groups_per_step=16"]
+    subprocess.run([sys.executable, *sft, *few], timeout=patience(400), check=True)
+    warm = f"model.path={tmp_path / 'warm' / 'hf'}"
+    check_rerun(start(tmp_path, "tool-use", *STREAM, *TWENTY, warm, name="x"))
+
+
+def check_rerun(run: Run) -> None:
     assert run.finish(900.0) == 0, run.text()
     assert not verify(run.dir.root).differences
     code, text = rerun(run.dir.root)
