@@ -42,7 +42,7 @@ from moerl.records.stream_files import (
     whole_plan,
 )
 from moerl.runtime.process_tree import run_command
-from moerl.runtime.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir, refuse_foreign
 
 # Settings that place the same sum on other ranks or microbatches: weights agree, not bitwise.
 _LAYOUT = ("trainer.parallel.", "trainer.max_tokens_per_microbatch", "trainer.packing")
@@ -235,6 +235,7 @@ def _in_rows(scores: Mapping[str, RefScores], plan: BatchPlan) -> tuple[RefScore
 
 def rerun(request: RerunRequest) -> int:
     """Train the steps again; returns the exit status, 1 for a difference.  Raises MoerlError."""
+    refuse_foreign(RunDir(request.source), "RUN")
     recorded = recorded_steps(request)
     config = _config(request)
     run = RunDir(Path(config.run.root) / config.run.name)

@@ -35,6 +35,7 @@ SUMS = ("tokens", "versions", "rewards", "records", "header")  # `group_sums`, i
 _PLAN, _GROUP = "plan", "group "
 _LEVEL = 1  # of zstd: records of short answers are mostly headers, which any level halves
 _HASH_CHARS = 16
+_MOST_RATIO = 1000  # of a frame's content to its bytes: a file may be a stranger's
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,10 @@ def groups_in(path: Path) -> list[GroupContent]:
 
 def _decoded(part: CopiedBlob, type_: Any) -> Any:
     try:
-        return decode_value(zstandard.ZstdDecompressor().decompress(part.read()), type_)
+        data = part.read()
+        if zstandard.frame_content_size(data) > _MOST_RATIO * len(data):
+            raise StreamError(f"a frame of {len(data)} bytes would become too large")
+        return decode_value(zstandard.ZstdDecompressor().decompress(data), type_)
     except (OSError, BlobError, zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise StreamError(str(error)) from error
 
