@@ -39,6 +39,7 @@ _WEIGHTS = (
     "configs moerl/__init__.py moerl/core moerl/runtime moerl/config moerl/data moerl/distributed"
     " moerl/records moerl/layout moerl/engine moerl/kernels moerl/weight_sync moerl/algorithms"
     " moerl/trainer moerl/audit moerl/observe moerl/planning moerl/launch moerl/sandbox"
+    " moerl/scoring"
 )
 _TRAINER = f"{_WEIGHTS} moerl/controller moerl/episodes"
 
