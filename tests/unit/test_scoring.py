@@ -20,7 +20,7 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
-from moerl.scoring.answers import _refusal
+from moerl.scoring.answers import refusal
 from tests.helpers.episode_views import asked, view
 from tests.helpers.episode_views import score_each as score_texts
 from tests.helpers.patience import patience
@@ -123,8 +123,8 @@ def test_an_answer_of_a_worker_is_checked_again(number: float) -> None:
         Score(1.0, text_steps=((1, number),)),
         Score(1.0, turns=(number,)),
     ):
-        assert f"gave {number}, which " in _refusal(score, ["12"])
-    assert not _refusal(Score(1.0, text_steps=((1, 0.5),), turns=(1.0,)), ["12"])
+        assert f"gave {number}, which " in refusal(score, ["12"])
+    assert not refusal(Score(1.0, text_steps=((1, 0.5),), turns=(1.0,)), ["12"])
 
 
 def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -> None:
