@@ -459,8 +459,6 @@ class Scorer(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
-
 
 class Scorers(Protocol):
     """The scorers of a run, and the environments that share their processes."""

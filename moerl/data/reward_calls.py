@@ -35,8 +35,9 @@ def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
-    found: Any = look_up("task.reward", path, REWARD_NAMES)
-    function: Function = found() if objects and inspect.isclass(found) else found
+    named: Any = look_up("task.reward", path, REWARD_NAMES)
+    made: Any = named() if objects and isinstance(named, type) else named
+    function: Function = made
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(
