@@ -429,7 +429,7 @@ def ask(model, messages):
 for _ in range(2):
     history.append({"role": "assistant", "content": ask("policy", history)})
     history.append({"role": "user", "content": ask("judge", history)})
-print(json.dumps({"reward": 1}))
+print(json.dumps({"reward": 1, "secret": task["secret"]}))
 """
 
 

@@ -41,6 +41,7 @@ from moerl.episodes.open_episode import (
 )
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
+from moerl.sandbox.limits import isolation_of
 from tests.helpers.agent_stubs import (
     AGENT,
     PROMPT,
@@ -67,7 +68,9 @@ V1 = PolicyVersion(0, 1)
 
 # --- programs ------------------------------------------------------------------------------------
 async def ran(task: TaskConfig, given: bytes = b"", end: asyncio.Event | None = None) -> ProgramEnd:
-    return await run_program(task, {"OPENAI_API_KEY": "k"}, given, end or asyncio.Event())
+    return await run_program(
+        task, isolation_of(task), {"OPENAI_API_KEY": "k"}, given, end or asyncio.Event()
+    )
 
 
 def test_a_program_gets_its_input_and_its_environment_only(monkeypatch: Any) -> None:
@@ -501,12 +504,16 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     for override, sentence in (
         ("task.reward=position_steps", "rewards of steps have no place in branches"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
-        ("task.isolation=bwrap", r"task\.isolation = 'bwrap'.*task\.agent\.command.*use process"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
     for override in (
-        *("task.isolation=process", "task.reward=exact_match", "task.reward=source"),
+        *(
+            "task.isolation=process",
+            "task.isolation=bwrap",
+            "task.reward=exact_match",
+            "task.reward=source",
+        ),
         *("task.chat_template=true", "task.system=Sort.", "rollout.group_quorum=2"),
     ):
         check(load_config("digits-by-agent", [override]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import re
 import secrets
 from collections import OrderedDict
@@ -67,6 +68,7 @@ class Endpoint:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0 = any free one
+    socket: str = ""  # path of a Unix socket instead, which clients reach as this host and port
     model: str = POLICY  # name that clients see
     body_bytes: int = 64 << 20
     body_s: float = 60.0
@@ -107,7 +109,11 @@ class Gateway:
         # A client that hangs up cancels its handler, which ends the engine's request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._endpoint.host, self._endpoint.port).start()
+        if path := self._endpoint.socket:
+            await web.UnixSite(self._runner, path).start()
+            os.chmod(path, 0o666)  # for the users of sandboxes; its folder keeps others out
+        else:
+            await web.TCPSite(self._runner, self._endpoint.host, self._endpoint.port).start()
 
     async def stop(self) -> None:
         """End all episodes and close the port."""
@@ -128,7 +134,9 @@ class Gateway:
     def base_url(self, name: str) -> str:
         """For OPENAI_BASE_URL; the key is the episode's."""
         assert self._runner is not None, "the gateway is not started"
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._endpoint.host, self._endpoint.port
+        if not self._endpoint.socket:
+            host, port = self._runner.addresses[0][:2]
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/episodes/{name}/v1"
 
