@@ -94,7 +94,7 @@ def is_alive(pid: int) -> bool:
 
 def program_runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
     policy = policy_of(logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
-    return AgentPrograms(task, policy, tmp_path / "agents.log")
+    return AgentPrograms(task, policy, tmp_path / "agents.log", sockets=tmp_path)
 
 
 def policy_of(context_tokens: int = 4000, **fields: Any) -> Policy:

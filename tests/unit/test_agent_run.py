@@ -19,6 +19,7 @@ from moerl.config import resolve
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.controller.controller import Controller
 from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.shown_turns import shown_turns
@@ -97,7 +98,9 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path, how: str, sleep_s: 
 
     async def body() -> ProgramEnd:
         wall_s = 5.0 if how == "timeout" else 80.0
-        task = task_of("python", "-c", SPAWNS, str(file), str(sleep_s), wall_s=wall_s)
+        same = TaskLimits(user="same")  # it writes into a folder of ours
+        command = ("python", "-c", SPAWNS, str(file), str(sleep_s))
+        task = task_of(*command, wall_s=wall_s, limits=same)
         end = asyncio.Event()
         playing = asyncio.create_task(ran(task, end=end))
         while how == "ended" and not file.exists():

@@ -15,7 +15,7 @@ from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.config.task_programs import AgentConfig
+from moerl.config.task_programs import AgentConfig, TaskLimits
 from moerl.core.types import Prompt, Score
 from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.sandbox.limits import isolation_of
@@ -184,7 +184,8 @@ def test_a_program_that_cannot_stay_is_started_with_growing_pauses(tmp_path: Pat
         await asyncio.sleep(1.2)
         return lost
 
-    assert said(with_workers(task_of(code), body)) == "ended with exit code 1: no data"
+    task = task_of(code, limits=TaskLimits(user="same"))  # it writes into a folder of ours
+    assert said(with_workers(task, body)) == "ended with exit code 1: no data"
     assert 1 <= len((tmp_path / "starts").read_text()) <= 3
 
 

@@ -8,10 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import os
 import secrets
-import shutil
-import tempfile
 from dataclasses import replace
 from functools import partial
 from logging.handlers import RotatingFileHandler
@@ -52,25 +49,32 @@ class AgentPrograms(AgentRunner):
         policy: Policy,
         log_file: Path,
         remote: RemoteWorkers | None = None,
+        sockets: Path | None = None,
     ) -> None:
-        """remote: plays the episodes of a task with an agent.port."""
-        super().__init__(_ProgramTable(task, policy, log_file, remote))
+        """remote: plays the episodes of a task with an agent.port.
+
+        sockets: folder of this user alone, with a short path, for the gateway of sandboxes.
+        """
+        super().__init__(_ProgramTable(task, policy, log_file, remote, sockets))
 
 
 class _ProgramTable(EpisodeTable):
     """Gateway and running programs."""
 
     def __init__(
-        self, task: TaskConfig, policy: Policy, log_file: Path, remote: RemoteWorkers | None
+        self,
+        task: TaskConfig,
+        policy: Policy,
+        log_file: Path,
+        remote: RemoteWorkers | None,
+        sockets: Path | None,
     ) -> None:
         super().__init__()
         self._task, self._log, self._remote = task, _program_log(log_file), remote
         routes = remote.routes if remote is not None else ()
-        endpoint, self._folder = Endpoint(port=task.agent.port), ""
+        endpoint = Endpoint(port=task.agent.port)
         if task.agent.command and task.isolation == "bwrap":
-            # A path of a socket has 107 bytes at most.
-            self._folder = os.path.join(tempfile.gettempdir(), f"moerl-{secrets.token_hex(8)}")
-            endpoint = Endpoint(port=BOX_PORT, socket=f"{self._folder}/gateway")
+            endpoint = Endpoint(port=BOX_PORT, socket=f"{sockets}/{log_file.stem}.sock")
         self._door = endpoint.socket
         self._gateway = Gateway(policy, endpoint, OtherModels(task.agent.models), routes)
         self._limits = policy.limits(task)
@@ -80,8 +84,6 @@ class _ProgramTable(EpisodeTable):
     async def start(self) -> None:
         if self._remote is not None:
             self._remote.start()
-        if self._folder:
-            os.mkdir(self._folder, 0o700)
         await self._gateway.start()
         if self._task.agent.command:
             self._isolation = isolation_of(self._task, self._door)
@@ -94,8 +96,6 @@ class _ProgramTable(EpisodeTable):
         if self._remote is not None:
             self._remote.close()
         await self._gateway.stop()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
         for handler in list(self._log.handlers):
             handler.close()
             self._log.removeHandler(handler)
