@@ -104,7 +104,7 @@ def test_pip_refuses_another_file(tmp_path: Path) -> None:
             "--require-hashes",
             "--no-index",
         ]
-        where = [f"--find-links={tmp_path}", f"--target={tmp_path / 'to'}", "--upgrade"]
+        where = ["--find-links", str(tmp_path), "--target", str(tmp_path / "to"), "--upgrade"]
         command = [*pip, *where, f"--requirement={tmp_path / 'lock'}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
 
