@@ -252,7 +252,12 @@ def test_bodies_of_an_episode_are_bounded_together() -> None:
             while not served.engine.requests:
                 await asyncio.sleep(0.01)
             for body in (padded(100_000), chunks()):  # with and without a length
-                status, reply, headers = await served.post(data=body)
+                answer = asyncio.create_task(served.post(data=body))
+                await asyncio.wait([answer], timeout=patience(10.0))
+                if not answer.done():
+                    first.cancel()
+                    answer.cancel()
+                status, reply, headers = await answer
                 assert (status, reply["error"]["code"]) == (429, "request_too_large")
                 assert "x-should-retry" not in headers, "clients try it again"
             served.engine.hangs = False
