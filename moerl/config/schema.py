@@ -88,7 +88,7 @@ class TaskConfig:
     score_timeout_s: Positive = 10.0
     # drop: replace the group and count it, unless more than half of them fail; stop: end the run
     on_score_error: Literal["drop", "stop"] = "drop"
-    # Where rewards and environments run (docs/sandbox.md); bwrap: no network, read-only files
+    # Walls of rewards, environments, programs (docs/sandbox.md); bwrap: no network, read-only files
     isolation: Literal["process", "bwrap"] = "process"
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see

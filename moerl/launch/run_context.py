@@ -76,6 +76,7 @@ class RunContext:
     checkpoint: Path | None = None  # to resume from
     journal_dir: Path | None = None  # None = in the run directory
     reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
+    scratch: Path | None = None  # folder of this start for sockets, on the root's node
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
