@@ -300,7 +300,7 @@ class TrainerConfig:
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: Dispatcher = "alltoall"
-    cpu_threads: Count = 1
+    cpu_threads: Count = 1  # of a rank; an offloaded optimizer uses its share of the node's cores
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
     # Of DistributedDataParallelConfig and OptimizerConfig: `moerl.config.optimizer_settings`
     ddp: dict[str, Any] = field(default_factory=dict)

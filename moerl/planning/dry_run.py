@@ -71,6 +71,7 @@ from moerl.planning.publish_forecast import (
     shapes_of,
     transport_line,
 )
+from moerl.runtime.machine import host_memory, visible_gpus
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
@@ -488,16 +489,33 @@ def _host_lines(
         needs[name] += records
     for slot in placed.trainers:
         needs[slot.node.name] += len(slot.ranks) * rank.host
+    own = _own_memory_gb(config, placed)
     lines = [
-        "host memory, GB per node, at most:",
+        "host memory, GB per node, at most"
+        + (f"; this machine has {own:.3g} GB:" if own else ":"),
         trainer,
         f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
         f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
+        f"  all: {_gb(max(needs.values()))}",
     ]
     for node in placed.nodes:
         who = f"host memory of {node.name}"
-        lines += filter(None, [_verdict(who, needs[node.name], node.group.memory_gb).strip()])
+        room = min(filter(None, (node.group.memory_gb, own)), default=0.0)
+        lines += filter(None, [_verdict(who, needs[node.name], room).strip()])
     return "\n".join(lines)
+
+
+def _own_memory_gb(config: Config, placed: Placement) -> float:
+    """Host memory of this machine where it is the node; 0 on another machine, such as a login node.
+
+    A local cluster is this machine, unless it lacks the GPUs.
+    """
+    (node, *others) = placed.nodes
+    if others or not is_local(config.cluster):
+        return 0.0
+    if node.group.devices > len(visible_gpus()):
+        return 0.0
+    return host_memory() / _GB
 
 
 def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:

@@ -140,7 +140,7 @@ def test_a_checkpoint_takes_host_memory_only(fresh: Make, tmp_path: Path, settin
 LARGE = TinyModel(
     enabled=True,
     hidden_size=384,
-    moe_ffn=384,
+    moe_ffn=512,
     num_layers=LAYERS,
     num_experts=EXPERTS,
     experts_per_token=TOP_K,
@@ -152,6 +152,7 @@ def test_an_offloaded_optimizer_is_written_in_pieces(first: Trained, tmp_path: P
 
     Control: an optimizer on the device is copied whole.
     """
+    Saved(stepped(first), tmp_path / "first").writer.finish()  # what a first one imports
     make_tiny_model(tmp_path / "large", LARGE, seed=0)
     model = ModelConfig(path=str(tmp_path / "large"))
     growth = {}

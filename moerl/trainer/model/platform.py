@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError, ModelError
 from moerl.distributed import numa
 from moerl.layout import LayerSpec
@@ -36,6 +38,19 @@ class Platform:
     device: torch.device
     backend: str  # gloo | nccl
     layers: LayerSpec  # te | local
+
+
+def rank_threads(
+    trainer: TrainerConfig, place: Platform, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Threads of a rank's host computations, once it is bound to its cores.
+
+    Where the optimizer is offloaded, Adam is one of them: then a rank has its share of the cores.
+    """
+    if place.name == "cpu" or not trainer.optimizer_args.get("optimizer_cpu_offload"):
+        return trainer.cpu_threads
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return max(trainer.cpu_threads, len(os.sched_getaffinity(0)) // ranks)
 
 
 def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te") -> Platform:
