@@ -221,6 +221,8 @@ class EngineConfig:
     max_running_requests: Count = 256
     # of the KV cache; 0 = as many as fit into mem_fraction_static, SGLang decides
     max_total_tokens: Natural = 65536
+    # For weights and KV cache: of the memory that is free at SGLang's start, or of the whole GPU with
+    # cluster.colocated=shared
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
     answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted
@@ -484,6 +486,8 @@ class ClusterConfig:
     ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
+    # shared: engines and trainer are on the same GPUs, each in its share (docs/clusters.md)
+    colocated: Literal["none", "shared"] = "none"
     # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks

@@ -29,7 +29,9 @@ from moerl.config.clusters import (
     Placement,
     TrainerSlot,
     engine_gpus,
+    engine_of,
     is_local,
+    is_shared,
     mapped_gpus,
     placement,
     starts_on_cuda,
@@ -57,6 +59,7 @@ from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
+    Training,
     engine_memory,
     ref_model_memory,
     trainer_memory,
@@ -64,6 +67,7 @@ from moerl.planning.memory import (
 )
 from moerl.planning.publish_forecast import (
     FactorForecast,
+    Layouts,
     auto_transport,
     factor_forecast,
     merging_memory,
@@ -71,6 +75,7 @@ from moerl.planning.publish_forecast import (
     shapes_of,
     transport_line,
 )
+from moerl.planning.shared_gpus import check_shares, shared_rows
 from moerl.runtime.machine import host_memory, visible_gpus
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.held_shards import EngineLayout
@@ -268,7 +273,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
-            replace(config.engine, tp=tp),
+            engine_of(config, tp),
             folder,
             routing=config.replay.routing == "R3",
             version="0.0",
@@ -328,7 +333,52 @@ def _ports(config: Config, placed: Placement) -> str:
 def _estimates(config: Config, placed: Placement) -> list[str]:
     """Memory and transfer plan, from shapes."""
     layouts = planned_layouts(config, model_shapes(config))
-    spec, trainer, _, policy = layouts[0]
+    spec = layouts[0][0]
+    training, ref_models, ranks = _trainer_ranks(config, placed, layouts)
+    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
+    if config.ref_models.placement == "separate":
+        alone = [
+            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
+        ]
+        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
+    sizes = _engine_sizes(config, layouts)
+    if is_shared(config.cluster):
+        tables.append(_shared_table(config, placed, ranks, sizes))
+    return [
+        *tables,
+        *(_engine_line(config, size, placed) for size in sizes),
+        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
+        *(_transfer_lines(config, size) for size in sizes),
+        transport_line(config, auto_transport(config, model_shapes(config))),
+        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
+    ]
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Raises ConfigError where engine and trainer do not fit the GPU that they share."""
+    placed, layouts = placement(config), planned_layouts(config, model_shapes(config))
+    _, _, ranks = _trainer_ranks(config, placed, layouts)
+    _shared_table(config, placed, ranks, _engine_sizes(config, layouts))
+
+
+def _shared_table(
+    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
+) -> str:
+    room, engines = placed.trainers[0].node.group.device_gb, [size.memory for size in sizes]
+    check_shares(config, room, ranks, engines)
+    table = Table(title="memory of a shared GPU, GB" + (f" of {room:g}" if room else ""))
+    for column in ("purpose", "engine", "trainer"):
+        table.add_column(column, justify="left" if column == "purpose" else "right")
+    for purpose, *held in shared_rows(ranks, engines):
+        table.add_row(purpose, *(_gb(one) if one else "" for one in held))
+    return _rendered(table)
+
+
+def _trainer_ranks(
+    config: Config, placed: Placement, layouts: Sequence[Layouts]
+) -> tuple[Training, list[ModelSpec], tuple[TrainerMemory, ...]]:
+    """Settings, further models, and memory of the trainer's ranks."""
+    spec, trainer, *_ = layouts[0]
     training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
     ref_models = _ref_model_shapes(config)
     own = config.ref_models.placement == "separate"
@@ -339,23 +389,13 @@ def _estimates(config: Config, placed: Placement) -> list[str]:
         ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
-    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
-    if own:
-        alone = [
-            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
-        ]
-        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
-    sizes = [
-        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
-        for _, _, engines, _ in layouts
-    ]
+    return training, ref_models, ranks
+
+
+def _engine_sizes(config: Config, layouts: Sequence[Layouts]) -> list[_Size]:
     return [
-        *tables,
-        *(_engine_line(config, size, placed) for size in sizes),
-        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
-        *(_transfer_lines(config, size) for size in sizes),
-        transport_line(config, auto_transport(config, model_shapes(config))),
-        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
+        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
+        for spec, trainer, engines, policy in layouts
     ]
 
 
@@ -491,8 +531,7 @@ def _host_lines(
         needs[slot.node.name] += len(slot.ranks) * rank.host
     own = _own_memory_gb(config, placed)
     lines = [
-        "host memory, GB per node, at most"
-        + (f"; this machine has {own:.3g} GB:" if own else ":"),
+        "host memory, GB per node, at most" + (f"; this machine has {own:.3g} GB:" if own else ":"),
         trainer,
         f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
         f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moerl.config.clusters import bind_node_address
+from moerl.config.clusters import bind_node_address, trainer_share
 from moerl.config.load import load_saved
 from moerl.config.schema import Config
 from moerl.core.errors import MoerlError, cause_of
@@ -50,7 +50,9 @@ def main() -> None:
     config = bind_node_address(load_saved(run.config))
     try:
         place = platform.prepare(
-            config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+            config.trainer.platform,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            share=1.0 if args.ref_models else trainer_share(config),
         )
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")

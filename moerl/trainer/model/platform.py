@@ -53,13 +53,15 @@ def rank_threads(
     return max(trainer.cpu_threads, len(os.sched_getaffinity(0)) // ranks)
 
 
-def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te") -> Platform:
+def prepare(
+    requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te", share: float = 1.0
+) -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
     Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS and
     GLOO_SOCKET_IFNAME.  On the CPU nothing is compiled (megatron would compile its expert-bias
     update: a compiler and 20 s cold); on CUDA its fusions are.  layers: on CUDA; the CPU has local
-    layers.
+    layers.  share: of the GPU's memory, the most that torch allocates.
     Raises ConfigError for a platform this machine does not have, ModelError for a megatron-core
     version the patches were not tested with.
     """
@@ -75,6 +77,8 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec =
             raise ConfigError("trainer.platform", "cuda", "no CUDA device is visible; use cpu")
         numa.bind(numa.of_rank(local_rank))
         torch.cuda.set_device(local_rank)
+        if share < 1.0:
+            torch.cuda.set_per_process_memory_fraction(share)
         if layers == "local":
             cpu_patches.apply("te")
         return Platform("cuda", torch.device("cuda", local_rank), "nccl", layers)
