@@ -192,12 +192,10 @@ def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
 
 def _check_devices(config: Config) -> None:
     """Refuse processes on GPUs that nobody has dealt: each would take the first ones."""
-    groups = config.cluster.nodes.values()
-    for side, platform in (
-        ("engine", config.engine.platform),
-        ("trainer", config.trainer.platform),
-    ):
-        if platform == "cuda" and not any(g.devices for g in groups if side in g.roles):
+    platforms = {"engine": config.engine.platform, "trainer": config.trainer.platform}
+    for side, platform in platforms.items():
+        groups = [group for group in config.cluster.nodes.values() if side in group.roles]
+        if platform == "cuda" and not any(group.devices for group in groups):
             raise ConfigError(
                 f"{side}.platform",
                 "cuda",

@@ -1,4 +1,4 @@
-"""A recipe for a laptop on a machine with a GPU: the run uses the GPU unless the user says otherwise."""
+"""Recipes for a laptop on a machine with a GPU: they use it unless the user says otherwise."""
 
 from __future__ import annotations
 

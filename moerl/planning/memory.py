@@ -29,8 +29,8 @@ Legend (of one rank; bytes unless stated otherwise)
 
 Host memory: the trainer's weight snapshot, as many bytes as its weights, its offloaded optimizer,
 and its copy for a checkpoint: its weights on the first data-parallel rank, and fp32
-weights and moments of the shard, 12 (P / shard + X / expert shard), unless they are offloaded; the engine's staging, as many
-bytes as its rank's weights.
+weights and moments of the shard, 12 (P / shard + X / expert shard), unless they are offloaded; the
+engine's staging, as many bytes as its rank's weights.
 
 Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
 batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`

@@ -1,4 +1,4 @@
-"""GPUs that engine and trainer share (`cluster.colocated: shared`): bytes by purpose, and shares."""
+"""GPUs that engine and trainer share (`cluster.colocated: shared`): bytes by purpose, shares."""
 
 from __future__ import annotations
 

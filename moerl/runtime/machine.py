@@ -36,7 +36,10 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[int]:
-    """Memory in bytes of each GPU that a process started here would see; empty without nvidia-smi."""
+    """Memory in bytes of each GPU that a process sees; empty without nvidia-smi.
+
+    environment: of the process.
+    """
     try:
         answer = subprocess.run(
             _GPUS, capture_output=True, text=True, timeout=_ANSWER_S, check=True

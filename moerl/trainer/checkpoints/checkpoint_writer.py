@@ -1,12 +1,14 @@
 """Checkpoints written while training continues: copy the state, write it in a thread, rename last.
 
 `save` stops training only while the state is planned and copied to buffers in host memory, which
-are kept between checkpoints.  An offloaded optimizer's state would not fit twice: it is written from
-where it is, one tensor at a time, and the next update waits for the write.  A thread of each rank
-writes its own file; rank 0's joins the results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
+are kept between checkpoints.  A thread of each rank then writes its own file; rank 0's joins the
+results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
 crash or a failed write leaves a hidden folder, which the next writer removes, and older checkpoints
 unchanged; failed writes are counted and told.  On a full disk the copy is written again until there
 is room; the next checkpoint waits for it, and after the limit the run ends.
+
+The state of an offloaded optimizer is in host memory and would not fit twice: it is written from
+there, one tensor at a time, and the next update waits until it is on the disk.
 
 Megatron's own writers fork the trainer, with its sockets, threads and CUDA context, and pass
 results through a manager process; torch's need a process group that training uses as well.  So this
@@ -409,8 +411,8 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the copy: objects are pickled, tensors of the device are copied to host buffers.
 
-        A GPU's trainer has tensors in host memory where its optimizer is offloaded, or has made them
-        for this checkpoint.
+        A GPU's trainer has tensors in host memory where its optimizer is offloaded, or where they
+        were made for this checkpoint.
         """
         self._name = f"{plan.storage_data.prefix}0.distcp"
         found = [(item, planner.resolve_data(item)) for item in plan.items]
