@@ -19,7 +19,7 @@ from moerl.config.checks import check
 from moerl.config.clusters import placement, trainer_share
 from moerl.core.types import PolicyVersion
 from moerl.layout import ModelSpec, model_spec
-from moerl.planning.dry_run import model_shapes
+from moerl.planning.estimates import model_shapes
 from moerl.planning.memory import trainer_memory, training_of
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model import platform

@@ -14,8 +14,9 @@ from moerl.config import load_config, resolve
 from moerl.config.load import CONFIG_ROOT
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import check_planned_layout
-from moerl.planning import dry_run as dry_run_module
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning import estimates
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do
@@ -89,9 +90,9 @@ def test_host_memory_that_a_node_does_not_have(monkeypatch: pytest.MonkeyPatch) 
     recipe, small = "qwen3-30b-a3b-node8", "cluster.nodes.all.memory_gb=500"
     text = describe(resolve(load_config(recipe, (small,))), [])
     assert re.search(r"host memory of \S+ DOES NOT FIT: 7\d\d GB of 500 GB", text), text
-    monkeypatch.setattr(dry_run_module, "host_memory", lambda: 600 * 10**9)
+    monkeypatch.setattr(estimates, "host_memory", lambda: 600 * 10**9)
     for gpus, fits in ((0, True), (8, False)):
-        monkeypatch.setattr(dry_run_module, "visible_gpus", lambda gpus=gpus: [80] * gpus)
+        monkeypatch.setattr(estimates, "visible_gpus", lambda gpus=gpus: [80] * gpus)
         text = describe(resolve(load_config(recipe)), [])
         assert ("this machine has 600 GB" not in text) is fits
         assert ("host memory of all DOES NOT FIT: 759 GB of 600 GB" not in text) is fits

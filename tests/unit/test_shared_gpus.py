@@ -20,7 +20,8 @@ from moerl.launch.own_gpu import use_own_gpu
 from moerl.launch.run_context import rank_environment
 from moerl.launch.supervision.actors import EngineGpus
 from moerl.planning import publish_forecast
-from moerl.planning.dry_run import check_shared_gpus, describe
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import check_shared_gpus
 
 ONE_GPU = {"quickstart": ["cluster=gpu1"], "smollm2-moe": ["cluster=gpu1"], "olmoe-1gpu": []}
 PURPOSES = {"weights", "KV cache", "gradients", "optimizer", "a publish", "CUDA, graphs, waste"}
