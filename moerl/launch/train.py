@@ -203,8 +203,6 @@ def _close_endpoints(run: RunDir) -> None:
 
 def _tidy(context: RunContext, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs unless a resume can use them; then return a sentence about them."""
-    if context.records is not None:
-        return ""
     if is_done or not has_steps:  # with `shared`, segments are in the run directory
         for folder in (context.journal_dir, context.run.journal, context.blob_dir):
             if folder is not None:
@@ -334,7 +332,6 @@ def prepare(
         blob_dir=blob_dir,
         journal_dir=journal_dir,
         checkpoint=checkpoint,
-        records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     _check_parts(context)
@@ -399,10 +396,10 @@ def _check_parts(context: RunContext) -> None:
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
     """Folders of the journal and of the records, made.  Raises ConfigError when others own them."""
-    outside, keeps = config.rollout.journal_dir, config.rollout.keep_records
+    outside = config.rollout.journal_dir
     journal_dir = outside_folder(outside, run) if outside else run.journal
     _refuse_network(journal_dir)
-    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    blob_dir = outside_folder(config.cluster.blob_dir, run)
     private_dir(journal_dir, "rollout.journal_dir")
     return journal_dir, private_dir(blob_dir, "cluster.blob_dir")
 
