@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
-from moerl.config.clusters import is_local, placement
+from moerl.config.clusters import is_local, placement, trainer_share
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.mesh import check_mesh
@@ -258,6 +258,7 @@ def _fit_line(config: Config, layouts: Layouts, received: float) -> str:
     tokens, static = config.engine.max_total_tokens, config.engine.mem_fraction_static
     engine = engine_memory(spec, engines, received, tokens, config.engine.dtype)
     rank = max(one.total for one in trainer_memory(spec, trainer, training_of(config, gpu=True)))
+    trainer_gb *= trainer_share(config)
     sides = (("engine", engine.total, static * engine_gb), ("trainer", rank, trainer_gb))
     verdicts = (
         f"{'an' if side == 'engine' else 'a'} {side} rank "
