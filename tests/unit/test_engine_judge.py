@@ -45,7 +45,7 @@ def judge(folder: Path, prefers: Callable[[str], float], **fields: Any) -> Engin
         async def generate(self, body: dict[str, Any], took: Callable[..., None]) -> None:
             assert body["token_ids_logprob"] == [[one, zero]] * len(body["rid"])
             for place, ids in reversed(list(enumerate(body["input_ids"]))):
-                share = prefers(decode(ids))
+                share = prefers(decode(ids).partition("user: ")[2].partition("\n")[0])
                 told = [[math.log(share) - 5.0, one, None], [math.log1p(-share) - 5.0, zero, None]]
                 took(place, {"meta_info": {"output_token_ids_logprobs": [told]}})
 
@@ -67,6 +67,7 @@ def test_the_reward_is_the_mean_of_the_choices(folder: Path) -> None:
 def test_fields_are_filled_once_and_a_response_fills_none(folder: Path) -> None:
     made = judge(folder, lambda text: 0.5, prompt="{prompt}{answer}{response}{other}")
     seen: list[str] = []
+    made._has_template = False
     made._template = SimpleNamespace(encode_plain=lambda text, begin: seen.append(text) or [])  # type: ignore[assignment]
     first, second = asked(PROMPT, [view("{answer}"), view("2")])
     made._filled(first)

@@ -104,7 +104,7 @@ def test_an_evaluation_that_hangs_is_given_up(
             return await super().rewards(prompt, episodes)
 
     async def scenario() -> None:
-        evaluation = replace(EVERY_TWO, hold_s=0.1)
+        evaluation = replace(EVERY_TWO, hold_s=0.3)
         task = replace(CONFIG.task, score_timeout_s=0.05)
         config = replace(CONFIG, evaluation=evaluation, task=task)
         hangs = "eval-0.0" if who == "engine" else "none"
@@ -115,7 +115,7 @@ def test_an_evaluation_that_hangs_is_given_up(
 
         async def work() -> None:
             await train(controller, 2)
-            await asyncio.sleep(0.5)  # nothing is trained meanwhile: no update ends it
+            await asyncio.sleep(1.0)  # nothing is trained meanwhile: no update ends it
             await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
             assert isinstance(await controller.handle(TakePlan(4, 60.0, 1)), Stop)
 
