@@ -21,33 +21,16 @@ COALESCED = {  # gloo has no such form: one after the other
     "all_gather_single_coalesced": "_allgather_base",
 }
 NAMES = frozenset((*SAME, *RENAMED, *COALESCED, "send", "recv", "barrier"))  # of the double
-_ABSENT = frozenset(("allgather_coalesced", "recv_anysource"))  # called by nothing here
-_WITHOUT_TENSORS = frozenset(
-    [
-        "_add_ephemeral_timeout",
-        "_end_coalescing",
-        "_end_time_estimate",
-        "_get_backend",
-        "_group_end",
-        "_group_start",
-        "_has_hooks",
-        "_register_backend",
-        "_set_default_backend",
-        "_set_default_timeout",
-        "_set_group_desc",
-        "_set_group_name",
-        "_start_coalescing",
-        "_start_time_estimate",
-        "_wait_for_pending_works",
-        "abort",
-        "get_comm",
-        "lower",
-        "rank",
-        "shutdown",
-        "size",
-        "split",
-    ]
-)
+# called by nothing here; the last two are new in torch 2.14
+_ABSENT = frozenset(("allgather_coalesced", "recv_anysource", "gather_single", "new_window"))
+_WITHOUT_TENSORS = frozenset((
+    "_add_ephemeral_timeout", "_end_coalescing", "_end_time_estimate", "_get_backend", "_group_end",
+    "_group_start", "_has_hooks", "_register_backend", "_set_default_backend",
+    "_set_default_timeout", "_set_group_desc", "_set_group_name", "_start_coalescing",
+    "_start_time_estimate", "_wait_for_pending_works", "abort", "get_backend", "get_comm",
+    "get_reconfigure_handle", "lower", "rank", "reconfigure", "set_timeout", "shutdown", "size",
+    "split",
+))  # fmt: skip
 
 
 def called(source: str) -> set[str]:
