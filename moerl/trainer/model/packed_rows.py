@@ -44,4 +44,5 @@ class RotaryOnHostEnds:
 def _on_host(value: Any) -> Any:
     if not isinstance(value, PackedRows) or value.host_ends is None:
         return value
-    return replace(value, cu_seqlens_q_padded=value.host_ends, cu_seqlens_kv_padded=value.host_ends)
+    ends = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), value.host_ends)
+    return replace(value, **ends)
