@@ -127,7 +127,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
-    _check_fields(config)
+    _check_fields(config, learned=True)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
@@ -308,10 +308,10 @@ def _checked(
     return config
 
 
-def _check_fields(config: Config) -> None:
+def _check_fields(config: Config, *, learned: bool = False) -> None:
     from moerl.launch.line_checks import check_fields
 
-    check_fields(config)
+    check_fields(config, learned=learned)
 
 
 def _with_transport(config: Config) -> Config:
@@ -323,7 +323,7 @@ def _with_transport(config: Config) -> Config:
         return config
     if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
         return config
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
     from moerl.planning.publish_forecast import auto_transport
 
     try:

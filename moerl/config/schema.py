@@ -125,6 +125,11 @@ class TaskConfig:
         return self.kind.speaks_messages and not self.reward
 
     @property
+    def has_own_reward(self) -> bool:
+        """Whether a function of the user gives the reward."""
+        return ":" in self.reward
+
+    @property
     def turn_limit(self) -> int:
         return self.max_turns or (1 if self.kind is TaskKind.SINGLE_ANSWER else 64)
 

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
+from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
 from moerl.observe.console import Console
@@ -132,7 +134,10 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
     with _only_one(run), _own_output(run) as (out, err):
         context = prepare(config, run, resume=resume, **options)
         lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
-        lines.begin(lambda line: print(f"moerl: {line}", file=err, flush=True))
+        say = partial(print, "moerl:", file=err, flush=True)
+        lines.begin(say)
+        for sentence in try_rewards(lines.training):
+            say(sentence)
         save_config(context.config, run.config, derived_settings(config))
         facts = json.dumps(identity(context.config), indent=1)
         atomic_write(run.identity, facts, sync=True, mode=0o600)
