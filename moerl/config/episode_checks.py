@@ -123,13 +123,8 @@ def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
         yield from _of_port(config, agent)
     elif is_local(config.cluster) and program_path(name := agent.command[0]) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
-    if task.isolation == "bwrap":
-        yield (
-            "task.isolation",
-            "bwrap",
-            f"the program of task.agent.{player} is not isolated by it, and needs a network; "
-            "use process",
-        )
+    if agent.port and task.isolation == "bwrap":
+        yield "task.isolation", "bwrap", "it is not for remote workers of task.agent.port"
     for model, endpoint in agent.models.items():
         yield from _of_model(model, endpoint)
 

@@ -88,7 +88,7 @@ class TaskConfig:
     score_timeout_s: Positive = 10.0
     # drop: replace the group and count it, unless more than half of them fail; stop: end the run
     on_score_error: Literal["drop", "stop"] = "drop"
-    # Where rewards and environments run (docs/sandbox.md); bwrap: no network, read-only files
+    # Walls of rewards, environments, programs (docs/sandbox.md); bwrap: no network, read-only files
     isolation: Literal["process", "bwrap"] = "process"
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
@@ -225,6 +225,8 @@ class EngineConfig:
     max_running_requests: Count = 256
     # of the KV cache; 0 = as many as fit into mem_fraction_static, SGLang decides
     max_total_tokens: Natural = 65536
+    # For weights and KV cache: of what is free at SGLang's start, with cluster.colocated=shared of
+    # the whole GPU
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
     answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted
@@ -304,7 +306,7 @@ class TrainerConfig:
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: Dispatcher = "alltoall"
-    cpu_threads: Count = 1
+    cpu_threads: Count = 1  # of a rank; an offloaded optimizer uses its share of the node's cores
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
     # Of DistributedDataParallelConfig and OptimizerConfig: `moerl.config.optimizer_settings`
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -496,6 +498,8 @@ class ClusterConfig:
     ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
+    # shared: engines and trainer are on the same GPUs, each in its share (docs/clusters.md)
+    colocated: Literal["none", "shared"] = "none"
     # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks

@@ -26,6 +26,7 @@ from moerl.config.clusters import (
     Placement,
     TrainerSlot,
     engine_gpus,
+    engine_of,
     is_local,
     mapped_gpus,
     placement,
@@ -249,7 +250,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
-            replace(config.engine, tp=tp),
+            engine_of(config, tp),
             folder,
             routing=config.replay.routing == "R3",
             version="0.0",
