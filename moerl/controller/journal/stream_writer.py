@@ -97,7 +97,7 @@ class StreamWriter:
     def _write(self, plan: BatchPlan) -> None:
         path = self._folder.step_file(plan.version)
         write_step(path, plan, self._blobs.read, sync=self._sync)
-        self._sums[plan.version] = _sums_of(plan.groups)  # now, because the trainer waits for `done`
+        self._sums[plan.version] = _sums_of(plan.groups)  # now: the trainer waits for `done`
 
     async def sealed(self, step: int) -> None:
         """Wait for the file of a prepared step.  Raises OSError, BlobError; then `write_again`."""
