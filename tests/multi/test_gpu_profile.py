@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import stub_driver, te_modules
+from tests.helpers import group_calls, stub_driver, te_modules
 from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
 from tools.stages import GPU_PROFILE, ROOT
 
@@ -78,6 +78,13 @@ def test_megatron_core_finds_what_it_wants_of_transformer_engine(driver: dict[st
     say = "print(json.dumps(sorted(n for n in vars(te) if getattr(te, n) is None)))"
     gone = set(json.loads(run("-c", f"{extension}; {say}", **driver).splitlines()[-1]))
     assert not gone & set(USED), gone & set(USED)
+
+
+def test_the_double_has_the_collectives_of_this_torch() -> None:
+    """Its own torch is the CPU profile's, which is another version."""
+    (torch,) = GPU_PROFILE.glob("lib/python3.*/site-packages/torch")
+    source = (torch / "distributed/distributed_c10d.py").read_text()
+    assert group_calls.unknown(source) == set()
 
 
 def test_every_module_of_ours_imports(driver: dict[str, str]) -> None:
