@@ -10,6 +10,7 @@ from shutil import which
 from moerl.config.clusters import is_local
 from moerl.config.functions import check_importable, functions
 from moerl.config.schema import Config
+from moerl.config.scorer_checks import check_terms
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS, TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
@@ -38,6 +39,7 @@ def check_episodes(config: Config) -> None:
 
 def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
     kind = task.kind
+    yield from check_terms(config, task)
     if kind is TaskKind.PROGRAM:
         yield from _of_program(config, task)
     elif task.agent != AgentConfig():
@@ -95,7 +97,7 @@ def _of_object(task: TaskEntry) -> Iterator[Problem]:
     if task.environment == SANDBOX_TOOLS:
         if not task.tools:
             yield "task.tools", [], "sandbox_tools offers these: name at least one"
-        if not task.reward:
+        if not (task.reward or task.rewards):
             yield "task.reward", "", f"sandbox_tools gives none; use {functions(_REWARDS)}"
     elif task.environment == HTTP:
         if not str(task.environment_options.get("url", "")).startswith(_SCHEMES):

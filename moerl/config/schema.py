@@ -8,8 +8,8 @@ A field's type states its allowed values: choices are `Literal`, ranges are in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -24,6 +24,7 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.reward_terms import RewardTerm
 from moerl.config.task_kinds import TaskKind, kind_of_environment
 from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 
@@ -77,6 +78,8 @@ class TaskConfig:
     # exact_match | math_verify | position_steps | turn_gains | package.module:function | source (of
     # the source of prompts); empty = the program's or environment object's own, else source
     reward: str = ""
+    # Several terms in place of `reward` (docs/scoring.md): [{name, weight, where, timeout_s, ...}]
+    rewards: list[RewardTerm] = field(default_factory=list)
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""
@@ -121,13 +124,34 @@ class TaskConfig:
 
     @property
     def brings_reward(self) -> bool:
-        """Whether the program or the environment object gives the reward."""
+        """Whether the program or the environment object gives the reward, or a term of it."""
+        if self.rewards:
+            return any(term.where == "own" for term in self.rewards)
         return self.kind.speaks_messages and not self.reward
 
     @property
-    def has_own_reward(self) -> bool:
-        """Whether a function of the user gives the reward."""
-        return ":" in self.reward
+    def terms(self) -> tuple[RewardTerm, ...]:
+        """The terms of the reward; `reward` alone is one."""
+        if self.rewards:
+            return tuple(self.rewards)
+        if self.brings_reward:
+            return (RewardTerm("reward", where="own"),)
+        own = RewardTerm("reward", function=self.reward, workers=self.scorer_workers)
+        return (replace(own, needs=["text", "messages", "tokens", "graph"]),)
+
+    def timeout_of(self, term: RewardTerm) -> float:
+        """Seconds of a request to the scorer of a term."""
+        return term.timeout_s or self.score_timeout_s
+
+    def only_with(self, term: RewardTerm) -> Self:
+        """The task with the function of this term as its reward."""
+        return replace(self, reward=term.function, rewards=[])
+
+    @property
+    def own_rewards(self) -> list[Self]:
+        """The task with each function of the user that gives its reward, or a term of it."""
+        terms = [term for term in self.terms if term.where == "function" and ":" in term.function]
+        return [self.only_with(term) for term in terms]
 
     @property
     def turn_limit(self) -> int:

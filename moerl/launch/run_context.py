@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
-    from moerl.scoring import TaskScorers
 
 
 # What ranks inherit of the environment: names, and beginnings of names, ...
@@ -188,18 +187,6 @@ class RunContext:
             lora=self.config.lora,
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
-        )
-
-    def scorer(self) -> TaskScorers:
-        from moerl.scoring import ProcessScorer, TaskScorers
-
-        return TaskScorers(
-            {
-                task.label: ProcessScorer(
-                    task, workers=task.scorer_workers, timeout_s=task.score_timeout_s
-                )
-                for task in entries_of(self.config)
-            }
         )
 
     def prompts(self) -> PromptMixture:

@@ -98,7 +98,7 @@ def prompt_lines(config: Config, max_positions: int) -> list[str]:
     Raises ConfigError.
     """
     entries = entries_of(config)
-    if not any(SOURCES[entry.name].files or entry.has_own_reward for entry in entries):
+    if not any(SOURCES[entry.name].files or entry.own_rewards for entry in entries):
         return []
     with model_tokenizer(config) as tokenizer:
         found = line_checks(config, tokenizer, max_positions)
