@@ -55,7 +55,6 @@ _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
 # ... but never one that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 REF_MODELS = "ref_models"
 
 
@@ -317,13 +316,7 @@ def _environment(context: RunContext, slot: TrainerSlot, mark: str) -> dict[str,
 
 def engine_environment(config: Config) -> dict[str, str]:
     """Variables that an engine's host sets for itself and its server, beside those it inherits."""
-    cluster = config.cluster
-    interface = {} if is_local(cluster) else dict.fromkeys(_INTERFACES, cluster.interface)
-    return (
-        interface
-        | cluster.environment
-        | transport_environment(config, first_group(config, "engine"))
-    )
+    return transport_environment(config, first_group(config, "engine"))
 
 
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
@@ -332,15 +325,13 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     Of this process's own variables only those that ranks read: no token of Ray, W&B, Hugging Face
     or a cloud.
     """
-    env = _allowed(os.environ) | config.cluster.environment
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     return (
-        env
-        | visible_devices((*slot.devices, *mapped))
+        _allowed(os.environ)
         | transport_environment(config, slot.node.group)
+        | visible_devices((*slot.devices, *mapped))
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
-            "GLOO_SOCKET_IFNAME": config.cluster.interface,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
