@@ -24,6 +24,7 @@ HOOK = Path(__file__).parents[1] / "helpers" / "nccl_on_cpu"
 GPUS = (
     *("cluster=node8", "sync.transport=nccl", "engine.platform=auto", "trainer.platform=auto"),
     *("engine.count=1", "engine.tp=1", "engine.dtype=float32", "trainer.dtype=fp32"),
+    "engine.args.attention_backend=torch_native",
     "trainer.parallel={dp: 1, ep: 1}",
 )
 SHELL = {CUMEM: "1", "NCCL_SOCKET_IFNAME": "eth9", "GLOO_SOCKET_IFNAME": "eth9"}
