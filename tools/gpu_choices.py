@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -123,7 +124,7 @@ def resolved(card: str, args: Mapping[str, Any], shapes: Mapping[str, Any]) -> d
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    numbers = {"port": 30000, "nccl_port": 30001}
+    numbers: dict[str, Any] = {"port": 30000, "nccl_port": 30001}
     numbers |= {"dist_init_addr": "127.0.0.1:30002"} if "dist_init_addr" in args else {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shapes), encoding="utf-8")
@@ -155,7 +156,7 @@ def answer(card: str) -> None:
         "mem_get_info": (mib << 20, mib << 20),
     }.items():
         setattr(torch.cuda, question, lambda *_, reply=reply: reply)
-    torch.version.cuda = "13.0"  # type: ignore[assignment]
+    torch.version.cuda = "13.0"
     for probe in vars(common).values():
         if hasattr(probe, "cache_clear"):
             probe.cache_clear()
@@ -177,7 +178,8 @@ def _imported() -> None:
 
 # --- trainer ranks -------------------------------------------------------------------------------
 def trainers(every: list[Planned], te: Path) -> dict[str, Any]:
-    utils, rows = te_utils(te), {}
+    utils = te_utils(te)
+    rows: dict[str, Any] = {}
     for name, config, placed, shapes in every:
         card = gpu_choices.card_of(placed.trainers[0].node.group)
         key = gpu_choices.trainer_key(card, config, shapes)
@@ -257,7 +259,7 @@ def te_utils(te: Path) -> ModuleType:
 _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
-class _Stubs:
+class _Stubs(Loader):
     """Finds Transformer Engine's modules: two as they are, the others as stubs."""
 
     def __init__(self, folder: Path) -> None:

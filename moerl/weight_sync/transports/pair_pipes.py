@@ -254,9 +254,8 @@ def _named(deadline: float, doing: str) -> Iterator[None]:
 _building = threading.Lock()
 # A group whose members differ in one of these hangs or breaks.  Not in the list: NVLS, which NCCL
 # leaves off between two ranks, and what a host decides for itself, as its interfaces and cards.
-AGREED = ("CUMEM_ENABLE", "CUMEM_HOST_ENABLE", "P2P_DISABLE", "P2P_LEVEL", "SHM_DISABLE")
-AGREED += ("IB_DISABLE", "NET", "NET_PLUGIN", "ALGO", "PROTO")
-AGREED = tuple(f"NCCL_{name}" for name in AGREED)
+_SWITCHES = "CUMEM_ENABLE CUMEM_HOST_ENABLE P2P_DISABLE P2P_LEVEL SHM_DISABLE IB_DISABLE"
+AGREED = tuple(f"NCCL_{name}" for name in f"{_SWITCHES} NET NET_PLUGIN ALGO PROTO".split())
 
 
 def nccl_settings() -> dict[str, str]:
