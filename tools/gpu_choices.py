@@ -249,7 +249,8 @@ def te_utils(te: Path) -> ModuleType:
     Its imports are stubs but for context_parallel.py beside it.  Raises SystemExit.
     """
     part = "transformer_engine/pytorch/attention/dot_product_attention/utils.py"
-    file = next(iter(sorted(te.glob(f"**/{part}"))), None)
+    places = (te, *te.glob("lib/python3.*/site-packages"))
+    file = next((place / part for place in places if (place / part).is_file()), None)
     if file is None:
         raise SystemExit(f"tools/gpu_choices.py: {te} has no {part}")
     sys.meta_path.insert(0, _Stubs(file.parent))
