@@ -34,7 +34,7 @@ from moerl.core.errors import ConfigError
 from moerl.engine.weight_layout import engine_layout
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning import gpu_choices
-from moerl.planning.dry_run import model_shapes
+from moerl.planning.estimates import model_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/evidence/gpu-choices.md"

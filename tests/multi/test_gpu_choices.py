@@ -23,7 +23,7 @@ TABLE = json.loads(gpu_choices.FILE.read_text(encoding="utf-8"))
 BEGIN = "import json; from pathlib import Path; from tools import gpu_choices as g; "
 FP32 = """
 from moerl.config import load_config; from moerl.config.clusters import placement
-from moerl.planning.dry_run import model_shapes
+from moerl.planning.estimates import model_shapes
 config = load_config("quickstart", ("cluster=node8", "engine.dtype=float32"))
 shapes, placed = model_shapes(config), placement(config)
 args = g.gpu_choices.engine_arguments(config, placed, 1, Path(), shapes)
@@ -32,7 +32,7 @@ print(json.dumps([g.choices(one)["decode"] for one in found]))
 """
 GPT_OSS = """
 from moerl.config import load_config; from moerl.layout import model_spec
-from moerl.planning.dry_run import model_shapes
+from moerl.planning.estimates import model_shapes
 utils, found = g.te_utils(Path({te!r})), []
 for cp in (1, 2):
     layout = f"trainer.parallel.cp={{cp}}", f"trainer.parallel.dp={{8 // cp}}"

@@ -12,7 +12,8 @@ from moerl.config import load_config, resolve
 from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
 from moerl.planning import gpu_choices
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 from tools.gpu_choices import PAGE, page, planned
 
 ROOT = Path(__file__).resolve().parents[2]

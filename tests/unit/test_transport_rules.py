@@ -26,7 +26,8 @@ from moerl.config.transport_rules import (
 )
 from moerl.core.errors import ConfigError, TransportError
 from moerl.launch.run_context import engine_environment, rank_environment
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 from moerl.planning.publish_forecast import auto_transport
 from moerl.weight_sync.transports import mooncake
 from moerl.weight_sync.transports.factory import make
