@@ -187,6 +187,13 @@ def check_model_sizes(
     sizes = {name: int(hf.get(name) or 0) for name in _SIZES}
     sizes["num_experts"] = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
     check_divides(parallel, sizes, field)
+    if parallel.cp > 1 and hf.get("model_type") == "gpt_oss":
+        raise ConfigError(
+            f"{field}.cp",
+            parallel.cp,
+            "no attention has sinks and sliding windows over context-parallel ranks: Transformer "
+            "Engine refuses its kernels, megatron-core's own has neither; set it to 1",
+        )
     if (heads := sizes["num_attention_heads"]) % engine_tp:
         raise ConfigError(
             "engine.tp", engine_tp, f"it must divide the model's num_attention_heads = {heads}"
