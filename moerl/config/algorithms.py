@@ -149,12 +149,16 @@ class RatioRule:
                 ("icepop",): cls("masked", pop, pop),
             }.get(weighing)
         low, high = 1.0 - a.clip_low, 1.0 + a.clip_high
-        return None if weighing else {
-            "importance": cls("plain"),
-            "cispo": cls("clamped", (low, high), (low, high)),
-            "ppo_clip": cls("masked", (0.0, high), (low, _UNBOUNDED)),
-            "ppo_dual_clip": cls("masked", (0.0, high), (low, a.dual_clip)),
-        }.get(a.objective)
+        return (
+            None
+            if weighing
+            else {
+                "importance": cls("plain"),
+                "cispo": cls("clamped", (low, high), (low, high)),
+                "ppo_clip": cls("masked", (0.0, high), (low, _UNBOUNDED)),
+                "ppo_dual_clip": cls("masked", (0.0, high), (low, a.dual_clip)),
+            }.get(a.objective)
+        )
 
 
 def check_algorithm(config: Config, *, folders: bool = True) -> None:
@@ -386,7 +390,9 @@ def _check_centering(config: Config) -> None:
         )
     if _truncates(config) and not config.replay.sampling_mask:
         raise ConfigError(
-            "algorithm.centering", True, "with truncated sampling it needs replay.sampling_mask=true"
+            "algorithm.centering",
+            True,
+            "where sampling truncates, replay.sampling_mask=true is needed",
         )
 
 

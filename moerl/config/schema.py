@@ -340,7 +340,7 @@ class AlgorithmConfig:
     distill_coef: NonNegative = 0.0
     # token: the sampled one; support: the recorded sampling mask; teacher_top_k: its likeliest
     distill_over: Literal["token", "support", "teacher_top_k"] = "token"
-    distill_kl: Literal["reverse", "forward"] = "reverse"  # KL(policy, teacher), KL(teacher, policy)
+    distill_kl: Literal["reverse", "forward"] = "reverse"  # reverse: KL(policy, teacher)
     distill_top_k: Count = 64  # teacher_top_k: entries of the vocabulary per token
     entropy_coef: NonNegative = 0.0
     aggregation: str = "seq_mean_token_mean"

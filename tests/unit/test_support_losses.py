@@ -77,7 +77,9 @@ class Decision:
             centering=term,
         )
 
-    def expected(self, settings: dict[str, Any], advantage: float, support: Support | None) -> float:
+    def expected(
+        self, settings: dict[str, Any], advantage: float, support: Support | None
+    ) -> float:
         """Norm of the expected gradient of the loss under the engine."""
         a, term = algorithm(settings), None
         if support is not None:
@@ -200,9 +202,7 @@ def masked(theta: Tensor, teacher: Tensor) -> tuple[Support, Tensor, Tensor]:
     """Rows of 3, 1 and V entries, both policies over them; and the two as dense rows."""
     keep = torch.zeros(3, V, dtype=torch.bool)
     keep[0, [1, 4, 7]], keep[1, 2], keep[2] = True, True, True
-    p, t = (
-        one.masked_fill(~keep, -torch.inf).log_softmax(-1) for one in (theta, teacher.detach())
-    )
+    p, t = (one.masked_fill(~keep, -torch.inf).log_softmax(-1) for one in (theta, teacher.detach()))
     return Support(p[keep], t[keep], keep.sum(1), is_whole=True), p, t
 
 
@@ -238,12 +238,11 @@ def test_more_of_the_teachers_likeliest_come_closer_to_the_whole_kl(kl: Any) -> 
         top, ids = teacher.topk(k)
         support = Support(p.gather(1, ids).flatten(), top.flatten(), torch.full((3,), k), False)
         value = kl(support)
-        assert (value >= before - 1e-5).all() and (value <= true + 1e-5).all(), k
+        assert (value >= before - 1e-5).all(), k
+        assert (value <= true + 1e-5).all(), k
         before = value.detach()
     torch.testing.assert_close(value, true, rtol=1e-5, atol=1e-5)
-    mine, exact = (
-        torch.autograd.grad(x.sum(), theta, retain_graph=True)[0] for x in (value, true)
-    )
+    mine, exact = (torch.autograd.grad(x.sum(), theta, retain_graph=True)[0] for x in (value, true))
     torch.testing.assert_close(mine, exact, rtol=EXACT, atol=EXACT)
 
 

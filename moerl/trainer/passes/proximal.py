@@ -41,6 +41,7 @@ from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
+from moerl.trainer.passes.over_support import TeacherSupport
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
@@ -52,6 +53,7 @@ class ReferenceLogprobs:
 
     logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """proximal, reference, teacher (if needed) -> microbatch -> [N] fp32."""
+    teacher: dict[int, TeacherSupport] = field(default_factory=dict)  # of exact distillation
     routes: Routes | None = None  # R2: routes that the training pass replays
     m2_bound: float = math.inf
 
