@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.algorithms.device_copies import upload
+from moerl.algorithms.device_copies import to_host, upload
 from moerl.algorithms.head_logprob import SamplingMask, Scores, top_logprobs
 from moerl.algorithms.support_losses import Support, centering, forward_kl, reverse_kl
 from moerl.config.algorithms import RatioRule
@@ -46,16 +46,20 @@ def teacher_supports(
         assert scores.support is not None, "the support was asked for"
         return TeacherSupport(entries, scores.support)
 
-    def of_likeliest(hidden: Tensor, batch: Microbatch) -> TeacherSupport:
+    def likeliest(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         head = model.head(parallel.tp)
         k = min(algorithm.distill_top_k, head.vocab_size)
         tau = upload(batch.temperature[batch.held], hidden.device)
-        ids, logprobs = top_logprobs(hidden[0], head, k, temperature_S=tau)
-        offsets = torch.arange(len(batch.held) + 1) * k
-        return TeacherSupport(SamplingMask(offsets, ids.cpu().flatten()), logprobs.flatten())
+        return top_logprobs(hidden[0], head, k, temperature_S=tau)
 
-    value = over_mask if algorithm.distill_over == "support" else of_likeliest
-    return values_of(value, model, batches, Mode.OFF)
+    if algorithm.distill_over == "support":
+        return values_of(over_mask, model, batches, Mode.OFF)
+    found = values_of(likeliest, model, batches, Mode.OFF)
+    ids = to_host({number: of_batch for number, (of_batch, _) in found.items()})
+    return {
+        number: TeacherSupport(_rows(ids[number]), logprobs.flatten())
+        for number, (_, logprobs) in found.items()
+    }
 
 
 def wanted_entries(batch: Microbatch, teacher: TeacherSupport | None) -> SamplingMask | None:
@@ -97,6 +101,11 @@ def support_terms(
         name: forward.gather_context_parallel(values_M, batch, parallel)
         for name, values_M in term.items()
     }
+
+
+def _rows(ids_MK: Tensor) -> SamplingMask:
+    num, k = ids_MK.shape
+    return SamplingMask(torch.arange(num + 1) * k, ids_MK.flatten())
 
 
 def _mask_of(batch: Microbatch) -> SamplingMask:
