@@ -53,12 +53,9 @@ class Series:
     recipe: str
     lag: int
     settings: tuple[str, ...] = ()
-    tag: str = ""  # of its folders; empty = variant, if it has settings
-    script: Path | None = None  # in place of `moerl.trainer.main`
 
     def folder(self, seed: int) -> str:
-        tag = self.tag or ("variant" if self.settings else "")
-        words = [self.recipe, f"lag{self.lag}", *([tag] if tag else [])]
+        words = [self.recipe, f"lag{self.lag}", *(["variant"] if self.settings else [])]
         return "-".join([*words, f"seed{seed}"])
 
 
@@ -116,7 +113,7 @@ class Bed:
         ray.get(self._engine.ask.remote("start", PolicyVersion(0, 0)))
         self._runs = 0
 
-    def train(self, plan: RunContext, script: Path | None = None) -> Iterator[Row]:
+    def train(self, plan: RunContext) -> Iterator[Row]:
         """Rows of a run as its steps are done.  Raises the run's first failure."""
         self._runs += 1
         bed = self._plan
@@ -133,11 +130,7 @@ class Bed:
         watch = controller.watch.remote()
         ray.get(controller.engines_started.remote())
         log = plan.run.logs / "trainer.log"
-        command = trainer_command(plan, endpoint)
-        if script is not None:
-            at = command.index("moerl.trainer.main")
-            command[at - 1 : at + 1] = [str(script)]
-        trainer = TorchrunJob(command, trainer_environment(plan), log)
+        trainer = TorchrunJob(trainer_command(plan, endpoint), trainer_environment(plan), log)
         try:
             while (code := trainer.poll()) is None:
                 if ray.wait([watch], timeout=_POLL_S)[0]:
@@ -185,21 +178,14 @@ def _model(out: Path, line: Series, seed: int) -> Path:
     return folder
 
 
-def run_all(
-    out: Path,
-    todo: Sequence[tuple[Series, int]],
-    steps: int,
-    scratch: Path,
-    engine: Series | None,
-) -> None:
-    """engine: whose settings the engine has; None: the first run's."""
+def run_all(out: Path, todo: Sequence[tuple[Series, int]], steps: int, scratch: Path) -> None:
     line, seed = todo[0]
     _say(f"{len(todo)} runs of {steps} steps to go; the engine starts\n")
-    bed = Bed(plan_of(out / "engine", engine or line, seed, steps), scratch)
+    bed = Bed(plan_of(out / "engine", line, seed, steps), scratch)
     begin = time.monotonic()
     for number, (line, seed) in enumerate(todo):
         plan = plan_of(out, line, seed, steps)
-        for row in bed.train(plan, line.script):
+        for row in bed.train(plan):
             _say(f"{line.name}, lag {line.lag}, seed {seed}: step {row['step'] + 1} of {steps}")
         shutil.rmtree(plan.run.checkpoints)  # metrics are the result
         shutil.rmtree(plan.run.hf)
@@ -210,27 +196,6 @@ def run_all(
             f"[{number + 1} of {len(todo)}] {line.name}, lag {line.lag}, seed {seed}: last tenth "
             f"{reward:.3f}; {minutes:.0f} min so far, about {left:.0f} to go\n"
         )
-
-
-def train_all(
-    out: Path,
-    todo: Sequence[tuple[Series, int]],
-    steps: int,
-    engine: Series | None = None,
-) -> None:
-    """Train the runs that are left; nothing of them outlives this."""
-    if not todo:
-        return
-    become_subreaper()
-    os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-    scratch = Path(tempfile.mkdtemp(prefix="moerl-curves-"))
-    try:
-        run_all(out, todo, steps, scratch, engine)
-    finally:
-        ray.shutdown()  # while its servers live: its client aborts the process without them
-        end_descendants(grace_s=2.0)
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -250,9 +215,7 @@ HEAD = (
 )
 
 
-def load(
-    out: Path, seeds: int, steps: int, series: Sequence[Series] = SERIES
-) -> dict[Series, list[list[Row]]]:
+def load(out: Path, seeds: int, steps: int) -> dict[Series, list[list[Row]]]:
     """Rows by series and seed, of the runs that are whole."""
     found = {
         line: [
@@ -260,7 +223,7 @@ def load(
             for seed in range(seeds)
             if len(rows := read_rows(out / line.folder(seed) / "metrics.jsonl")) >= steps
         ]
-        for line in series
+        for line in SERIES
     }
     return {line: runs for line, runs in found.items() if runs}
 
@@ -327,7 +290,17 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     todo = [] if arguments.page else missing(out, SERIES, arguments.seeds, arguments.steps)
-    train_all(out, todo, arguments.steps)
+    if todo:
+        become_subreaper()
+        os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+        scratch = Path(tempfile.mkdtemp(prefix="moerl-curves-"))
+        try:
+            run_all(out, todo, arguments.steps, scratch)
+        finally:
+            ray.shutdown()  # while its servers live: its client aborts the process without them
+            end_descendants(grace_s=2.0)
+            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
     found = load(out, arguments.seeds, arguments.steps)
     if not found:
         sys.exit(f"{out} holds no run of {arguments.steps} steps")
