@@ -333,7 +333,7 @@ def _upload(blocks: list[_Block], device: torch.device) -> list[_Block]:
         return blocks
     moved = iter(upload(torch.cat(parts), device).split([len(part) for part in parts]))
     return [
-        _Block(*(next(moved) if isinstance(t, Tensor) else t for t in block)) for block in blocks
+        _Block._make(next(moved) if isinstance(t, Tensor) else t for t in block) for block in blocks
     ]
 
 

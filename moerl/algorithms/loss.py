@@ -92,10 +92,10 @@ def policy_loss(algorithm: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> Poli
     if algorithm.entropy_coef:
         entropy = -algorithm.entropy_coef * (weight_N * entropy_bonus(t)).sum()
     sums = _token_sums(t, token, factor, corrections)
-    terms = {"pg": pg, "centering": centering, "kl": kl, "distill": distill}
-    terms |= {"entropy_bonus": entropy}
+    sums |= {"pg": pg, "centering": centering, "kl": kl, "distill": distill}
+    sums |= {"entropy_bonus": entropy}
     loss = pg + centering + kl + distill + entropy
-    return PolicyLoss(loss, _packed(sums | terms, pg.device))
+    return PolicyLoss(loss, _packed(sums, pg.device))
 
 
 def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:

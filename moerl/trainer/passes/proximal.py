@@ -53,9 +53,9 @@ class ReferenceLogprobs:
 
     logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """proximal, reference, teacher (if needed) -> microbatch -> [N] fp32."""
-    teacher: dict[int, TeacherSupport] = field(default_factory=dict)  # of exact distillation
     routes: Routes | None = None  # R2: routes that the training pass replays
     m2_bound: float = math.inf
+    teacher: dict[int, TeacherSupport] = field(default_factory=dict)  # of exact distillation
 
     def tokens(self, microbatch: int) -> dict[str, Tensor]:
         """The fields of `moerl.algorithms.tokens.Tokens` that are known for a microbatch."""
