@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,9 +33,12 @@ from moerl.data.plain_values import FieldError
 from moerl.layout import ModelSpec, model_spec
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
+from moerl.records.record_uris import moved_to_node
 from moerl.records.routing import check_ids, id_dtype
 from moerl.records.sampling_mask import check_csr
+from moerl.records.stream_files import groups_in
 
+DUMPS = (".jsonl", ".npz", ".step")  # endings; the last one: a trained step of a stream
 NEWEST = PolicyVersion(0, 1_000_000)  # for the scoring weights: a token of lag n is n older
 _FIELDS = {
     "id", "token_ids", "loss_mask", "prompt_len", "logprobs", "routing", "sampling_mask", "lag",
@@ -71,19 +74,39 @@ def model_shape(spec: ModelSpec) -> ModelShape:
 
 
 def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
-    """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
+    """Read FILE.jsonl, FILE.npz or FILE.step, seal its arrays, return checked records.
 
     Raises RecordError `dump` for a file or field that breaks the schema.
     """
-    if path.suffix not in (".jsonl", ".npz"):
-        _refuse(str(path), "name", "it must end in .jsonl or .npz")
+    if path.suffix not in DUMPS:
+        _refuse(str(path), "name", f"it must end in {', '.join(DUMPS)}")
     if not path.is_file():
         _refuse(str(path), "file", "it does not exist")
+    if path.suffix == ".step":
+        return _of_stream(path, store, shape)
     raws = _jsonl(path) if path.suffix == ".jsonl" else _npz(path)
     rollouts = [_rollout(raw, index, store, shape) for index, raw in enumerate(raws)]
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
+
+
+def _of_stream(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
+    """Rollouts of a trained step; a token's lag is counted from the weights that the step had."""
+    step = int(path.name.split(".")[1])
+    found = []
+    for content in groups_in(path):
+        for uri, data in content.blobs.items():
+            store.put_back(moved_to_node(uri, store.node), data)
+        for rollout in moved_to_node(content.group, store.node).rollouts():
+            check(rollout, shape)
+            spans = [replace(span, version=_aged(span.version, step)) for span in rollout.versions]
+            found.append(replace(rollout, versions=tuple(spans)))
+    return found
+
+
+def _aged(version: PolicyVersion, step: int) -> PolicyVersion:
+    return replace(NEWEST, step=NEWEST.step - (step - version.step))
 
 
 def summary(dump: Path, model: Path) -> str:

@@ -125,6 +125,11 @@ class TaskConfig:
         return self.kind.speaks_messages and not self.reward
 
     @property
+    def has_own_reward(self) -> bool:
+        """Whether a function of the user gives the reward."""
+        return ":" in self.reward
+
+    @property
     def turn_limit(self) -> int:
         return self.max_turns or (1 if self.kind is TaskKind.SINGLE_ANSWER else 64)
 
@@ -187,7 +192,6 @@ class RolloutConfig:
     late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
     max_drop_batches: Natural = 4  # after this many dropped batches in one step, groups are kept
-    keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
     # Requests of an engine that neither prefills nor samples for this long are aborted; what they
     # have sampled is kept.  No limit holds for a whole request
     progress_timeout_s: Positive = 600.0
@@ -431,6 +435,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """What was trained, in runs/NAME/stream, for `moerl verify` and `moerl rerun`."""
+
+    # Newest steps whose groups and records are kept; -1 = all, 0 = no stream is written
+    keep_steps: Annotated[int, Meta(ge=-1)] = 0
+
+
+@dataclass(frozen=True)
 class SupervisionConfig:
     """Reactions to the death of the trainer, an engine, the scorer or the controller."""
 
@@ -534,6 +546,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

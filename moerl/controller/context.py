@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from moerl.config import Config
@@ -14,6 +13,7 @@ from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
+from moerl.controller.journal.stream_writer import StreamWriter
 from moerl.controller.planned_batches import PlannedBatches
 from moerl.controller.scorer_timeout import ScorerWithTimeout
 from moerl.controller.step_metrics import StepMetrics, StepReport
@@ -44,8 +44,7 @@ class Services:
     encode: Callable[[str], list[int]]
     blobs: BlobStore
     journal: Journal
-    # Where headers of trained groups go; None: they are dropped and their blobs deleted.
-    records: Path | None
+    stream: StreamWriter | None = None  # keeps what is trained
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void

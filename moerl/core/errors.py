@@ -59,6 +59,14 @@ class RecordError(MoerlError):
         return RecordError, (self.reason, self.detail)
 
 
+class StreamError(MoerlError):
+    """A stream of a run that is not as it was written; `step` is -1 where none can be named."""
+
+    def __init__(self, detail: str, step: int = -1) -> None:
+        self.step = step
+        super().__init__(detail)
+
+
 class LayoutError(MoerlError):
     """A tensor that no rule covers, or a tile that cannot be placed; names the tensor."""
 

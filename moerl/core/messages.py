@@ -102,6 +102,7 @@ class Hello:
     consumed: Ranges
     begins: tuple[PolicyVersion, ...]
     pair_cost: float = 0.0
+    weights: str = ""  # digest of the current weights, with stream.keep_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class StepDone:
     version: PolicyVersion  # weights after the step
     metrics: dict[str, float]  # names of docs/metrics.md
     checkpoint: str  # path of a checkpoint that includes this step, or empty
+    weights: str = ""  # digest of the weights after the step, with stream.keep_steps
 
 
 @dataclass(frozen=True, slots=True)

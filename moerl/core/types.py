@@ -432,6 +432,7 @@ class GraphTurn:
     left_out: LeftOut = ""
     versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
     num_sampled: int = 0  # tokens that the policy sampled
+    tools: tuple[str, ...] = ()  # names of the functions that its answer calls, in order
 
     @property
     def trained(self) -> bool:

@@ -16,7 +16,7 @@ _METRICS, _SHOWN = 32, 80  # most metrics of a dict; characters of a value in an
 
 
 class BadReturn(Exception):
-    """A value that is no score; the text continues "the reward ..."."""
+    """A value that is no score, or a call that does not fit; it continues "the reward ..."."""
 
 
 def score_of(found: Any, key: str = "reward") -> Score:

@@ -155,7 +155,7 @@ class PromptStream:
         try:
             text, ids, length = self._encoded(item, messages)
         except FieldError as error:
-            raise self._refused(item, index, str(error), "template") from error
+            raise self._refused(item, index, str(error), error.kind) from error
         if not ids:
             raise self._refused(item, index, "has no token", "no token")
         most = min(self._task.max_prompt_tokens, self._room or self._task.max_prompt_tokens)
@@ -238,9 +238,17 @@ class PromptStream:
                 "the user's message; use a template that opens an answer",
             )
         try:
-            return template.render(messages, item.tools)
+            shown = template.render(messages, item.tools)
+            is_lost = item.tools and not template.writes_tools
+            is_lost = is_lost and shown == template.render(messages)  # it may want a system message
         except TemplateError as error:
             raise FieldError("template", f"cannot be used: {error}") from error
+        if is_lost:
+            name = self._task.columns.get("tools", "tools")
+            problem = f"has {name!r}, and the model's chat template writes no tools; "
+            way = "task.columns={tools: ''} leaves the column to the reward"
+            raise FieldError("tools", problem + way)
+        return shown
 
     def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""

@@ -254,6 +254,10 @@ class OpenEpisode:
         self._graph[name] = GraphTurn(name, parent, role, "cancelled")
         return name
 
+    def calls_tools(self, name: str, tools: tuple[str, ...]) -> None:
+        """The answer of a turn calls these functions."""
+        self._graph[name] = replace(self._graph[name], tools=tools)
+
     def leave_out(self, name: str, why: LeftOut) -> None:
         """A turn is not trained."""
         self._graph[name] = replace(self._graph[name], left_out=why)

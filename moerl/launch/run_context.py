@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from moerl.config.clusters import (
 )
 from moerl.config.engine_context import longest_sequence
 from moerl.config.schema import ParallelConfig
+from moerl.config.secret_values import hide
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.types import ModelShape
@@ -40,6 +41,7 @@ from moerl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from moerl.controller.journal.journal import Journal
+    from moerl.controller.journal.stream_writer import StreamWriter
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
@@ -72,7 +74,6 @@ class RunContext:
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
     checkpoint: Path | None = None  # to resume from
-    records: Path | None = None  # headers of trained groups, with rollout.keep_records
     journal_dir: Path | None = None  # None = in the run directory
     reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
     _tokenizer: Any = field(default=None, repr=False)
@@ -118,6 +119,22 @@ class RunContext:
         folder = self.journal_folder
         fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
         return Journal(folder, self.blobs(), segments, fingerprint)
+
+    def stream(self) -> StreamWriter | None:
+        """The writer of the run's stream; None without one.  Raises OSError, StreamError."""
+        from moerl.controller.journal.stream_writer import StreamWriter
+        from moerl.records.stream_files import StreamDir
+
+        if not (keep_steps := self.config.stream.keep_steps):
+            return None
+        return StreamWriter(
+            StreamDir(self.run.stream),
+            self.blobs(),
+            self.model_shape(),
+            hide(asdict(self.config)),
+            keep_steps=keep_steps,
+            sync=self.config.rollout.durability == "shared",
+        )
 
     def spec(self) -> ModelSpec:
         return model_spec(self.hf_config)

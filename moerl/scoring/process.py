@@ -40,7 +40,15 @@ from moerl.sandbox.isolation import (
     SandboxTimeout,
 )
 from moerl.sandbox.limits import import_paths, isolation_of
-from moerl.scoring.worker import Given, Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
+from moerl.scoring.worker import (
+    Fault,
+    Given,
+    Setup,
+    WorkerAnswer,
+    WorkerRequest,
+    decode_answer,
+    encode,
+)
 
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
@@ -110,12 +118,10 @@ class ProcessScorer:
     def _score_of(
         self, answer: WorkerAnswer, prompt: Prompt, texts: list[str]
     ) -> Score | ScoreError:
-        problem = answer.failure
-        if not problem and answer.score is None:
-            problem = "gave no score"
-        if answer.score is not None and not (problem or (problem := _refusal(answer.score, texts))):
+        answer = checked(answer, texts)
+        if answer.score is not None:
             return answer.score
-        return ScoreError(f"reward {self._name} {problem} for {prompt.name}")
+        return ScoreError(f"reward {self._name} {answer.failure} for {prompt.name}")
 
     async def _ask(self, prompt: Prompt, given: Sequence[Given]) -> list[WorkerAnswer]:
         loop = asyncio.get_running_loop()
@@ -185,6 +191,7 @@ class WorkerProcess:
     def _asked(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """Raises SandboxEnded."""
         serial = next(self._serials)
+        fault: Fault = ""
         try:
             data = encode(WorkerRequest(serial, prompt, given))
         except (TypeError, ValueError, OverflowError) as error:
@@ -205,10 +212,11 @@ class WorkerProcess:
             failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
         except (SandboxError, OSError) as error:
             failure = str(error)
+            fault = "start" if isinstance(error, _NotStarted) else ""
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = "answered with bytes that are no answer"
         self._end()
-        return WorkerAnswer(serial, failure=failure)
+        return WorkerAnswer(serial, failure=failure, fault=fault)
 
     def close(self) -> None:
         """End the worker for good."""
@@ -232,8 +240,20 @@ class WorkerProcess:
             self._program = program = self._isolation.open(python)
         started = decode_answer(program.call(encode(self._setup), _START_S))
         if started.failure:
-            raise SandboxError(f"could not be started: {started.failure}")
+            raise _NotStarted(f"could not be started: {started.failure}")
         return program
+
+
+class _NotStarted(SandboxError):
+    """The worker cannot import the task's functions."""
+
+
+def checked(answer: WorkerAnswer, responses: Sequence[str]) -> WorkerAnswer:
+    """The answer to an episode; a score that cannot be used becomes a failure."""
+    if answer.failure:
+        return replace(answer, score=None)
+    problem = "gave no score" if answer.score is None else _refusal(answer.score, responses)
+    return replace(answer, score=None, failure=problem, fault="reward") if problem else answer
 
 
 def _refusal(score: Score, responses: Sequence[str]) -> str:

@@ -104,6 +104,7 @@ def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tupl
         blobs=BlobStore(args.blob_dir, args.blob_node),
         checkpoint=args.checkpoint,
         reset_optimizer=args.reset_optimizer,
+        is_rerun=args.rerun,
     )
     return context, ""
 
@@ -143,6 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reset-optimizer", action="store_true", help="fresh optimizer state after --checkpoint"
     )
+    parser.add_argument("--rerun", action="store_true", help="publish nothing: there is no engine")
     parser.add_argument("--blob-dir", type=Path, help="where records are sealed")
     parser.add_argument("--blob-node", help="name of this node's blobs")
     return parser.parse_args()

@@ -13,7 +13,8 @@ from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import check_planned_layout
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do

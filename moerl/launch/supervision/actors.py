@@ -290,7 +290,7 @@ class ControllerActor(ActorServer):
             encode=context.encode,
             blobs=context.blobs(),
             journal=context.journal(),
-            records=context.records,
+            stream=context.stream(),
             saved_steps=lambda: (context.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
