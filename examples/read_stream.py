@@ -9,14 +9,16 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import xxhash
 import zstandard
 
 
-def lines(log: Path, follow: bool):
+def lines(log: Path, follow: bool) -> Iterator[dict[str, Any]]:
     """The log's objects in order; raises ValueError where the chain breaks."""
     previous, at = "", 0
     while True:
@@ -32,7 +34,7 @@ def lines(log: Path, follow: bool):
         time.sleep(1)
 
 
-def parts(path: Path) -> dict:
+def parts(path: Path) -> dict[str, Any]:
     """The decoded parts of a step file: the plan, and [group, blobs by URI] of each group."""
     data = path.read_bytes()
     digest, size = data[:16].decode(), int.from_bytes(data[16:24], "little")
@@ -45,7 +47,7 @@ def parts(path: Path) -> dict:
     return found
 
 
-def array(value) -> list:
+def array(value: tuple[str, list[int], bytes]) -> list[int]:
     """A one-dimensional int32 array, which is stored as [dtype, shape, bytes]."""
     _, _, data = value
     return [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]

@@ -107,7 +107,7 @@ def train(
             raise ConfigError(option, True, "it belongs to --resume; a new run begins with nothing")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
-    _start(recipe, overrides or [], run, dry_run)
+    _start(recipe, _placed(recipe, overrides), run, dry_run)
 
 
 @app.command()
@@ -123,7 +123,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
       moerl sft quickstart task.name=jsonl task.path=demos.jsonl task.reward=exact_match --run warm
       moerl train quickstart model.path=runs/warm/hf
     """
-    settings = [*(overrides or []), *_named_run(run)]
+    settings = [*_placed(recipe, overrides), *_named_run(run)]
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -172,11 +172,12 @@ def mismatch(
       moerl mismatch quickstart sampling.top_p=0.9 --checkpoint runs/mine/hf
       moerl mismatch quickstart model.path=MODEL --records dump.jsonl --page gap.html
     """
-    _checked(recipe, list(overrides or []), checkpoint)
+    settings = _placed(recipe, overrides)
+    _checked(recipe, settings, checkpoint)
     _check_paths(records, keep, page)
     arguments = {
         "recipe": recipe,
-        "overrides": list(overrides or []),
+        "overrides": settings,
         "checkpoint": checkpoint,
         "tokens": tokens,
         "json": as_json,
@@ -406,6 +407,16 @@ def _named_run(name: str) -> list[str]:
     return [f"run.name={json.dumps(name)}"] if name else []
 
 
+def _placed(recipe: str, overrides: list[str] | None) -> list[str]:
+    """The overrides, and this machine's GPU; says so on standard error."""
+    from moerl.launch.own_gpu import use_own_gpu
+
+    settings, sentence = use_own_gpu(recipe, overrides or [])
+    if sentence:
+        typer.echo(f"moerl: {sentence}", err=True)
+    return settings
+
+
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
     config = _checked(recipe, settings, starts=not dry_run)
@@ -421,6 +432,10 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         described = replace(config, run=replace(config.run, name=name))
         typer.echo(describe(described, [recipe, *overrides, "--run", name]))
         raise typer.Exit
+    if config.cluster.colocated == "shared":
+        from moerl.planning.estimates import check_shared_gpus
+
+        check_shared_gpus(config)
     if (Path(config.run.root) / name / "state.json").exists():
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"

@@ -240,7 +240,10 @@ def rerun(request: RerunRequest) -> int:
     config = _config(request)
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
-    context = replace(prepare(config, run, resume=False), checkpoint=recorded.checkpoint)
+    # Tokens of every trainer of the history are older than this one's weights.
+    newest = max(recorded.starts)
+    context = replace(prepare(config, run, resume=False), incarnation=newest)
+    context = replace(context, checkpoint=recorded.checkpoint)
     save_config(context.config, run.config)
     writer = MetricsWriter(run.metrics)
     played = RecordedRun(request, recorded, context.config, context.blobs(), writer)

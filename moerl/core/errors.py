@@ -115,6 +115,20 @@ class ScoreError(MoerlError):
     """A reward that raised, timed out or was not finite."""
 
 
+class ScorerDown(ScoreError):
+    """A scorer that did not answer, whatever it was asked: its requests may be repeated.
+
+    wait_s: seconds after which it wants to be asked again; 0 = it did not say.
+    """
+
+    def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[ScorerDown], tuple[str, float]]:
+        return ScorerDown, (str(self), self.wait_s)
+
+
 class TransportError(MoerlError):
     """A failed transfer; `reason` is a short stable key by which failures are counted.
 

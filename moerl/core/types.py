@@ -391,6 +391,7 @@ class Score:
     turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
+    reason: str = ""  # for the report
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,7 +114,8 @@ class LineCheck:
     def gets_none(self) -> str:
         """About lines without an answer."""
         way = "task.columns={answer: ''} says that this is meant"
-        return f"{self.task.reward} gets None ({way})"
+        names = " and ".join(task.reward for task in self.task.own_rewards)
+        return f"{names} gets None ({way})"
 
     def _check(self, place: int) -> None:
         try:
@@ -127,8 +128,8 @@ class LineCheck:
             if len(named) < _NAMED:
                 named.append(error)
             return
-        is_asked = self.task.has_own_reward and self.task.columns.get("answer") != ""
-        self.unanswered += is_asked and prompt.answer is None
+        is_asked = self.task.own_rewards and self.task.columns.get("answer") != ""
+        self.unanswered += bool(is_asked and prompt.answer is None)
         size = len(prompt.token_ids)
         template = self.stream.template
         self.control += template is not None and template.kept_as_text(

@@ -29,13 +29,15 @@ Function = Callable[..., Any]
 _WRONG_CALL = re.compile(r"missing \d+ required|takes .* positional arg|unexpected keyword arg")
 
 
-def user_reward(task: TaskConfig) -> Reward:
-    """The reward of `task.reward=[verl:|trl:]package.module:function`.
+def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
+    """The reward of `task.reward=[verl:|trl:]package.module:function`, or of an object's class.
 
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
-    function: Function = look_up("task.reward", path, REWARD_NAMES)
+    named: Any = look_up("task.reward", path, REWARD_NAMES)
+    made: Any = named() if objects and isinstance(named, type) else named
+    function: Function = made
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(

@@ -115,7 +115,11 @@ class PromptStream:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
         self._task, self._tokenizer, self._seed, self._room = task, tokenizer, seed, room
         self.template = ChatTemplate(tokenizer) if tokenizer else None
-        self._needs_answer = task.reward in REWARDS or task.environment == "check_digits"
+        functions = [term.function for term in task.terms]
+        self._needs_answer = task.environment == "check_digits" or any(
+            function in REWARDS for function in functions
+        )
+        self._trl = any(function.startswith("trl:") for function in functions)
         self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
         self._bad: dict[int, LineError] = {}  # bad lines that were drawn, by place
@@ -180,7 +184,7 @@ class PromptStream:
                 extra["tools"] = list(item.tools)
             if item.messages or self._task.system or "messages" in extra:
                 extra["messages"] = messages  # the agent writes its own conversation
-        elif item.messages and self._task.reward.startswith("trl:"):
+        elif item.messages and self._trl:
             extra["messages"] = messages  # a conversation is scored as one
         return Prompt(index, tuple(ids), text, item.answer, extra, origin=item.origin)
 

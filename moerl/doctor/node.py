@@ -40,6 +40,7 @@ import psutil
 from moerl.core.errors import ModelError
 from moerl.core.json_files import read_json
 from moerl.runtime.file_systems import file_system
+from moerl.runtime.machine import torch_cuda
 
 PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 GPU_PACKAGES = {  # by purpose; for the CUDA that torch is built for
@@ -192,13 +193,13 @@ def _try_sandbox() -> str:
 
 # --- GPU parts -----------------------------------------------------------------------------------
 def gpu_facts() -> GpuFacts:
-    smi, torch_cuda = _output("nvidia-smi"), _torch_cuda()
-    major = torch_cuda.partition(".")[0]
+    smi, built_for = _output("nvidia-smi"), torch_cuda()
+    major = built_for.partition(".")[0]
     libraries = {use: _version(name.format(major=major)) for use, name in GPU_PACKAGES.items()}
     return GpuFacts(
         driver=_match(r"Driver Version: ([\d.]+)", smi),
         driver_cuda=_match(r"CUDA Version: ([\d.]+)", smi),
-        torch_cuda=torch_cuda,
+        torch_cuda=built_for,
         nvcc=_nvcc(major),
         libraries=libraries,
     )
@@ -211,14 +212,6 @@ def _nvcc(major: str) -> str:
     packaged = [f"{folder}/cu{major}/bin/nvcc" for folder in folders]
     program = next((path for name in (*_NVCC, *packaged) if (path := shutil.which(name))), None)
     return _match(r"release ([\d.]+)", _output(program, "--version")) if program else ""
-
-
-def _torch_cuda() -> str:
-    """From torch's version file: an import would take seconds."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    return _match(r"(?m)^cuda\b[^=]*= '([\d.]+)'", text)
 
 
 def _match(pattern: str, text: str) -> str:

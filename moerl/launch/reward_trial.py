@@ -11,6 +11,7 @@ from contextlib import closing
 
 from moerl.config.functions import place_of
 from moerl.config.reward_checks import split_form
+from moerl.config.schema import TaskConfig
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import naming
 from moerl.core.episode_view import EpisodeView, TurnView
@@ -23,11 +24,13 @@ from moerl.scoring.worker import WorkerAnswer
 
 
 class RewardTrial:
-    """One worker with the reward of the lines' task."""
+    """One worker with the reward of a task."""
 
-    def __init__(self, lines: LineCheck) -> None:
-        """Raises ConfigError where this machine cannot isolate it as the task asks."""
-        task = lines.task
+    def __init__(self, lines: LineCheck, task: TaskConfig) -> None:
+        """task: that of the lines, with one reward.
+
+        Raises ConfigError where this machine cannot isolate it as the task asks.
+        """
         self._template = lines.stream.template
         self._worker = WorkerProcess(isolation_of(task), task, task.score_timeout_s)
 
@@ -61,16 +64,17 @@ def try_rewards(checks: Sequence[LineCheck], *, here: bool = True) -> list[str]:
     """
     said = []
     for lines in checks:
-        if lines.task.has_own_reward and lines.task.kind is TaskKind.SINGLE_ANSWER:
+        if lines.task.kind is TaskKind.SINGLE_ANSWER:
             with naming(lines.task):
-                said += _tried(lines, here=here)
+                for task in lines.task.own_rewards:
+                    said += _tried(lines, task, here=here)
     return said
 
 
-def _tried(lines: LineCheck, *, here: bool) -> list[str]:
-    task, said = lines.task, []
+def _tried(lines: LineCheck, task: TaskConfig, *, here: bool) -> list[str]:
+    said: list[str] = []
     try:
-        trial = RewardTrial(lines)
+        trial = RewardTrial(lines, task)
     except ConfigError as error:
         if here:
             raise

@@ -18,8 +18,10 @@ import xxhash
 
 from moerl.config import Config
 from moerl.config.clusters import (
+    VISIBLE,
     TrainerSlot,
     bind_node_address,
+    engine_of,
     is_local,
     mapped_gpus,
     own_address,
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
-    from moerl.scoring import TaskScorers
 
 
 # What ranks inherit of the environment: names, and beginnings of names, ...
@@ -76,6 +77,7 @@ class RunContext:
     checkpoint: Path | None = None  # to resume from
     journal_dir: Path | None = None  # None = in the run directory
     reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
+    scratch: Path | None = None  # folder of this start for sockets, on the root's node
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
@@ -163,16 +165,13 @@ class RunContext:
         """The host of an engine.  followers: on its other nodes.  devices: see `EngineContext`."""
         from moerl.engine.host.host import EngineHost
 
-        engine, blobs = (
-            replace(bind_node_address(self.config).engine, tp=tp),
-            self.serve_blobs(index),
-        )
+        engine, blobs = engine_of(bind_node_address(self.config), tp), self.serve_blobs(index)
         return EngineHost(index, engine, self._engine_context(devices), blobs, followers)
 
     def engine_follower(self, index: int, tp: int) -> EngineFollower:
         from moerl.engine.host.host import EngineFollower
 
-        engine = replace(bind_node_address(self.config).engine, tp=tp)
+        engine = engine_of(bind_node_address(self.config), tp)
         return EngineFollower(index, engine, self._engine_context())
 
     def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
@@ -190,18 +189,6 @@ class RunContext:
             support=algorithm.centering_top_k if algorithm.centering else 0,
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
-        )
-
-    def scorer(self) -> TaskScorers:
-        from moerl.scoring import ProcessScorer, TaskScorers
-
-        return TaskScorers(
-            {
-                task.label: ProcessScorer(
-                    task, workers=task.scorer_workers, timeout_s=task.score_timeout_s
-                )
-                for task in entries_of(self.config)
-            }
         )
 
     def prompts(self) -> PromptMixture:
@@ -353,9 +340,12 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     """
     env = _allowed(os.environ) | config.cluster.environment
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
+    gpus = visible_devices((*slot.devices, *mapped))
+    if config.trainer.platform == "cpu":
+        gpus = {VISIBLE: ""}
     return (
         env
-        | visible_devices((*slot.devices, *mapped))
+        | gpus
         | transport_environment(config, slot.node.group)
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),

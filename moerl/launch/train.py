@@ -120,7 +120,8 @@ def ray_token(config: Config, environment: Mapping[str, str]) -> str:
 def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for Ray's sockets; the caller removes it.  options: of `prepare`.
+    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
+    options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -132,7 +133,7 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        context = prepare(config, run, resume=resume, **options)
+        context = replace(prepare(config, run, resume=resume, **options), scratch=scratch)
         lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
         say = partial(print, "moerl:", file=err, flush=True)
         lines.begin(say)

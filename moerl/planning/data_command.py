@@ -167,11 +167,12 @@ def _rewards(
     """Lines about the rewards of responses to each prompt.  responses: None: `samples`."""
     from moerl.launch.reward_trial import RewardTrial, samples
 
-    if one.task.brings_reward:
-        yield from [["  reward   of its program or environment"]] * len(prompts)
+    functions = [term for term in one.task.terms if term.where == "function"]
+    if not functions:
+        yield from [["  reward   not a function: the run asks for it"]] * len(prompts)
         return
     try:
-        trial = RewardTrial(one)
+        trial = RewardTrial(one, one.task.only_with(functions[0]))
     except ConfigError as error:
         yield from [[f"  reward   not called on this machine: {error}"]] * len(prompts)
         return

@@ -26,6 +26,7 @@ from moerl.config.clusters import (
     Placement,
     TrainerSlot,
     engine_gpus,
+    engine_of,
     is_local,
     mapped_gpus,
     placement,
@@ -97,7 +98,7 @@ def prompt_lines(config: Config, max_positions: int) -> list[str]:
     Raises ConfigError.
     """
     entries = entries_of(config)
-    if not any(SOURCES[entry.name].files or entry.has_own_reward for entry in entries):
+    if not any(SOURCES[entry.name].files or entry.own_rewards for entry in entries):
         return []
     with model_tokenizer(config) as tokenizer:
         found = line_checks(config, tokenizer, max_positions)
@@ -249,7 +250,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
-            replace(config.engine, tp=tp),
+            engine_of(config, tp),
             folder,
             routing=config.replay.routing == "R3",
             version="0.0",

@@ -17,13 +17,14 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import MODEL_MAKERS
-from moerl.config.clusters import Placement, TrainerSlot
+from moerl.config.clusters import Placement, TrainerSlot, is_local, is_shared, placement
 from moerl.config.task_mixture import longest_row
 from moerl.config.tiny_config import tiny_config
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
     TrainerMemory,
+    Training,
     engine_memory,
     ref_model_memory,
     trainer_memory,
@@ -31,6 +32,7 @@ from moerl.planning.memory import (
 )
 from moerl.planning.publish_forecast import (
     FactorForecast,
+    Layouts,
     auto_transport,
     factor_forecast,
     merging_memory,
@@ -38,6 +40,8 @@ from moerl.planning.publish_forecast import (
     shapes_of,
     transport_line,
 )
+from moerl.planning.shared_gpus import check_shares, shared_rows
+from moerl.runtime.machine import host_memory, visible_gpus
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
@@ -48,7 +52,52 @@ _WIDTH = 110
 def estimates(config: Config, placed: Placement) -> list[str]:
     """Memory and transfer plan, from shapes."""
     layouts = planned_layouts(config, model_shapes(config))
-    spec, trainer, _, policy = layouts[0]
+    spec = layouts[0][0]
+    training, ref_models, ranks = _trainer_ranks(config, placed, layouts)
+    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
+    if config.ref_models.placement == "separate":
+        alone = [
+            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
+        ]
+        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
+    sizes = _engine_sizes(config, layouts)
+    if is_shared(config.cluster):
+        tables.append(_shared_table(config, placed, ranks, sizes))
+    return [
+        *tables,
+        *(_engine_line(config, size, placed) for size in sizes),
+        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
+        *(_transfer_lines(config, size) for size in sizes),
+        transport_line(config, auto_transport(config, model_shapes(config))),
+        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
+    ]
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Raises ConfigError where engine and trainer do not fit the GPU that they share."""
+    placed, layouts = placement(config), planned_layouts(config, model_shapes(config))
+    _, _, ranks = _trainer_ranks(config, placed, layouts)
+    _shared_table(config, placed, ranks, _engine_sizes(config, layouts))
+
+
+def _shared_table(
+    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
+) -> str:
+    room, engines = placed.trainers[0].node.group.device_gb, [size.memory for size in sizes]
+    check_shares(config, room, ranks, engines)
+    table = Table(title="memory of a shared GPU, GB" + (f" of {room:g}" if room else ""))
+    for column in ("purpose", "engine", "trainer"):
+        table.add_column(column, justify="left" if column == "purpose" else "right")
+    for purpose, *held in shared_rows(ranks, engines):
+        table.add_row(purpose, *(_gb(one) if one else "" for one in held))
+    return rendered(table)
+
+
+def _trainer_ranks(
+    config: Config, placed: Placement, layouts: Sequence[Layouts]
+) -> tuple[Training, list[ModelSpec], tuple[TrainerMemory, ...]]:
+    """Settings, further models, and memory of the trainer's ranks."""
+    spec, trainer, *_ = layouts[0]
     training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
     ref_models = _ref_model_shapes(config)
     own = config.ref_models.placement == "separate"
@@ -59,23 +108,13 @@ def estimates(config: Config, placed: Placement) -> list[str]:
         ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
-    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
-    if own:
-        alone = [
-            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
-        ]
-        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
-    sizes = [
-        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
-        for _, _, engines, _ in layouts
-    ]
+    return training, ref_models, ranks
+
+
+def _engine_sizes(config: Config, layouts: Sequence[Layouts]) -> list[_Size]:
     return [
-        *tables,
-        *(_engine_line(config, size, placed) for size in sizes),
-        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
-        *(_transfer_lines(config, size) for size in sizes),
-        transport_line(config, auto_transport(config, model_shapes(config))),
-        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
+        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
+        for spec, trainer, engines, policy in layouts
     ]
 
 
@@ -209,16 +248,32 @@ def _host_lines(
         needs[name] += records
     for slot in placed.trainers:
         needs[slot.node.name] += len(slot.ranks) * rank.host
+    own = _own_memory_gb(config, placed)
     lines = [
-        "host memory, GB per node, at most:",
+        "host memory, GB per node, at most" + (f"; this machine has {own:.3g} GB:" if own else ":"),
         trainer,
         f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
         f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
+        f"  all: {_gb(max(needs.values()))}",
     ]
     for node in placed.nodes:
         who = f"host memory of {node.name}"
-        lines += filter(None, [_verdict(who, needs[node.name], node.group.memory_gb).strip()])
+        room = min(filter(None, (node.group.memory_gb, own)), default=0.0)
+        lines += filter(None, [_verdict(who, needs[node.name], room).strip()])
     return "\n".join(lines)
+
+
+def _own_memory_gb(config: Config, placed: Placement) -> float:
+    """Host memory of this machine where it is the node; 0 on another machine, such as a login node.
+
+    A local cluster is this machine, unless it lacks the GPUs.
+    """
+    (node, *others) = placed.nodes
+    if others or not is_local(config.cluster):
+        return 0.0
+    if node.group.devices > len(visible_gpus()):
+        return 0.0
+    return host_memory() / _GB
 
 
 def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:

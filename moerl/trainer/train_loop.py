@@ -155,7 +155,7 @@ class TrainLoop:
             self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count and not context.is_rerun:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
-            self.learner.before_update = self.publisher.before_update
+        self.learner.before_update = self._before_update
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""
@@ -324,6 +324,12 @@ class TrainLoop:
             return {}
         with self.tracer.span("snapshot", version=str(self.version)):
             return self.publisher.publish(self.version)
+
+    def _before_update(self) -> None:
+        """Wait until weights and optimizer state may change."""
+        self.writer.before_update()
+        if self.publisher is not None:
+            self.publisher.before_update()
 
     def _settle(self) -> None:
         """Wait until no publish is in flight."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -127,7 +128,7 @@ def remove_group(path: Path, group_id: int) -> None:
     seal(path, list(parts.items()))
 
 
-def with_rollout(group: EpisodeGroup, **changes: object) -> EpisodeGroup:
+def with_rollout(group: EpisodeGroup, **changes: Any) -> EpisodeGroup:
     """The group with other fields of its first rollout."""
     episode = group.episodes[0]
     turn = episode.turns[0]

@@ -24,7 +24,7 @@ def uv(folder: Path) -> Path:
 
 
 def lines(text: str) -> set[str]:
-    return {line for line in text.splitlines() if line and not line.startswith("#")}
+    return {line.split()[0] for line in text.splitlines() if line and not line.startswith("#")}
 
 
 @pytest.mark.full
@@ -44,7 +44,7 @@ def test_the_lock_is_one_legal_set(tmp_path: Path) -> None:
     build = {line for line in lines(lock.read_text()) if line.startswith("wheel==")}
     assert lines(done.stdout) == lines(lock.read_text()) - build
     other = tmp_path / "other.lock"
-    other.write_text(lock.read_text().replace("\ntorch==2.14.1\n", "\ntorch==2.13.0\n"))
+    other.write_text(lock.read_text().replace("\ntorch==2.14.1 ", "\ntorch==2.13.0 "))
     refused = resolve(other)
     assert refused.returncode != 0
     assert "torch" in refused.stderr

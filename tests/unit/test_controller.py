@@ -257,10 +257,10 @@ class FailsFor(StubScorer):
         super().__init__()
         self.fails = fails
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes)
+        return await super().rewards(prompt, episodes)
 
 
 def test_failed_scores_are_dropped_and_counted_by_default(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moerl.core.messages import Hello, StepDone
@@ -61,6 +61,7 @@ class StreamWriter:
         self._kept_from = steps[-1].kept_from if steps else 0
         end = sum(map(len, whole_lines(folder.log))) if lines else 0
         self._log = LineFile(folder.log, end)
+        self._sums: dict[PolicyVersion, dict[str, tuple[str, ...]]] = {}  # of written files
         self._wait_s = 0.0  # seconds that a trainer waited for files and lines
         self._plans: dict[int, tuple[BatchPlan, asyncio.Task[None]]] = {}  # being written, by step
 
@@ -69,6 +70,7 @@ class StreamWriter:
         if hello.version in self._starts:
             return
         self._plans.clear()
+        self._sums.clear()
         start = StartLine(
             hello.version,
             hello.begins,
@@ -93,7 +95,9 @@ class StreamWriter:
         await asyncio.to_thread(self._write, plan)
 
     def _write(self, plan: BatchPlan) -> None:
-        write_step(self._folder.step_file(plan.version), plan, self._blobs.read, sync=self._sync)
+        path = self._folder.step_file(plan.version)
+        write_step(path, plan, self._blobs.read, sync=self._sync)
+        self._sums[plan.version] = _sums_of(plan.groups)  # now: the trainer waits for `done`
 
     async def sealed(self, step: int) -> None:
         """Wait for the file of a prepared step.  Raises OSError, BlobError; then `write_again`."""
@@ -127,7 +131,8 @@ class StreamWriter:
         return found
 
     def _line(self, done: StepDone, groups: Sequence[EpisodeGroup]) -> StepLine:
-        path = self._folder.step_file(PolicyVersion(done.version.incarnation, done.step))
+        begin = PolicyVersion(done.version.incarnation, done.step)
+        path = self._folder.step_file(begin)
         kept_from = done.step + 1 - self._keep_steps if self._keep_steps > 0 else 0
         return StepLine(
             step=done.step,
@@ -136,7 +141,7 @@ class StreamWriter:
             index=index_digest(path),
             num_bytes=path.stat().st_size,
             tokens=sum(rollout.num_sampled for group in groups for rollout in group.rollouts()),
-            groups={str(group.group_id): group_sums(group) for group in groups},
+            groups=self._sums.pop(begin, None) or _sums_of(groups),
             weights=done.weights,
             metrics={name: value for name, value in done.metrics.items() if math.isfinite(value)},
             kept_from=max(kept_from, self._kept_from),
@@ -154,3 +159,7 @@ class StreamWriter:
         data = encode_line(line, self._previous)
         self._log.append(data)
         self._previous = line_hash(data)
+
+
+def _sums_of(groups: Iterable[EpisodeGroup]) -> dict[str, tuple[str, ...]]:
+    return {str(group.group_id): group_sums(group) for group in groups}
