@@ -470,7 +470,7 @@ def _check_tasks(config: Config) -> None:
             config.evaluation.path,
             "with several tasks it belongs to one of them: use tasks.LABEL.evaluation_path",
         )
-    truncates = {_truncates(entry.sampling): entry for entry in entries}
+    truncates = {entry.sampling.truncates: entry for entry in entries}
     if kept and len(truncates) > 1:
         plain = truncates[False]
         raise ConfigError(
@@ -479,11 +479,6 @@ def _check_tasks(config: Config) -> None:
             f"tasks.{truncates[True].label} truncates, and a microbatch has sampling masks for all "
             "of its rows or for none: set top_p below 1, or top_k, for every task or for none",
         )
-
-
-def _truncates(sampling: SamplingConfig) -> bool:
-    """As `moerl.core.types.SamplingParams.truncates`."""
-    return sampling.top_p < 1.0 or sampling.top_k != -1 or sampling.min_p > 0.0
 
 
 def _check_task(task: TaskEntry) -> None:

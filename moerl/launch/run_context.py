@@ -176,6 +176,7 @@ class RunContext:
     def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
         from moerl.engine.host.host import EngineContext
 
+        algorithm = self.config.algorithm
         return EngineContext(
             model_path=self.model_path,
             shape=self.model_shape(),
@@ -184,6 +185,7 @@ class RunContext:
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
             lora=self.config.lora,
+            support=algorithm.centering_top_k if algorithm.centering else 0,
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
         )
