@@ -36,6 +36,7 @@ from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs, cluster_reader
+from moerl.runtime.cuda_folder import compiler_environment
 from moerl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -333,6 +334,7 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     or a cloud.
     """
     env = _allowed(os.environ) | config.cluster.environment
+    env |= compiler_environment(env)
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     return (
         env
