@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "cuda"  # in the environment's folder
-KERNELS = "sglang-kernels"  # there: modules that tools/engine_kernels compiled
+KERNELS = "kernels"  # there: modules that tools/engine_kernels compiled
 
 
 def compiler_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -28,7 +28,14 @@ def compiler_environment(inherited: Mapping[str, str]) -> dict[str, str]:
         return {"PATH": os.pathsep.join(path)}
     found = {"CUDA_HOME": str(home), "PATH": os.pathsep.join([str(home / "bin"), *path])}
     if (home / KERNELS).is_dir():
-        found["SGLANG_JIT_CACHE_DIR"] = inherited.get(
-            "SGLANG_JIT_CACHE_DIR", str(home / KERNELS)
-        )
+        found |= {n: inherited.get(n, v) for n, v in kernel_caches(home / KERNELS).items()}
     return found
+
+
+def kernel_caches(folder: Path) -> dict[str, str]:
+    """Variables by which SGLang, DeepGEMM, FlashInfer and Triton keep their modules in a folder."""
+    return {
+        "SGLANG_CACHE_DIR": str(folder),
+        "SGLANG_JIT_CACHE_DIR": str(folder / "jit"),
+        "FLASHINFER_WORKSPACE_BASE": str(folder),
+    }

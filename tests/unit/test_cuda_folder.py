@@ -55,5 +55,5 @@ def test_both_ends_compile_with_the_environment(prefix: Path) -> None:
 def test_kernels_that_were_compiled_before_are_found(prefix: Path) -> None:
     """A folder that the user named stays."""
     (prefix / "cuda" / KERNELS).mkdir()
-    assert compiler_environment(os.environ)[CACHE] == str(prefix / "cuda" / KERNELS)
+    assert compiler_environment(os.environ)[CACHE] == str(prefix / "cuda" / KERNELS / "jit")
     assert compiler_environment({CACHE: "/mine"})[CACHE] == "/mine"
