@@ -12,7 +12,8 @@ The list of modules is SGLang's: its model runner is made with the arguments of 
 as rank 0 of its world, with two layers, captures its graphs and samples once, over a GPU that answers
 questions and does nothing else (tools/idle_gpu.py).  Compiled and linked are the modules of
 `load_jit` and FlashInfer's; kernels of the CUTLASS DSL, which every start compiles in memory, and the
-first shape of each product of DeepGEMM.  Triton's kernels and further shapes are not compiled.
+first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes, and what
+FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _DRIVEN += ("deep_ep/**/*.so",)
 # DeepGEMM asks the runtime library itself.
 _DEVICE = """#include <cstring>
 #include <cuda_runtime_api.h>
+extern "C" int cublasLtCreate(void** handle) { *handle = nullptr; return 0; }
+extern "C" int cublasLtDestroy(void*) { return 0; }
+extern "C" cudaError_t cudaFree(void*) { return cudaSuccess; }
 extern "C" cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess; }
 extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   std::memset(found, 0, sizeof *found);
@@ -75,13 +79,17 @@ def compile_all(
     with tempfile.TemporaryDirectory(prefix="engine-kernels-") as folder:
         (site,) = Path(sys.prefix).glob("lib/python3.*/site-packages")
         libraries = [library for pattern in _DRIVEN for library in site.glob(pattern)]
-        stub_driver.write(Path(folder), libraries)
+        stub_driver.write(Path(folder), libraries, succeed=("cuTensorMapEncodeTiled",))
         for arch in architectures:
             _write_device(Path(folder), arch)
         pairs = [(recipe, arch) for recipe in recipes for arch in architectures]
         with ThreadPoolExecutor(workers) as pool:
-            rows = pool.map(lambda pair: list(_of_recipe(*pair, out, Path(folder))), pairs)
-            return [row for each in rows for row in each]
+            found = pool.map(lambda pair: list(_of_recipe(*pair, out, Path(folder))), pairs)
+            rows = []
+            for (recipe, arch), each in zip(pairs, found, strict=True):
+                print(f"{recipe}, sm_{arch}a: {len(each)} modules", file=sys.stderr, flush=True)
+                rows += each
+            return rows
 
 
 def _write_device(folder: Path, arch: int) -> None:
@@ -105,16 +113,19 @@ def _of_recipe(recipe: str, arch: int, out: Path, folder: Path) -> Iterator[dict
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
+        "DG_USE_TEMP_CUBLASLT_WORKSPACE": "1",
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",  # of 16384 lengths of a batch
         "PYTHONPATH": str(ROOT),
     }
+    words = [sys.executable, "-m", "tools.engine_kernels", recipe, "--arch", str(arch)]
+    found = folder / f"{recipe}-{arch}.json"  # NCCL and SGLang write to standard output
+    found.touch()
     with (folder / f"{recipe}-{arch}.log").open("w+") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "tools.engine_kernels", "--start", recipe, "--arch", str(arch)],
-            env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True,
-            timeout=_WORKER_S,
+            [*words, "--rows", str(found)],
+            env=environment, cwd=ROOT, stdout=log, stderr=log, timeout=_WORKER_S, check=False,
         )  # fmt: skip
-        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind')]
+        rows = [json.loads(line) for line in found.read_text().splitlines()]
         if done.returncode:
             log.seek(0)
             rows.append({"kind": "start", "name": recipe, "error": log.read()[-3000:]})
@@ -156,7 +167,8 @@ class Module:
 class Compiling:
     """Every request for a module is met by the real compiler, and answered by an idle module."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Path) -> None:
+        self._rows = rows
         self._asked: set[tuple[str, str]] = set()
 
     def build(self, kind: str, name: str, make: Callable[[], Any]) -> None:
@@ -170,7 +182,8 @@ class Compiling:
             error = str(failure) or repr(failure)
         seconds = round(time.monotonic() - begin, 1)
         row = {"kind": kind, "name": name, "seconds": seconds, "error": error}
-        print(json.dumps(row), flush=True)
+        with self._rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def install(self) -> None:
         """Before anybody imports the functions by name."""
@@ -203,30 +216,41 @@ class Compiling:
         core.JitSpec.build_and_load = build
         cutlass.cute.compile = cute
 
+    def leave_downloads(self) -> None:
+        """FlashInfer's attention for sm_100a is fetched at a start: listed, not compiled."""
+        import flashinfer.mla
+        import flashinfer.prefill
+
+        def get() -> Module:
+            self.build("download", "trtllm_gen_fmha", lambda: None)
+            return Module()
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("flashinfer") and hasattr(module, "get_trtllm_gen_fmha_module"):
+                module.get_trtllm_gen_fmha_module = get  # type: ignore[attr-defined]
+
     def deep_gemm(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Call DeepGEMM's own kernel, which compiles and then finds no device to load it on."""
         import torch
 
+        from tools.idle_gpu import on_gpu
+
         name = operator._schema.name.partition("::")[2]
-        if "gemm" not in name or any(kind == "deep_gemm" and name == n for kind, n in self._asked):
+        if "gemm" not in name:
             return
 
         def make() -> None:
-            cubins = set(_cubins())
+            given = {key: on_gpu(value) for key, value in kwargs.items()}
             try:
-                operator._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+                operator._op_dk(torch._C.DispatchKey.CUDA, *map(on_gpu, args), **given)
             except RuntimeError as error:
-                if not set(_cubins()) - cubins:
-                    raise error
+                if "cuLibraryLoadFromFile" not in str(error):  # to load what was compiled
+                    raise
 
         self.build("deep_gemm", name, make)
 
 
-def _cubins() -> Iterator[Path]:
-    yield from Path(os.environ["DG_JIT_CACHE_DIR"]).rglob("kernel.cubin")
-
-
-def start(recipe: str, capability: int) -> None:
+def start(recipe: str, capability: int, rows: Path) -> None:
     """The start of the recipe's engine, and one step of prefill and of decoding."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang imports it where it can
     from tools import idle_gpu
@@ -235,8 +259,9 @@ def start(recipe: str, capability: int) -> None:
     idle_gpu.idle_triton(capability)
     idle_gpu.call_python_directly()
     idle_gpu.fake_groups()
-    compiling = Compiling()
+    compiling = Compiling(rows)
     compiling.install()
+    compiling.leave_downloads()
     config = resolve(load_config(recipe))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -296,10 +321,10 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES)
     parser.add_argument("--out", type=Path, default=Path(sys.prefix, FOLDER, KERNELS))
     parser.add_argument("--workers", type=int, default=2, help="recipes at a time")
-    parser.add_argument("--start", metavar="RECIPE", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one start, a process
     chosen = parser.parse_args()
-    if chosen.start:
-        start(chosen.start, chosen.arch[0])
+    if chosen.rows:
+        start(chosen.recipes[0], chosen.arch[0], chosen.rows)
         return 0
     begin = time.monotonic()
     recipes, architectures = chosen.recipes or gpu_recipes(), chosen.arch or ARCHITECTURES

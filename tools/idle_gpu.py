@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 _SMALL = 10**6
 GPUS = 8  # of a node
@@ -96,6 +97,37 @@ class Idle(TorchDispatchMode):
             given = [args[0].new_zeros((*args[0].shape[:-1], args[2].shape[-1]))]
         made = tuple(torch.zeros_like(given[0]) for _ in returns) if given else ()
         return made[0] if len(returns) == 1 else made if returns else None
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that is on the GPU for C++ too, and has no memory."""
+
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor) -> OnGpu:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=GPU, storage_size=2**30
+        )
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def without(one: Any) -> Any:
+            is_device = isinstance(one, torch.device)
+            return torch.device("meta") if is_device else getattr(one, "meta", one)
+
+        found = func(*tree_map(without, args), **tree_map(without, kwargs or {}))
+        return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, found)
+
+
+def on_gpu(value: Any) -> Any:
+    """An argument with such tensors in place of tensors of the CPU."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size, stride, dtype = value.shape, value.stride(), value.dtype
+    return OnGpu(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
 
 
 class Whatever:
@@ -219,6 +251,7 @@ def _request_all_reduce(self: Any, group: Any, device: Any, *_args: Any, **_kwar
 
 def fake_groups() -> None:
     """Process groups of one process that stands for rank 0 of them."""
+    import pynvml
     import torch.distributed as dist
     from sglang.srt.distributed.device_communicators import (
         custom_all_reduce_v2,
@@ -236,6 +269,7 @@ def fake_groups() -> None:
         return group(ranks, backend="fake")
 
     dist.init_process_group, dist.new_group = init, new
+    pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
     shm_broadcast.MessageQueue.wait_until_ready = lambda _self: None
     custom_all_reduce_v2.can_use_custom_all_reduce_v2 = lambda **_pair: True
     custom_all_reduce_v2.CustomAllReduceV2.__init__ = _request_all_reduce
