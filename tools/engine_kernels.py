@@ -9,11 +9,11 @@ folder has is not compiled again: SGLang and FlashInfer name it by a hash of com
 sources, so an interrupted call goes on where it was.
 
 The list of modules is SGLang's: its model runner is made with the arguments of the recipe's engine,
-as rank 0 of its world, with two layers, captures its graphs and samples once, over a GPU that answers
-questions and does nothing else (tools/idle_gpu.py).  Compiled and linked are the modules of
-`load_jit` and FlashInfer's; kernels of the CUTLASS DSL, which every start compiles in memory, and the
-first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes, and what
-FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`).
+as rank 0 of its world, with two layers, captures its graphs and samples once, over a GPU that
+answers questions and does nothing else (tools/idle_gpu.py).  Compiled and linked are the modules of
+`load_jit` and FlashInfer's; kernels of the CUTLASS DSL, which every start compiles in memory; and
+the first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes, and
+attention that FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`).
 """
 
 from __future__ import annotations
@@ -218,8 +218,6 @@ class Compiling:
 
     def leave_downloads(self) -> None:
         """FlashInfer's attention for sm_100a is fetched at a start: listed, not compiled."""
-        import flashinfer.mla
-        import flashinfer.prefill
 
         def get() -> Module:
             self.build("download", "trtllm_gen_fmha", lambda: None)
@@ -272,7 +270,7 @@ def start(recipe: str, capability: int, rows: Path) -> None:
 
 
 def _model_folder(config: Config, folder: Path) -> Path:
-    """The recipe's config.json with two layers, one of them dense where the model has dense ones."""
+    """The recipe's config.json with two layers, one of them dense where the model has such."""
     from moerl.planning.dry_run import model_shapes
 
     model = dict(model_shapes(config)) | {"num_hidden_layers": 2}

@@ -1,8 +1,8 @@
 """A GPU for SGLang's own code where there is none: tensors on the CPU, kernels that do nothing.
 
-Every question about the device is answered for a compute capability, every tensor says that it is on
-the GPU, process groups are torch's fake ones, and operators without a kernel for the CPU give zeros.
-So SGLang's choices and requests are those of a start on that GPU; numbers are garbage.
+Every question about the device is answered for a compute capability, every tensor says that it is
+on the GPU, process groups are torch's fake ones, and operators without a kernel for the CPU give
+zeros.  So SGLang's choices and requests are those of a start on that GPU; numbers are garbage.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def _on_cpu(value: Any) -> Any:
 
 
 class Pretend(TorchFunctionMode):
-    """Every tensor says that it is on the GPU, and everything asked for there is made on the CPU."""
+    """Every tensor says that it is on the GPU; what is asked for there is made on the CPU."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         owner = getattr(func, "__self__", None)
@@ -166,8 +164,8 @@ def answer_for(capability: int) -> None:
     major, minor = divmod(capability, 10)
     properties = types.SimpleNamespace(
         name=NAMES[capability], major=major, minor=minor, total_memory=MEMORY,
-        multi_processor_count=132 if capability == 90 else 148, uuid="GPU-0", warp_size=32, is_integrated=False,
-        gcnArchName="", L2_cache_size=50 * 2**20, regs_per_multiprocessor=65536,
+        multi_processor_count=132 if capability == 90 else 148, uuid="GPU-0", warp_size=32,
+        is_integrated=False, gcnArchName="", L2_cache_size=50 * 2**20, regs_per_multiprocessor=65536,
         shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
         max_threads_per_multi_processor=2048,
     )  # fmt: skip
@@ -197,8 +195,8 @@ def answer_for(capability: int) -> None:
         "Stream": Whatever,
         "Event": Whatever,
     }
-    for name in ("synchronize", "empty_cache", "_lazy_init", "init", "manual_seed",
-                 "manual_seed_all", "ipc_collect", "reset_peak_memory_stats", "set_stream"):  # fmt: skip
+    nothing = "synchronize empty_cache _lazy_init init manual_seed manual_seed_all ipc_collect"
+    for name in (*nothing.split(), "reset_peak_memory_stats", "set_stream"):
         answers[name] = lambda *_args, **_kwargs: None
     for name, value in answers.items():
         setattr(torch.cuda, name, value)
@@ -206,7 +204,7 @@ def answer_for(capability: int) -> None:
 
 
 def call_python_directly() -> None:
-    """Operators that SGLang wrote in Python run, which torch would refuse for tensors of the CPU."""
+    """Operators that SGLang wrote in Python run: torch would refuse tensors of the CPU."""
     from sglang.srt.utils import custom_op
 
     custom_op._call_directly_in_eager = lambda function, _operator: function

@@ -33,7 +33,9 @@ def write(folder: Path, libraries: Iterable[Path], succeed: Iterable[str] = ()) 
     names = {*_BY_NAME, *_OF_DRIVER.findall("\n".join(listed))} - {*succeed}
     answers = dict.fromkeys(sorted(names), NO_DEVICE) | dict.fromkeys(succeed, 0)
     source = folder / "driver.c"
-    source.write_text("".join(f"int {name}(void) {{ return {n}; }}\n" for name, n in answers.items()))
+    source.write_text(
+        "".join(f"int {name}(void) {{ return {n}; }}\n" for name, n in answers.items())
+    )
     out = folder / "libcuda.so.1"
     subprocess.run(
         ["cc", "-shared", "-fPIC", f"-Wl,-soname,{out.name}", source, "-o", out], check=True

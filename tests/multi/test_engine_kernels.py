@@ -1,7 +1,7 @@
 """The kernels of an engine's start compile and link with the compiler of the GPU profile alone.
 
-A system-wide CUDA is hidden.  What was compiled stays in build/engine-kernels: SGLang and FlashInfer
-name a module by a hash of compiler, flags and sources, so a stopped stage goes on where it was.
+A system-wide CUDA is hidden.  What was compiled stays in build/engine-kernels: SGLang, FlashInfer
+and DeepGEMM name a module by a hash of compiler, flags and sources, so a stopped stage goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,12 @@ def test_modules_of_every_recipe_compile_and_link() -> None:
     code, said = hidden(*words, seconds=2700)
     print(said)
     assert code == 0, said[-4000:]
-    for name in ("activation_bf16_t_true", "RMSNormKernel", "dsv3_fused_routing", "fp8_fp4_gemm_nt"):
+    for name in (
+        "activation_bf16_t_true",
+        "RMSNormKernel",
+        "dsv3_fused_routing",
+        "fp8_fp4_gemm_nt",
+    ):
         assert f"  {name}  (" in said, f"{name} was not asked for"
 
 
@@ -86,7 +91,9 @@ def test_a_module_fails_without_the_library_that_it_is_linked_with(tmp_path: Pat
     """Control: with the whole folder it is built."""
     code, said = one_module(copied(tmp_path / "whole"), tmp_path / "cache")
     assert code == 0, said[-3000:]
-    code, said = one_module(copied(tmp_path / "part", without="lib64/libcudart.so"), tmp_path / "other")
+    code, said = one_module(
+        copied(tmp_path / "part", without="lib64/libcudart.so"), tmp_path / "other"
+    )
     assert code != 0
     assert "cannot find -lcudart" in said
 

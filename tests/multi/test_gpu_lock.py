@@ -1,4 +1,4 @@
-"""The lock of the GPU profile: uv resolves the `gpu` extra to it, and its compiler fits its headers."""
+"""The lock of the GPU profile: uv resolves the extra to it, and its compiler fits its headers."""
 
 from __future__ import annotations
 

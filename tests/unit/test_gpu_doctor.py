@@ -142,8 +142,14 @@ def test_a_whole_node_has_nothing_wrong() -> None:
             "driver: 550.54, for CUDA up to 12.4 -> install a driver for CUDA 13.0",
         ),
         ({"torch_cuda": ""}, "CUDA: torch is missing or built for the CPU -> run tools/setup.sh"),
-        ({"compile_error": "no -lcudart"}, "CUDA compiler: no -lcudart -> run tools/setup.sh --gpu"),
-        ({"nvcc": "12.8"}, "CUDA compiler: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13"),
+        (
+            {"compile_error": "no -lcudart"},
+            "CUDA compiler: no -lcudart -> run tools/setup.sh --gpu",
+        ),
+        (
+            {"nvcc": "12.8"},
+            "CUDA compiler: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13",
+        ),
     ],
 )
 def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:
