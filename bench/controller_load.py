@@ -45,7 +45,7 @@ from moerl.config.schema import (
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
-from moerl.core.episode_view import EpisodeView
+from moerl.core.episode_view import ScoreRequest
 from moerl.core.messages import (
     Answers,
     CommitUpdate,
@@ -202,9 +202,10 @@ class StubEngine:
 
 
 class StubScorer:
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def score(self, task: str, term: str, asked: Sequence[ScoreRequest]) -> list[Score]:
         await asyncio.sleep(0.05)
-        return [Score(float(index % 2)) for index, _ in enumerate(episodes)]
+        siblings = [request.key.split(".")[1] for request in asked]
+        return [Score(float(int(sibling.partition("~")[0][-1]) % 2)) for sibling in siblings]
 
 
 class Records(BlobStore):

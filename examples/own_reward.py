@@ -10,7 +10,7 @@ When one raises, hangs or returns something else than a number, the group is rep
 `task.on_score_error=stop` stops the run and names the prompt.  A reward sees few environment
 variables, and those that `task.pass_environment` names (docs/sandbox.md).  Rewards of steps or
 turns, counted errors and further metrics are returned as a dict; a parameter named `episode` gets
-all turns: docs/algorithms.md, "Rewards".
+all turns: docs/scoring.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     moerl train digits-by-agent run.steps=40 --run my-agent
 
 moerl starts this program once per episode.  OPENAI_BASE_URL and OPENAI_API_KEY point to the policy,
-the prompt is JSON on standard input, and the last line of output is the reward.  The program is not
-told what it trains, and knows nothing of tokens: a gateway records every turn.
+the prompt is JSON on standard input, and a line of output is the reward, with the secret of the
+input: no text that a policy prints can be one.  The program knows nothing of training and tokens: a
+gateway records every turn.
 
 The task shows digits and wants them sorted.  The tool compares an answer with the right one, place
 by place; the agent asks again, up to three times.  The reward is the share of right places in the
@@ -47,4 +48,5 @@ def play(task: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"reward": play(json.load(sys.stdin))}))
+    task = json.load(sys.stdin)
+    print(json.dumps({"reward": play(task), "secret": task["secret"]}))

@@ -62,7 +62,8 @@ async def answer(config: vf.EnvConfig, tasks: list[vf.Task], asked: dict[str, An
         found = await play(config, chosen(tasks, asked), asked)
     except Exception as error:  # one episode's; the others are not touched
         found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps({"episode": asked["episode"]} | found), flush=True)
+    own = {name: asked[name] for name in ("episode", "secret")}
+    print(json.dumps(own | found), flush=True)
 
 
 async def main() -> None:

@@ -107,7 +107,7 @@ def train(
             raise ConfigError(option, True, "it belongs to --resume; a new run begins with nothing")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")
-    _start(recipe, overrides or [], run, dry_run)
+    _start(recipe, _placed(recipe, overrides), run, dry_run)
 
 
 @app.command()
@@ -123,11 +123,11 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
       moerl sft quickstart task.name=jsonl task.path=demos.jsonl task.reward=exact_match --run warm
       moerl train quickstart model.path=runs/warm/hf
     """
-    settings = [*(overrides or []), *_named_run(run)]
+    settings = [*_placed(recipe, overrides), *_named_run(run)]
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
-    _check_fields(config)
+    _check_fields(config, learned=True)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
 
@@ -154,7 +154,8 @@ def mismatch(
     records: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Score this .jsonl or .npz instead (docs/formats.md); no engine."
+            metavar="FILE",
+            help="Score this .jsonl, .npz or .step (docs/formats.md); no engine.",
         ),
     ] = "",
     page: Annotated[str, typer.Option(metavar="FILE", help="Path of the page.")] = "mismatch.html",
@@ -171,11 +172,12 @@ def mismatch(
       moerl mismatch quickstart sampling.top_p=0.9 --checkpoint runs/mine/hf
       moerl mismatch quickstart model.path=MODEL --records dump.jsonl --page gap.html
     """
-    _checked(recipe, list(overrides or []), checkpoint)
+    settings = _placed(recipe, overrides)
+    _checked(recipe, settings, checkpoint)
     _check_paths(records, keep, page)
     arguments = {
         "recipe": recipe,
-        "overrides": list(overrides or []),
+        "overrides": settings,
         "checkpoint": checkpoint,
         "tokens": tokens,
         "json": as_json,
@@ -184,6 +186,63 @@ def mismatch(
         "page": str(Path(page).resolve()),
     }
     raise typer.Exit(_guarded(arguments, module="moerl.audit.mismatch_command"))
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+) -> None:
+    """Check what a run has trained: its stream's chain, digests, versions and coverage.
+
+    Needs no torch and no GPU, and works on a copy of the run from another machine; the run may be
+    running. The exit status is 1 when anything differs. docs/rerun.md explains the rows.
+
+    Example:
+
+      moerl verify mine
+    """
+    from moerl.audit.verify_run import verify as verified
+
+    found = verified(find_run(run, "RUN"))
+    typer.echo(printable(found.table()))
+    raise typer.Exit(int(bool(found.differences)))
+
+
+@app.command()
+def rerun(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    first: Annotated[
+        int, typer.Option("--from", min=0, metavar="STEP", help="First step; needs a checkpoint.")
+    ] = 0,
+    last: Annotated[
+        int, typer.Option("--to", metavar="STEP", help="Stop before this step; default: the end.")
+    ] = -1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting; repeatable."),
+    ] = None,
+    run: RunName = "",
+) -> None:
+    """Train a run again from its stream (stream.keep_steps), without engines.
+
+    Every step must end with the recorded weights, bit for bit; the first difference is named, and
+    the exit status is then 1. With another layout (--set trainer.parallel...) gradient norms must
+    agree; with another loss the rollouts are the same and curves are drawn beside each other.
+    --from begins at the newest checkpoint up to that step.
+
+    Examples:
+
+      moerl rerun mine
+      moerl rerun mine --from 40 --to 60
+      moerl rerun mine --set algorithm.objective=cispo --run mine-cispo
+    """
+    folder = find_run(source, "RUN")
+    name = run or f"{folder.resolve().name}-rerun-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (folder.parent / name).exists():
+        raise ConfigError("--run", name, f"{folder.parent / name} exists; choose another")
+    arguments = {"source": str(folder), "name": name, "first": first, "last": last}
+    arguments |= {"settings": list(settings or [])}
+    raise typer.Exit(_guarded(arguments, module="moerl.audit.rerun_command"))
 
 
 app.command("check-layout")(shape_commands.check_layout)
@@ -308,10 +367,10 @@ def _checked(
     return config
 
 
-def _check_fields(config: Config) -> None:
+def _check_fields(config: Config, *, learned: bool = False) -> None:
     from moerl.launch.line_checks import check_fields
 
-    check_fields(config)
+    check_fields(config, learned=learned)
 
 
 def _with_transport(config: Config) -> Config:
@@ -323,7 +382,7 @@ def _with_transport(config: Config) -> Config:
         return config
     if config.cluster.launcher != "local" or why_not(config, "cuda_ipc"):
         return config
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
     from moerl.planning.publish_forecast import auto_transport
 
     try:
@@ -334,8 +393,9 @@ def _with_transport(config: Config) -> Config:
 
 def _check_paths(records: str, keep: str, page: str) -> None:
     """Check the paths of `moerl mismatch`: inputs exist, outputs can be written."""
-    if records and not (Path(records).is_file() and records.endswith((".jsonl", ".npz"))):
-        raise ConfigError("--records", records, "an existing .jsonl or .npz file is needed")
+    endings = (".jsonl", ".npz", ".step")
+    if records and not (Path(records).is_file() and records.endswith(endings)):
+        raise ConfigError("--records", records, "an existing .jsonl, .npz or .step file is needed")
     if keep and Path(keep).exists():
         raise ConfigError("--keep", keep, "it exists; name a new folder")
     if not Path(page).resolve().parent.is_dir():
@@ -345,6 +405,16 @@ def _check_paths(records: str, keep: str, page: str) -> None:
 def _named_run(name: str) -> list[str]:
     """The override of run.name, always as text; none without a name."""
     return [f"run.name={json.dumps(name)}"] if name else []
+
+
+def _placed(recipe: str, overrides: list[str] | None) -> list[str]:
+    """The overrides, and this machine's GPU; says so on standard error."""
+    from moerl.launch.own_gpu import use_own_gpu
+
+    settings, sentence = use_own_gpu(recipe, overrides or [])
+    if sentence:
+        typer.echo(f"moerl: {sentence}", err=True)
+    return settings
 
 
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
@@ -362,6 +432,10 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         described = replace(config, run=replace(config.run, name=name))
         typer.echo(describe(described, [recipe, *overrides, "--run", name]))
         raise typer.Exit
+    if config.cluster.colocated == "shared":
+        from moerl.planning.estimates import check_shared_gpus
+
+        check_shared_gpus(config)
     if (Path(config.run.root) / name / "state.json").exists():
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"

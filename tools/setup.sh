@@ -19,8 +19,9 @@
 # this project is installed and checked.
 #
 # Packages are installed without dependency resolution: the locks are complete, and nothing that
-# they do not name can enter.  Where wheels come from is pip's own configuration; no index is named
-# here.  Rejected: a resolver run per machine (slow, not repeatable, draws in CUDA through sglang).
+# they do not name can enter; each file has the hash that its line names (tools/lock_hashes.py).
+# Where wheels come from is pip's own configuration; no index is named here.  Rejected: a resolver
+# run per machine (slow, not repeatable, draws in CUDA through sglang).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -101,7 +102,8 @@ install() {
 }
 
 packages_cpu() {
-  run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" "${locks[@]/#/--requirement=}"
+  run_pip "$(cat "${locks[@]}" | grep -c ==) pinned packages" --require-hashes \
+    "${locks[@]/#/--requirement=}"
 }
 
 finish_cpu() {
@@ -112,11 +114,12 @@ finish_cpu() {
 }
 
 packages_gpu() {
-  local wheels=build/gpu-wheels.txt
+  local wheels=build/gpu-wheels.txt source=build/gpu-source.txt
   pinned torch >>"$log"
   pinned "$source_package" >>"$log"
   grep -v "^$source_package==" requirements/gpu.lock >"$wheels"
-  run_pip "$(grep -c == "$wheels") pinned packages" "--requirement=$wheels"
+  grep "^$source_package==" requirements/gpu.lock >"$source"
+  run_pip "$(grep -c == "$wheels") pinned packages" --require-hashes "--requirement=$wheels"
   link_cuda
   use_packaged_cuda
   local folder made
@@ -127,8 +130,8 @@ packages_gpu() {
     say "compiling Transformer Engine for torch $(pinned torch), once (log: $log)"
     # without FORCE_BUILD its build asks a release page for a wheel of another torch
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch "$venv/bin/python" -m pip wheel --no-deps \
-      --no-build-isolation --no-input --wheel-dir "$folder" \
-      "$source_package==$(pinned "$source_package")" >>"$log" 2>&1 </dev/null || {
+      --no-build-isolation --no-input --wheel-dir "$folder" --require-hashes \
+      "--requirement=$source" >>"$log" 2>&1 </dev/null || {
       tail -n 15 "$log" >&2
       fail "Transformer Engine did not compile; the whole log is $log"
     }
@@ -170,7 +173,8 @@ use_packaged_cuda() {
 pinned() {
   local line
   line=$(grep "^$1==" requirements/gpu.lock) || fail "requirements/gpu.lock does not name $1"
-  echo "${line##*==}"
+  line=${line#*==}
+  echo "${line%% *}"
 }
 
 # compiled FOLDER: the wheel of Transformer Engine's torch part there, if there is one.

@@ -39,6 +39,7 @@ _WEIGHTS = (
     "configs moerl/__init__.py moerl/core moerl/runtime moerl/config moerl/data moerl/distributed"
     " moerl/records moerl/layout moerl/engine moerl/kernels moerl/weight_sync moerl/algorithms"
     " moerl/trainer moerl/audit moerl/observe moerl/planning moerl/launch moerl/sandbox"
+    " moerl/scoring"
 )
 _TRAINER = f"{_WEIGHTS} moerl/controller moerl/episodes"
 
@@ -127,7 +128,7 @@ STAGES = (
         18,
         "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py e2e/test_failure.py"
         " e2e/test_killed_processes.py e2e/test_membership_e2e.py e2e/test_ref_models_run.py"
-        " e2e/test_resume_run.py e2e/test_stragglers.py",
+        " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py",
     ),
     Stage(
         "hosts",

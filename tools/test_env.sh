@@ -14,7 +14,7 @@
 #   clients     agents of others that play against the gateway, requirements/clients.lock, about 600 MB.
 #               It sees nothing of .venv, whose versions of the same packages are others.
 #
-# Any other environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
+# Its files have the hashes of that lock.  Any other environment sees the packages of .venv (torch, transformers, ray, ...) through one .pth line and
 # holds only what .venv lacks, at pinned versions and without dependency resolution, so that nothing
 # can move a version of the main environment.  Wheels are kept in build/wheels: an environment that is
 # made again needs no network.
@@ -24,6 +24,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 name=${1-}
+named=()  # arguments of pip, where they are not the packages
 system=() # Debian packages, for machines that lack their libraries
 case $name in
   reference)
@@ -47,6 +48,7 @@ case $name in
     ;;
   clients)
     mapfile -t packages < <(grep -v '^#' requirements/clients.lock)
+    named=(--require-hashes --requirement=requirements/clients.lock)
     import=verifiers.v1,agents,pydantic_ai.models.openai
     ;;
   *)
@@ -55,6 +57,7 @@ case $name in
     ;;
 esac
 
+((${#named[@]})) || named=("${packages[@]}")
 folder=build/$name
 wheels=build/wheels/$name
 log=build/$name.log
@@ -74,7 +77,7 @@ download() {
   rm -rf "$wheels"
   mkdir -p "$wheels"
   "$folder/bin/python" -m pip wheel --no-deps --no-input --progress-bar=off \
-    --wheel-dir="$wheels" "${packages[@]}" >>"$log" 2>&1 || return 1
+    --wheel-dir="$wheels" "${named[@]}" >>"$log" 2>&1 || return 1
   echo "${packages[*]}" >"$wheels/.complete"
 }
 

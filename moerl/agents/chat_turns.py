@@ -387,6 +387,8 @@ class ChatTurns:
         self._num_sampled += len(ids)
         self.counts[f"origin/{turn.origin}"] += 1
         self.counts["tool_calls"] += len(calls)
+        if calls:
+            self._episode.calls_tools(turn.name, tuple(call.function.name for call in calls))
         self.counts["replaced_ends"] += request.parent is not None and not turn.continues
         reason = "length" if stop_text is None and not is_closed else "stop"
         reason = "tool_calls" if calls else reason

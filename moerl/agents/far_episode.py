@@ -67,6 +67,10 @@ class FarEpisode:
 
         return await on_loop(self._loop, begun())
 
+    def calls_tools(self, name: str, tools: tuple[str, ...]) -> None:
+        """As `OpenEpisode.calls_tools`, soon."""
+        self._loop.call_soon_threadsafe(self._episode.calls_tools, name, tools)
+
     def leave_out(self, name: str, why: LeftOut) -> None:
         """As `OpenEpisode.leave_out`, soon."""
         self._loop.call_soon_threadsafe(self._episode.leave_out, name, why)

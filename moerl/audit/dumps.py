@@ -7,11 +7,13 @@ must see faults such as one routing row too many.
 
 from __future__ import annotations
 
+import math
 import tempfile
+import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -33,9 +35,12 @@ from moerl.data.plain_values import FieldError
 from moerl.layout import ModelSpec, model_spec
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
+from moerl.records.record_uris import moved_to_node
 from moerl.records.routing import check_ids, id_dtype
 from moerl.records.sampling_mask import check_csr
+from moerl.records.stream_files import groups_in
 
+DUMPS = (".jsonl", ".npz", ".step")  # endings; the last one: a trained step of a stream
 NEWEST = PolicyVersion(0, 1_000_000)  # for the scoring weights: a token of lag n is n older
 _FIELDS = {
     "id", "token_ids", "loss_mask", "prompt_len", "logprobs", "routing", "sampling_mask", "lag",
@@ -46,6 +51,14 @@ _ARRAYS = {
     "lag", "temperature", "top_p", "top_k", "min_p",
 }  # fmt: skip
 _SETTINGS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+_BOUNDS = {
+    "temperature": (1e-6, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+}
+# Arrays of a file have 64 MiB, or this multiple of the file: routes pack well, but not so well.
+_UNPACKED, _TIMES_PACKED = 64 << 20, 100
 
 
 @dataclass(slots=True)
@@ -71,19 +84,39 @@ def model_shape(spec: ModelSpec) -> ModelShape:
 
 
 def read_dump(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
-    """Read FILE.jsonl or FILE.npz, seal its arrays, return checked records.
+    """Read FILE.jsonl, FILE.npz or FILE.step, seal its arrays, return checked records.
 
     Raises RecordError `dump` for a file or field that breaks the schema.
     """
-    if path.suffix not in (".jsonl", ".npz"):
-        _refuse(str(path), "name", "it must end in .jsonl or .npz")
+    if path.suffix not in DUMPS:
+        _refuse(str(path), "name", f"it must end in {', '.join(DUMPS)}")
     if not path.is_file():
         _refuse(str(path), "file", "it does not exist")
+    if path.suffix == ".step":
+        return _of_stream(path, store, shape)
     raws = _jsonl(path) if path.suffix == ".jsonl" else _npz(path)
     rollouts = [_rollout(raw, index, store, shape) for index, raw in enumerate(raws)]
     if not rollouts:
         _refuse(str(path), "file", "it holds no rollout")
     return rollouts
+
+
+def _of_stream(path: Path, store: BlobStore, shape: ModelShape) -> list[Rollout]:
+    """Rollouts of a trained step; a token's lag is counted from the weights that the step had."""
+    step = int(path.name.split(".")[1])
+    found = []
+    for content in groups_in(path):
+        for uri, data in content.blobs.items():
+            store.put_back(moved_to_node(uri, store.node), data)
+        for rollout in moved_to_node(content.group, store.node).rollouts():
+            check(rollout, shape)
+            spans = [replace(span, version=_aged(span.version, step)) for span in rollout.versions]
+            found.append(replace(rollout, versions=tuple(spans)))
+    return found
+
+
+def _aged(version: PolicyVersion, step: int) -> PolicyVersion:
+    return replace(NEWEST, step=NEWEST.step - (step - version.step))
 
 
 def summary(dump: Path, model: Path) -> str:
@@ -156,7 +189,7 @@ def _parse(row: dict[str, Any], where: str, number: int) -> _Raw:
     if row.get("lag") is not None:
         lag = (
             np.broadcast_to(_array(row, "lag", where, np.int64, None), (num_sampled,))
-            if (np.ndim(row["lag"]) == 0)
+            if not isinstance(row["lag"], list)
             else _array(row, "lag", where, np.int64, 1)
         )
     return _Raw(
@@ -220,14 +253,55 @@ def _npz(path: Path) -> Iterator[_Raw]:
 
 
 def _arrays_in(path: Path) -> dict[str, Array]:
+    """Names and sizes are checked before anything is unpacked or allocated."""
+    arrays: dict[str, Array] = {}
+    name = "file"
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        _refuse(path.name, "file", f"not readable without pickle: {error}")
-    for name in sorted(arrays.keys() - _ARRAYS):
-        _refuse(path.name, name, f"unknown; known are {', '.join(sorted(_ARRAYS))}")
+        with zipfile.ZipFile(path) as file:
+            members = _members(file, path)
+            for name, member in members.items():
+                with file.open(member) as stream:
+                    _check_head(stream, member.file_size)
+                with file.open(member) as stream:
+                    arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+    except RecordError:
+        raise
+    except Exception as error:  # a damaged archive raises nearly anything
+        _refuse(path.name, name, f"not readable without pickle: {_one_line(error)}")
     return arrays
+
+
+def _members(file: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+    found: dict[str, zipfile.ZipInfo] = {}
+    size, most = 0, max(_UNPACKED, _TIMES_PACKED * path.stat().st_size)
+    for member in file.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name not in _ARRAYS or name in found:
+            known = ", ".join(sorted(_ARRAYS))
+            _refuse(path.name, ascii(name), f"unknown or repeated; known are {known}")
+        found[name] = member
+        size += member.file_size
+        if size > most:
+            _refuse(path.name, name, f"{size} bytes with the arrays before it; {most} are allowed")
+    return found
+
+
+def _check_head(stream: IO[bytes], size: int) -> None:
+    """Raises ValueError where an array is not as long as its bytes."""
+    version = np.lib.format.read_magic(stream)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read:
+        raise ValueError(f"npy version {version}; allowed are 1.0 and 2.0")
+    shape, _, dtype = read[version](stream)
+    if math.prod(shape) * dtype.itemsize != size - stream.tell():
+        raise ValueError(f"{dtype} of shape {shape} in {size - stream.tell()} bytes")
+
+
+def _one_line(error: Exception) -> str:
+    return ascii(f"{type(error).__name__}: {error}")[:300]
 
 
 def _check_npz(arrays: dict[str, Array], where: str) -> dict[str, Array]:
@@ -249,6 +323,8 @@ def _check_npz(arrays: dict[str, Array], where: str) -> dict[str, Array]:
     ):
         if len(values[name]) != size:
             _refuse(where, name, f"{len(values[name])} {unit}, {size} are needed")
+    if "id" in arrays and arrays["id"].shape != counts.shape:
+        _refuse(where, "id", f"shape {arrays['id'].shape}, {counts.shape} is needed")
     values |= _check_npz_mask(arrays, where, num_sampled)
     values["lag"] = np.zeros(num_sampled, np.int64)
     if "lag" in arrays:
@@ -268,6 +344,8 @@ def _check_npz_mask(arrays: dict[str, Array], where: str, num_sampled: int) -> d
     ids = _array(arrays, "mask_ids", where, np.int64, 1)
     if len(offsets) != num_sampled + 1 or offsets[-1] != len(ids):
         _refuse(where, "mask_offsets", "one more than logprobs, ending at len(mask_ids)")
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+        _refuse(where, "mask_offsets", "they must begin at 0 and never fall")
     return {"mask_offsets": offsets, "mask_ids": ids}
 
 
@@ -289,8 +367,9 @@ def _rollout(raw: _Raw, index: int, store: BlobStore, shape: ModelShape) -> Roll
     try:
         check_ids(ids, shape.num_experts)
         if raw.mask is not None:
-            offsets, kept = raw.mask[0].astype(np.int64), raw.mask[1].astype(np.int32)
+            offsets, kept = raw.mask[0], raw.mask[1]
             check_csr(offsets, kept, sampled, vocab_size=shape.vocab_size)
+            kept = kept.astype(np.int32)
     except RecordError as error:
         field = "routing" if error.reason.startswith("routing") else "sampling_mask"
         _refuse(raw.where, field, str(error))
@@ -298,12 +377,14 @@ def _rollout(raw: _Raw, index: int, store: BlobStore, shape: ModelShape) -> Roll
     if raw.mask is not None:
         arrays += [offsets, kept]
     refs = store.seal(name, arrays)
+    with np.errstate(over="ignore"):  # then it is not finite, and refused
+        logprobs = raw.logprobs.astype(np.float32)
     versions = _versions(raw)
     rollout = Rollout(
         rollout_id=f"{index}:{raw.name}",
         token_ids=raw.token_ids.astype(np.int32),
         loss_mask=raw.loss_mask.astype(np.bool_),
-        logprobs=raw.logprobs.astype(np.float32),
+        logprobs=logprobs,
         versions=versions,
         routing=(
             RoutingBlob(
@@ -337,11 +418,14 @@ def _check_lengths(raw: _Raw, shape: ModelShape) -> Array:
     if len(raw.loss_mask) != num_tokens or not np.isin(raw.loss_mask, (0, 1)).all():
         _refuse(raw.where, "loss_mask", f"{num_tokens} entries of 0 or 1 are needed")
     sampled = raw.token_ids[raw.loss_mask == 1]
+    if not len(sampled):
+        _refuse(raw.where, "loss_mask", "no token is sampled")
     for name, values in (("logprobs", raw.logprobs), ("lag", raw.lag)):
         if len(values) != len(sampled):
             _refuse(raw.where, name, f"{len(values)} entries, {len(sampled)} sampled tokens")
-    if (raw.lag < 0).any() or (np.diff(raw.lag) > 0).any():
-        _refuse(raw.where, "lag", "it must be at least 0 and never grow along a rollout")
+    most = NEWEST.step
+    if (raw.lag < 0).any() or (raw.lag > most).any() or (np.diff(raw.lag) > 0).any():
+        _refuse(raw.where, "lag", f"it must lie in 0..{most} and never grow along a rollout")
     want = (num_tokens - 1, len(shape.moe_layers), shape.top_k)
     if raw.routing.shape != want:
         _refuse(
@@ -363,10 +447,12 @@ def _check_lengths(raw: _Raw, shape: ModelShape) -> Array:
 def _sampling(raw: _Raw) -> SamplingParams:
     values = raw.settings
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            _refuse(raw.where, name, f"{value!r}; a number is needed")
-    if not values["temperature"] > 0:
-        _refuse(raw.where, "temperature", f"{values['temperature']}; above 0 is needed")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        least, most = _BOUNDS[name]
+        if not is_number or not least <= value <= most or (name == "top_k" and value % 1):
+            kind = "a whole number" if name == "top_k" else "a number"
+            allowed = f"{kind} in {least:g}..{most:g} is needed"
+            _refuse(raw.where, name, f"{ascii(value)[:99]}; {allowed}")
     sampling = SamplingParams(
         max_new_tokens=len(raw.token_ids),
         temperature=float(values["temperature"]),

@@ -230,12 +230,16 @@ def _refuse_unmet(config: Config) -> None:
 
 def _check_steps(task: TaskEntry, a: AlgorithmConfig) -> None:
     reward = task.reward
-    if reward not in STEP_REWARDS and ":" not in reward:
+    if any(term.unit in ("step", "turn") for term in task.rewards):
+        return
+    functions = [term.function for term in task.rewards] or [reward]
+    if not any(one in STEP_REWARDS or ":" in one for one in functions):
         raise ConfigError(
             "task.reward",
             reward,
             f"algorithm.advantage={a.advantage} needs a reward per step: use "
-            f"{', '.join(STEP_REWARDS)} or package.module:function that returns steps "
+            f"{', '.join(STEP_REWARDS)}, package.module:function that returns steps, or a term of "
+            "task.rewards with unit=step or turn "
             "(docs/algorithms.md)",
         )
 

@@ -487,7 +487,7 @@ def _check_task(task: TaskEntry) -> None:
     if task.name in _FILES:
         if not _has_file(task.path):
             raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
-        if task.reward in ("", SOURCE) and not task.brings_reward:
+        if task.reward in ("", SOURCE) and not (task.brings_reward or task.rewards):
             raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
     if task.reward and task.reward not in REWARD_NAMES:
         check_reward("task.reward", task.reward, REWARD_NAMES)

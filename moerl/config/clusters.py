@@ -8,6 +8,9 @@ Ray gets exactly these requests, and torchrun's ranks follow from it.
 - Trainer ranks are spread evenly: the same number on every trainer node, as torchrun requires.
 - On a node with several roles, engines take its first GPUs, the trainer the next GPUs, and the
   reference ranks (`ref_models.placement: separate`) the GPUs after these.
+- With `cluster.colocated: shared` the trainer begins at the first GPU, too.  Of each GPU the engine
+  has `engine.mem_fraction_static` for weights and KV cache, and a tenth for everything else; the
+  trainer has the rest.
 
 Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
@@ -22,11 +25,19 @@ from typing import get_args
 
 import psutil
 
-from moerl.config.schema import ClusterConfig, Config, NodeGroup, ParallelConfig, Role
+from moerl.config.schema import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    NodeGroup,
+    ParallelConfig,
+    Role,
+)
 from moerl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
+_BESIDE = 0.1  # of a shared GPU: an engine's context, graphs, activations and buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +83,12 @@ def placement(config: Config) -> Placement:
     """Assign processes to nodes.  Raises ConfigError when a role has no node or too few."""
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
-    trainers = _place_trainer("trainer", config.trainer.parallel, found, engines)
+    before = () if is_shared(config.cluster) else engines
+    trainers = _place_trainer(config, "trainer", config.trainer.parallel, found, before)
     ref_models: tuple[TrainerSlot, ...] = ()
     if config.ref_models.placement == "separate":
         ref_models = _place_trainer(
-            "ref_models", config.ref_models.parallel, found, (*engines, *trainers)
+            config, "ref_models", config.ref_models.parallel, found, (*before, *trainers)
         )
     return Placement(found, _controller(found), engines, trainers, ref_models)
 
@@ -110,7 +122,32 @@ def mapped_gpus(config: Config, placed: Placement, slot: TrainerSlot) -> tuple[i
     """GPUs of engines that these ranks map to write into, without computing on them."""
     if config.sync.transport != "cuda_ipc" or slot not in placed.trainers:
         return ()
-    return engine_gpus(placed, slot.node)
+    return tuple(gpu for gpu in engine_gpus(placed, slot.node) if gpu not in slot.devices)
+
+
+def is_shared(cluster: ClusterConfig) -> bool:
+    """Whether engines and trainer are on the same GPUs."""
+    return cluster.colocated == "shared"
+
+
+def trainer_share(config: Config) -> float:
+    """Largest share of its GPU's memory that a trainer rank may allocate."""
+    if not is_shared(config.cluster):
+        return 1.0
+    return 1.0 - _BESIDE - config.engine.mem_fraction_static
+
+
+def engine_of(config: Config, tp: int) -> EngineConfig:
+    """Settings of an engine of this size, as SGLang understands them.
+
+    Its share is of what is free when it starts: on a shared GPU all, or what a running trainer
+    leaves.  A share that holds the same bytes there is larger; max_total_tokens bounds it.
+    """
+    engine = replace(config.engine, tp=tp)
+    if not is_shared(config.cluster):
+        return engine
+    share = engine.mem_fraction_static
+    return replace(engine, mem_fraction_static=round(share / (share + _BESIDE), 3))
 
 
 def is_local(cluster: ClusterConfig) -> bool:
@@ -129,11 +166,14 @@ def check_cluster(config: Config) -> None:
         )
     for name, group in cluster.nodes.items():
         _check_group(f"cluster.nodes.{name}", group, cluster.launcher)
+    if is_shared(cluster):
+        _check_shared(config)
     if is_local(cluster):
         if sum(group.count for group in cluster.nodes.values()) > 1:
             raise ConfigError(
                 "cluster.launcher", "local", "it is for one machine; use hosts, slurm or kuberay"
             )
+        _check_devices(config)
     else:
         _check_network(config)
     placement(config)
@@ -147,6 +187,41 @@ def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
     if launcher == "hosts" and not group.hosts:
         raise ConfigError(
             f"{field}.hosts", [], "cluster.launcher = hosts needs the address of each node"
+        )
+
+
+def _check_devices(config: Config) -> None:
+    """Refuse processes on GPUs that nobody has dealt: each would take the first ones."""
+    platforms = {"engine": config.engine.platform, "trainer": config.trainer.platform}
+    for side, platform in platforms.items():
+        groups = [group for group in config.cluster.nodes.values() if side in group.roles]
+        if platform == "cuda" and not any(group.devices for group in groups):
+            raise ConfigError(
+                f"{side}.platform",
+                "cuda",
+                "cluster.nodes.*.devices names no GPU: name their number, or use cluster=gpu1",
+            )
+
+
+def _check_shared(config: Config) -> None:
+    """Refuse what the shares of a GPU do not hold for."""
+    engine, field = config.engine, "cluster.colocated"
+    if not is_local(config.cluster):
+        raise ConfigError(field, "shared", "it is for one machine: use none")
+    if not any(group.devices for group in config.cluster.nodes.values()):
+        raise ConfigError(field, "shared", "name the GPUs in cluster.nodes.*.devices, or use none")
+    if not engine.max_total_tokens:
+        raise ConfigError(
+            "engine.max_total_tokens",
+            0,
+            "SGLang would fill what is free with its KV cache, and the trainer shares the GPU: "
+            "name a number of tokens",
+        )
+    if engine.mem_fraction_static > 0.8:
+        raise ConfigError(
+            "engine.mem_fraction_static",
+            engine.mem_fraction_static,
+            "the trainer shares the GPU: use at most 0.8",
         )
 
 
@@ -224,6 +299,7 @@ def _place_engines(config: Config, nodes: list[Node]) -> tuple[EngineSlot, ...]:
 
 
 def _place_trainer(
+    config: Config,
     role: str,
     parallel: ParallelConfig,
     everywhere: tuple[Node, ...],
@@ -242,12 +318,11 @@ def _place_trainer(
         taken = sum(len(slot.devices) for slot in before if slot.node is node)
         devices = tuple(range(node.group.devices))[taken : taken + each]
         if node.group.devices and len(devices) < each:
-            raise ConfigError(
-                field,
-                world,
-                f"{each} ranks do not fit the {node.group.devices - taken} free GPUs of a "
-                f"{node.name} node",
-            )
+            allowed = f"{each} ranks do not fit the {node.group.devices - taken} free GPUs of a "
+            allowed += f"{node.name} node"
+            if is_local(config.cluster) and before and each <= node.group.devices:
+                allowed += "; cluster.colocated=shared lets trainer and engines share GPUs"
+            raise ConfigError(field, world, allowed)
         ranks = tuple(range(index * each, (index + 1) * each))
         slots.append(TrainerSlot(node, index, ranks, devices))
     return tuple(slots)

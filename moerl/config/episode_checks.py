@@ -10,6 +10,7 @@ from shutil import which
 from moerl.config.clusters import is_local
 from moerl.config.functions import check_importable, functions
 from moerl.config.schema import Config
+from moerl.config.scorer_checks import check_terms
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS, TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
@@ -38,6 +39,7 @@ def check_episodes(config: Config) -> None:
 
 def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
     kind = task.kind
+    yield from check_terms(config, task)
     if kind is TaskKind.PROGRAM:
         yield from _of_program(config, task)
     elif task.agent != AgentConfig():
@@ -95,7 +97,7 @@ def _of_object(task: TaskEntry) -> Iterator[Problem]:
     if task.environment == SANDBOX_TOOLS:
         if not task.tools:
             yield "task.tools", [], "sandbox_tools offers these: name at least one"
-        if not task.reward:
+        if not (task.reward or task.rewards):
             yield "task.reward", "", f"sandbox_tools gives none; use {functions(_REWARDS)}"
     elif task.environment == HTTP:
         if not str(task.environment_options.get("url", "")).startswith(_SCHEMES):
@@ -123,13 +125,8 @@ def _of_program(config: Config, task: TaskEntry) -> Iterator[Problem]:
         yield from _of_port(config, agent)
     elif is_local(config.cluster) and program_path(name := agent.command[0]) is None:
         yield "task.agent.command", agent.command, f"there is no program {name!r} on PATH"
-    if task.isolation == "bwrap":
-        yield (
-            "task.isolation",
-            "bwrap",
-            f"the program of task.agent.{player} is not isolated by it, and needs a network; "
-            "use process",
-        )
+    if agent.port and task.isolation == "bwrap":
+        yield "task.isolation", "bwrap", "it is not for remote workers of task.agent.port"
     for model, endpoint in agent.models.items():
         yield from _of_model(model, endpoint)
 

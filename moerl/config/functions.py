@@ -118,18 +118,32 @@ def defined_in(path: str) -> Signature | str:
     "" where the file leaves it open: another file defines it, a decorator changes it, it is an
     object, or several statements could bind the name.
     """
-    module, _, name = path.partition(":")
-    spec = _find(module)
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return ""
-    body = ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
-    found = [node for node in body if isinstance(node, _DEFINITIONS) and node.name == name]
+    file, found = _definitions(path)
     if len(found) != 1 or found[0].decorator_list:
         return ""
     (node,) = found
     if isinstance(node, ast.ClassDef):
-        return f"{spec.origin} defines {name} as a class; name an instance of it, or a function"
+        return f"{file} defines {node.name} as a class; name an instance of it, or a function"
     return Signature(list(_parameters(node.args)))
+
+
+def place_of(path: str) -> str:
+    """File and line of `package.module:function`, as far as an import is not needed."""
+    file, found = _definitions(path)
+    return f"{file} line {found[-1].lineno}" if found else file or path
+
+
+def _definitions(
+    path: str,
+) -> tuple[str, list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    """The file of a module, and its own definitions of a function's name."""
+    module, _, name = path.partition(":")
+    spec = _find(module)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return "", []
+    body = ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
+    found = [node for node in body if isinstance(node, _DEFINITIONS) and node.name == name]
+    return spec.origin, found
 
 
 def _parameters(args: ast.arguments) -> Iterator[Parameter]:

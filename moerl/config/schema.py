@@ -8,8 +8,8 @@ A field's type states its allowed values: choices are `Literal`, ranges are in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta
 
@@ -24,6 +24,7 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.reward_terms import RewardTerm
 from moerl.config.task_kinds import TaskKind, kind_of_environment
 from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 
@@ -77,6 +78,8 @@ class TaskConfig:
     # exact_match | math_verify | position_steps | turn_gains | package.module:function | source (of
     # the source of prompts); empty = the program's or environment object's own, else source
     reward: str = ""
+    # Several terms in place of `reward` (docs/scoring.md): [{name, weight, where, timeout_s, ...}]
+    rewards: list[RewardTerm] = field(default_factory=list)
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""
@@ -88,7 +91,7 @@ class TaskConfig:
     score_timeout_s: Positive = 10.0
     # drop: replace the group and count it, unless more than half of them fail; stop: end the run
     on_score_error: Literal["drop", "stop"] = "drop"
-    # Where rewards and environments run (docs/sandbox.md); bwrap: no network, read-only files
+    # Walls of rewards, environments, programs (docs/sandbox.md); bwrap: no network, read-only files
     isolation: Literal["process", "bwrap"] = "process"
     limits: TaskLimits = field(default_factory=TaskLimits)
     pass_environment: list[str] = field(default_factory=list)  # further variables that they see
@@ -121,8 +124,34 @@ class TaskConfig:
 
     @property
     def brings_reward(self) -> bool:
-        """Whether the program or the environment object gives the reward."""
+        """Whether the program or the environment object gives the reward, or a term of it."""
+        if self.rewards:
+            return any(term.where == "own" for term in self.rewards)
         return self.kind.speaks_messages and not self.reward
+
+    @property
+    def terms(self) -> tuple[RewardTerm, ...]:
+        """The terms of the reward; `reward` alone is one."""
+        if self.rewards:
+            return tuple(self.rewards)
+        if self.brings_reward:
+            return (RewardTerm("reward", where="own"),)
+        own = RewardTerm("reward", function=self.reward, workers=self.scorer_workers)
+        return (replace(own, needs=["text", "messages", "tokens", "graph"]),)
+
+    def timeout_of(self, term: RewardTerm) -> float:
+        """Seconds of a request to the scorer of a term."""
+        return term.timeout_s or self.score_timeout_s
+
+    def only_with(self, term: RewardTerm) -> Self:
+        """The task with the function of this term as its reward."""
+        return replace(self, reward=term.function, rewards=[])
+
+    @property
+    def own_rewards(self) -> list[Self]:
+        """The task with each function of the user that gives its reward, or a term of it."""
+        terms = [term for term in self.terms if term.where == "function" and ":" in term.function]
+        return [self.only_with(term) for term in terms]
 
     @property
     def turn_limit(self) -> int:
@@ -182,7 +211,6 @@ class RolloutConfig:
     late_siblings: Literal["drop", "carry"] = "drop"
     drop_zero_variance: bool = False  # DAPO dynamic sampling: groups of equal rewards are replaced
     max_drop_batches: Natural = 4  # after this many dropped batches in one step, groups are kept
-    keep_records: bool = False  # keep headers and blobs of trained groups in the run directory
     # Requests of an engine that neither prefills nor samples for this long are aborted; what they
     # have sampled is kept.  No limit holds for a whole request
     progress_timeout_s: Positive = 600.0
@@ -221,6 +249,8 @@ class EngineConfig:
     max_running_requests: Count = 256
     # of the KV cache; 0 = as many as fit into mem_fraction_static, SGLang decides
     max_total_tokens: Natural = 65536
+    # For weights and KV cache: of what is free at SGLang's start, with cluster.colocated=shared of
+    # the whole GPU
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
     answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted
@@ -300,7 +330,7 @@ class TrainerConfig:
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
     dispatcher: Dispatcher = "alltoall"
-    cpu_threads: Count = 1
+    cpu_threads: Count = 1  # of a rank; an offloaded optimizer uses its share of the node's cores
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field
     # Of DistributedDataParallelConfig and OptimizerConfig: `moerl.config.optimizer_settings`
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -418,6 +448,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """What was trained, in runs/NAME/stream, for `moerl verify` and `moerl rerun`."""
+
+    # Newest steps whose groups and records are kept; -1 = all, 0 = no stream is written
+    keep_steps: Annotated[int, Meta(ge=-1)] = 0
+
+
+@dataclass(frozen=True)
 class SupervisionConfig:
     """Reactions to the death of the trainer, an engine, the scorer or the controller."""
 
@@ -484,6 +522,8 @@ class ClusterConfig:
     ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
+    # shared: engines and trainer are on the same GPUs, each in its share (docs/clusters.md)
+    colocated: Literal["none", "shared"] = "none"
     # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
@@ -521,6 +561,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

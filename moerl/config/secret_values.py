@@ -75,5 +75,8 @@ def _hidden_names(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _hidden_names(f"{name}.{key}".lstrip("."), item)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _hidden_names(f"{name}.{place}", item)
     elif value == HIDDEN:
         yield name

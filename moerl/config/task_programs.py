@@ -39,6 +39,7 @@ class OtherModelConfig:
     api_key: str = field(default="", repr=False)
     timeout_s: Positive = 120.0  # of each call
     reply_kb: Count = 1024  # KiB of an answer
+    max_tokens: Count = 16384  # that a call can ask for, in all its answers together
 
 
 ToolName = Literal["python", "shell", "read_file", "write_file"]

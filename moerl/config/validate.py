@@ -57,8 +57,8 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
         if isinstance(value, list | dict) and get_origin(bare) is not type(value):
             # OmegaConf cannot merge the two
             raise ConfigError(field, hide_value(field, value), _allowed(bare))
-        if (entry := _entry(bare)) and isinstance(value, Mapping):
-            for name, one in value.items():
+        if entry := _entry(bare):
+            for name, one in _named(value):
                 _check_section(f"{field}.{name}", entry, one)
 
 
@@ -82,16 +82,24 @@ def _fields(schema: Callable[..., object]) -> dict[str, Any]:
 
 
 def _entry(kind: Any) -> Any:
-    """The dataclass of a table's entries, for dict[str, dataclass]; None for other types."""
-    of = get_args(kind)[1:] if get_origin(kind) is dict else ()
+    """The dataclass of the entries of a table or list; None for other types."""
+    of = get_args(kind)[-1:] if get_origin(kind) in (dict, list) else ()
     return of[0] if of and is_dataclass(of[0]) else None
+
+
+def _named(value: Any) -> list[tuple[Any, Any]]:
+    """The entries of a table by key, of a list by number; none of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def _read(field: str, kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         return read_section(kind, value, f"{field}.")  # type: ignore[arg-type]
-    if (entry := _entry(kind)) and isinstance(value, Mapping):
-        return {str(k): read_section(entry, one, f"{field}.{k}.") for k, one in value.items()}
+    if (entry := _entry(kind)) and isinstance(value, get_origin(kind)):
+        read = {str(k): read_section(entry, one, f"{field}.{k}.") for k, one in _named(value)}
+        return list(read.values()) if isinstance(value, list) else read
     bare = _bare(kind)
     try:  # not strict: an environment variable that is interpolated is text
         meant = msgspec.convert(_as_meant(value, bare), bare, strict=False)
@@ -128,7 +136,7 @@ def _allowed(bare: Any) -> str:
     if get_origin(bare) is list and get_origin(get_args(bare)[0]) is Literal:
         return f"use some of {', '.join(get_args(get_args(bare)[0]))}"
     if entry := _entry(bare):
-        return f"dict[str, {entry.__name__}] is needed"
+        return f"{str(bare).replace(f'{entry.__module__}.', '')} is needed"
     name = bare.__name__ if get_origin(bare) is None else str(bare).replace("typing.", "")
     return f"{name} is needed"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moerl.config import Config
@@ -12,13 +11,14 @@ from moerl.config.task_mixture import entries_of
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
 from moerl.controller.engine_pool import EnginePool, SyncTargets
+from moerl.controller.episode_scores import EpisodeScores
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
+from moerl.controller.journal.stream_writer import StreamWriter
 from moerl.controller.planned_batches import PlannedBatches
-from moerl.controller.scorer_timeout import ScorerWithTimeout
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
-from moerl.core.messages import Engine, Scorer
+from moerl.core.messages import Engine, Scorers
 from moerl.core.types import ModelShape, Prompt
 from moerl.episodes.open_episode import EpisodeRunner
 from moerl.records import BlobStore
@@ -37,15 +37,14 @@ class Services:
     model: ModelShape
     engines: Mapping[int, Engine]
     sizes: Mapping[int, int]  # tensor-parallel ranks of each engine
-    scorer: Scorer
+    scorer: Scorers
     prompts: PromptSource
     held_out: PromptSource | None = None  # evaluation prompts, needed with evaluation.every
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], list[int]]
     blobs: BlobStore
     journal: Journal
-    # Where headers of trained groups go; None: they are dropped and their blobs deleted.
-    records: Path | None
+    stream: StreamWriter | None = None  # keeps what is trained
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
@@ -57,7 +56,7 @@ class Context:
     """Made once by the controller and passed to each of its parts."""
 
     config: Config
-    services: Services  # with a scorer that has a timeout
+    services: Services
     pool: EnginePool
     sync_targets: SyncTargets
     buffer: GroupBuffer
@@ -66,6 +65,7 @@ class Context:
     lineage: Lineage
     step_metrics: StepMetrics
     tasks: TaskGroup
+    scores: EpisodeScores
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
@@ -75,11 +75,9 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     ref_counts = BlobRefCounts(services.blobs)
-    longest = max(entry.score_timeout_s for entry in entries_of(config))
-    scorer = ScorerWithTimeout(services.scorer, longest)
     return Context(
         config=config,
-        services=replace(services, scorer=scorer),
+        services=services,
         pool=EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release),
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
@@ -94,4 +92,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
         lineage=Lineage(),
         step_metrics=step_metrics,
         tasks=tasks,
+        scores=EpisodeScores(
+            entries_of(config), services.scorer, services.decode, step_metrics, tasks
+        ),
     )

@@ -98,8 +98,7 @@ class Controller:
             len(adopted),
             recovered.lost,
         )
-        if services.records is None:
-            services.blobs.sweep(turns.uris.union(named))
+        services.blobs.sweep(turns.uris.union(named))
         if trainer_alive and recovered.is_whole and state.begins:
             context.pool.incarnation = state.begins[-1].incarnation
             services.on_rewind(state.done)
@@ -112,8 +111,7 @@ class Controller:
         """
         services, is_new_run = self.context.services, not self.context.batches.done
         kept = group_uris(*self._availability.trainable()) | services.journal.turns.uris
-        named = sorted(kept) if services.records is None else None
-        await self.context.pool.poll(lost, is_new_run, named, self.producer.life)
+        await self.context.pool.poll(lost, is_new_run, sorted(kept), self.producer.life)
 
     async def run(self) -> None:
         """Produce until `stop`.  Raises the first failure of a loop or of the trainer."""

@@ -28,12 +28,13 @@ from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
 from moerl.core.types import Finish, PolicyVersion, SamplingParams
 from moerl.data.prompt_mixture import usable
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode, views_of
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
 from moerl.episodes.turn import sampling_params
 
 log = logging.getLogger(__name__)
 _Z95 = 1.96  # of a normal distribution
+_SCORE_S = 600.0  # longest time for the scores of an evaluation
 Scored = list[tuple[FinishedEpisode, float]]  # answers to one prompt, with their rewards
 
 
@@ -109,7 +110,7 @@ class Evaluator:
             for label, entry in self._entries.items()
         }
         self._held_out, self._blobs = services.held_out, services.blobs
-        self._scorer, self._decode = services.scorer, services.decode
+        self._scores = context.scores
         self._pool, self._step_metrics, self._tasks = (
             context.pool,
             context.step_metrics,
@@ -174,7 +175,7 @@ class Evaluator:
         try:
             answers = await held_out.play(self._specs(version, pin))
             by_prompt = groupby(answers, key=lambda answer: answer.prompt.index)
-            scored = [await self._score(list(group)) for _, group in by_prompt]
+            scored = await self._scored([list(group) for _, group in by_prompt])
         finally:
             for uri in held_out.sealed:
                 self._blobs.delete(uri)
@@ -200,12 +201,21 @@ class Evaluator:
             for sample in range(self._config.samples)
         ]
 
+    async def _scored(self, groups: Sequence[Sequence[FinishedEpisode]]) -> list[Scored]:
+        """groups: answers to one prompt each.  Raises ScoreError."""
+        try:
+            async with asyncio.timeout(_SCORE_S):
+                return list(await asyncio.gather(*map(self._score, groups)))
+        except TimeoutError as error:
+            raise ScoreError(f"its scorers took longer than {_SCORE_S:g} s") from error
+
     async def _score(self, answers: Sequence[FinishedEpisode]) -> Scored:
-        """answers: to one prompt.  Raises RecordError, ScoreError."""
-        scores = [answer.own_score for answer in answers if answer.own_score is not None]
-        if len(scores) < len(answers):
-            views = await views_of(answers, self._decode)
-            scores = await self._scorer.score(answers[0].prompt, views)
+        """answers: to one prompt.  Raises ScoreError."""
+        try:
+            scores = await self._scores.of(answers)
+        finally:
+            for answer in answers:
+                self._scores.forget(answer.episode_id)
         return [(one, score.reward) for one, score in zip(answers, scores, strict=True)]
 
     def _figures(self, scored: Sequence[Scored]) -> dict[str, float]:

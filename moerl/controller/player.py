@@ -72,7 +72,13 @@ class Player:
         task = self._entries[spec.prompt.task]
         context = task.context_tokens or self._context_tokens
         return TextReplies(
-            spec, self._scorer, self._decode, self._encode, context, task.sampled_limit
+            spec,
+            self._scorer,
+            self._decode,
+            self._encode,
+            context,
+            task.sampled_limit,
+            task.score_timeout_s,
         )
 
     def _wall_s(self, spec: EpisodeSpec) -> float:

@@ -182,6 +182,8 @@ class Producer:
         """False: no engine may begin a group now."""
         if len(self._groups) >= self._config.rollout.max_groups_in_flight:
             return False
+        if self._scoring_stage.scores.is_full:
+            return False
         index = self._engines.for_group(self.wanted)
         if index is None:
             return False
@@ -228,6 +230,7 @@ class Producer:
         pin: EnginePin | None = None,
     ) -> list[EpisodeSpec]:
         entry, rollout = self._entries[prompt.task], self._config.rollout
+        scores = self._scoring_stage.scores
         first = EpisodeSpec(
             name="",
             prompt=prompt,
@@ -238,6 +241,7 @@ class Producer:
             slice_tokens=0 if pin is not None else rollout.slice_tokens,
             home=home,
             pin=pin,
+            watch=scores if pin is None and scores.watches(prompt.task) else None,
         )
         return [replace(first, name=name) for name in names]
 
@@ -289,10 +293,13 @@ class Producer:
             self._forget_turns(ended)
             ended.settled("dropped")
             return
-        if ended.failure not in ("", ENDED):
+        if not ended.failure:
+            self._scoring_stage.scores.ended(ended)
+        elif ended.failure != ENDED:
             self._end(group.running)
 
     def _forget_turns(self, ended: FinishedEpisode) -> None:
+        self._scoring_stage.scores.forget(ended.episode_id)
         self._ref_counts.release(self._turn_log.end([ended.episode_id]))
 
     def _end(self, episodes: Sequence[OpenEpisode]) -> None:

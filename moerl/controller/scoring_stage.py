@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from moerl.algorithms.selection import resample_correct
@@ -21,14 +20,13 @@ from moerl.controller.context import Context
 from moerl.controller.journal.write_retry import WriteRetry
 from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.core.ids import without_life
-from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
+from moerl.core.types import Episode, EpisodeGroup, Rollout
 from moerl.episodes.finished_episode import (
     FinishedEpisode,
     Settled,
     checked_graph,
     sealed_uris,
     used_uris,
-    views_of,
 )
 from moerl.records.header_check import check
 from moerl.records.record_uris import blob_uris, group_uris
@@ -47,7 +45,7 @@ class ScoringStage:
     def __init__(self, context: Context) -> None:
         services = context.services
         self._config, self._model = context.config, services.model
-        self._scorer, self._decode = services.scorer, services.decode
+        self.scores = context.scores
         self._buffer, self._ref_counts = context.buffer, context.ref_counts
         self._history, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
@@ -183,7 +181,7 @@ class ScoringStage:
         self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
         self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
         try:
-            scores = await self._scores(partials)
+            scores = await self.scores.of(partials)
         except ScoreError as error:
             self.drop_unscored(group_id, partials, error)
             return
@@ -193,8 +191,7 @@ class ScoringStage:
             self._discard(group_id, partials)
             return
         scored = [
-            replace(episode, score=place_steps(score, _outputs(partial), self._decode))
-            for episode, partial, score in zip(episodes, partials, scores, strict=True)
+            replace(episode, score=score) for episode, score in zip(episodes, scores, strict=True)
         ]
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
@@ -208,18 +205,6 @@ class ScoringStage:
                 self._settle(others, "dropped")
         except RecordError as error:
             self.refuse(group_id, partials, error)
-
-    async def _scores(self, partials: Sequence[FinishedEpisode]) -> list[Score]:
-        """Raises ScoreError."""
-        own = [partial.own_score for partial in partials if partial.own_score is not None]
-        if len(own) == len(partials):
-            return own
-        views = await views_of(partials, self._decode)
-        scores = await self._scorer.score(partials[0].prompt, views)
-        for partial, score in zip(partials, scores, strict=True):
-            if not partial.is_chain and (score.turns or score.text_steps):
-                raise ScoreError(f"{partial.episode_id} has branches, and rewards of its steps")
-        return scores
 
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
         """Pass rewards between a group and its late siblings; returns those of the others."""
@@ -365,6 +350,7 @@ class ScoringStage:
         """Episodes have ended in any way: the log of their turns is not needed."""
         self._ref_counts.release(self._journal.turns.end(one.episode_id for one in partials))
         for partial in partials:
+            self.scores.forget(partial.episode_id)
             partial.settled(how)
 
     def _delete(self, partials: Sequence[FinishedEpisode]) -> None:
@@ -373,6 +359,8 @@ class ScoringStage:
 
 def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
     """Name and value of the setting from which the rewards of a task come."""
+    if task.rewards:
+        return "task.rewards", [term.name for term in task.rewards]
     if not task.brings_reward:
         return "task.reward", task.reward or task.name
     if task.agent.port:
@@ -390,30 +378,3 @@ def _does_not_work(scored: Sequence[bool]) -> str:
     if 2 * failed > _WINDOW:
         return f"{failed} of the last {_WINDOW} groups could not be scored"
     return ""
-
-
-def place_steps(
-    score: Score, turns: Sequence[list[int]], decode: Callable[[Sequence[int]], str]
-) -> Score:
-    """Process rewards at sampled tokens instead of turns and characters of the last response.
-
-    turns: the tokens that the policy sampled in each.  A turn's reward is at its last token, a
-    step's at the token with its last character; rewards at one token are added.
-    """
-    if not score.text_steps and not score.turns:
-        return score
-    *before, ids = turns
-    begin = sum(len(turn) for turn in before)
-    found: dict[int, float] = {}
-    end = -1
-    for turn, reward in zip(turns if score.turns else (), score.turns, strict=True):
-        end += len(turn)
-        found[end] = reward
-    for end, reward in score.text_steps:
-        token = bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
-        found[begin + token] = found.get(begin + token, 0.0) + reward
-    return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
-
-
-def _outputs(partial: FinishedEpisode) -> list[list[int]]:
-    return [turn.output_ids.tolist() for turn in partial.turns]

@@ -32,6 +32,7 @@ def shown_graph(episode: Episode) -> list[dict[str, object]]:
             "left_out": turn.left_out,
             "versions": [str(version) for version in turn.versions],
             "tokens": turn.num_sampled,
+            "tools": turn.tools,
         }
         for turn in episode.graph
     ]

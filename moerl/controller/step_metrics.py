@@ -40,6 +40,36 @@ _PER_TASK = (
 )
 
 
+@dataclass(slots=True)
+class ScorerCounts:
+    """Work of one scorer since the last step."""
+
+    asked: int = 0
+    repeated: int = 0  # requests that were not answered
+    unscored: int = 0  # requests that were given up, or refused by the scorer
+    waiting: int = 0  # most questions that waited
+    wait_s: float = 0.0  # sum over the requests, until they were sent
+    messages: int = 0
+    answer_s: float = 0.0  # sum over the messages
+    cost: float = 0.0  # sum of the metric `cost` of its scores
+
+    def take(self, name: str) -> dict[str, float]:
+        """Metrics of a step, once; none where nothing was asked."""
+        if not (self.asked or self.messages):
+            return {}
+        found = {
+            "asked": self.asked,
+            "repeated": self.repeated,
+            "unscored": self.unscored,
+            "waiting_max": self.waiting,
+            "wait_s": self.wait_s / max(1, self.asked),
+            "answer_s": self.answer_s / max(1, self.messages),
+        }
+        found |= {"cost": self.cost} if self.cost else {}
+        self.__init__()  # type: ignore[misc]
+        return {f"scorer/{key}/{name}": float(value) for key, value in found.items()}
+
+
 class StepMetrics:
     """Counts since the last optimizer step."""
 
@@ -47,6 +77,7 @@ class StepMetrics:
         self.refused: Counter[str] = Counter()
         self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
         self.notices: list[str] = []  # for the console, not shown yet
+        self.scorers = defaultdict[str, ScorerCounts](ScorerCounts)  # by name
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
         self._reset()
@@ -164,6 +195,8 @@ class StepMetrics:
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
         row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
+        for name, counts in self.scorers.items():
+            row |= counts.take(name)
         self._reset()
         return row
 
@@ -298,6 +331,7 @@ def samples_of(
             "turns": shown_turns(episode, decode),
             "graph": shown_graph(episode),
             "reward": episode.score.reward if episode.score else None,
+            **({"reason": episode.score.reason} if episode.score and episode.score.reason else {}),
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])
             ),

@@ -20,7 +20,6 @@ from moerl.controller.producer import Producer
 from moerl.controller.ref_score_queue import RefScoreQueue
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.controller.step_metrics import StepReport, batch_metrics, samples_of
-from moerl.core.atomic import atomic_write
 from moerl.core.errors import JournalError, ProtocolError, TrainerError
 from moerl.core.ids import IdSet
 from moerl.core.messages import (
@@ -45,7 +44,6 @@ from moerl.core.messages import (
     TakeRecords,
     VerifyUpdate,
 )
-from moerl.core.serialization import encode_value
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.data.batching import plan_batch
 
@@ -69,6 +67,7 @@ class TrainerHandler:
         self._buffer, self._batches = context.buffer, context.batches
         self._writes = WriteRetry(context.step_metrics)
         self._journal, self._history = context.services.journal, context.lineage
+        self._stream = context.services.stream
         self._ref_counts, self._step_metrics, self._tasks = (
             context.ref_counts,
             context.step_metrics,
@@ -148,6 +147,8 @@ class TrainerHandler:
             begins = self._history.joined(hello.begins)
             self._journal.began(begins, hello.dp_size, consumed.parts, hello.pair_cost)
             self._services.on_rewind(hello.version.step)
+            if self._stream is not None:
+                self._stream.began(hello)
 
         await self._writes.until_done(f"the start from {hello.version}", begin, self._limit_s)
         self._dp_size, self._pair_cost = hello.dp_size, hello.pair_cost
@@ -299,11 +300,23 @@ class TrainerHandler:
         came_ahead = take.came_ahead and groups is self._ahead
         plan = None if came_ahead else await self._plan(take.step, groups)
         ahead = await self._plan_ahead(take.step + 1)
+        await self._seal(take.step)
         if self._batches.planned.get(take.step) is not groups:
             return None
         if came_ahead:
             return SamePlan(ahead)
         return None if plan is None else Plan(plan, ahead)
+
+    async def _seal(self, step: int) -> None:
+        """Wait until the stream has the step's file, as the trainer must not be ahead of it."""
+        if self._stream is None:
+            return
+        try:
+            await self._stream.sealed(step)
+        except OSError as error:
+            what, stream = f"the records of step {step}", self._stream
+            self._writes.failed(what, error)
+            await self._writes.until_done(what, lambda: stream.write_again(step), self._limit_s)
 
     async def _plan_ahead(self, step: int) -> BatchPlan | None:
         """The plan of the step after the one that is given out, if nothing has to be waited for.
@@ -342,7 +355,10 @@ class TrainerHandler:
         )
         if self._batches.planned.get(step) is not groups:
             return None
-        return self._ref_models.with_scores(plan)
+        plan = self._ref_models.with_scores(plan)
+        if self._stream is not None and plan is not None:
+            self._stream.prepare(plan)
+        return plan
 
     async def _end(self, take: TakePlan) -> Message:
         """Stop the run; evaluations in no step's row, such as the last, get their own row."""
@@ -377,16 +393,20 @@ class TrainerHandler:
         if groups is None:
             raise ProtocolError(f"step {done.step} is not planned: a record of it is damaged")
         self._step_metrics.failed_writes += self._journal.take_failed()
-        metrics = dict(done.metrics)
+        line = None if self._stream is None else await self._stream.done(done, groups)
+        metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(done.step, done.version, metrics, samples))
-        self._keep_records(done.step, groups)
         gone: list[EpisodeGroup] = []
 
         def finish() -> None:
+            nonlocal line
             self._expect_same(done.version)
+            if self._stream is not None and line is not None:
+                self._stream.add(line)
+                line = None
             gone.extend(self._batches.finish(done.step))
 
         await self._writes.until_done(f"the end of step {done.step}", finish, self._limit_s)
@@ -416,19 +436,7 @@ class TrainerHandler:
         if version.incarnation != self._pool.incarnation:
             raise ProtocolError(f"{version}: that trainer was replaced")
 
-    def _keep_records(self, step: int, groups: list[EpisodeGroup]) -> None:
-        """Headers that cannot be written are missing in the records of the run, nothing else."""
-        folder = self._services.records
-        if folder is None:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / f"step-{step:06d}.msgpack", encode_value(groups))
-        except OSError as error:
-            log.error("the records of step %d are not kept: %s", step, error)
-
     def _let_go(self, groups: Iterable[EpisodeGroup]) -> None:
-        """Release trained groups; kept records keep their blobs.  Thread-safe."""
-        if self._services.records is None:
-            for group in groups:
-                self._ref_counts.forget(group)
+        """Release trained groups.  Thread-safe."""
+        for group in groups:
+            self._ref_counts.forget(group)

@@ -1,10 +1,11 @@
-"""An episode as its reward sees it: text and tokens of each turn, and the graph."""
+"""An episode as its scorers see it: text and tokens of each turn, and the graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from moerl.core.types import GraphTurn
+from moerl.core.types import GraphTurn, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,15 @@ class EpisodeView:
     turns: tuple[TurnView, ...]
     graph: tuple[GraphTurn, ...] = ()
 
+    def only(self, needs: Collection[str]) -> EpisodeView:
+        """With the parts that a scorer needs (`RewardTerm.needs`), and without the others."""
+        turns = self.turns
+        if "messages" not in needs:
+            turns = tuple(replace(turn, read="") for turn in turns)
+        if "tokens" not in needs:
+            turns = tuple(replace(turn, token_ids=()) for turn in turns)
+        return replace(self, turns=turns, graph=self.graph if "graph" in needs else ())
+
     @property
     def responses(self) -> list[str]:
         """Texts of the policy, turn by turn."""
@@ -46,6 +56,23 @@ class EpisodeView:
         by_name = {turn.name: turn for turn in self.turns}
         continued = {turn.parent for turn in self.turns}
         return [_path(turn, by_name) for turn in self.turns if turn.name not in continued]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A question to a scorer about an episode, a turn or a step.
+
+    key: the name of the question; a repeated one has the same key, another text never has it.
+    episode: up to the end of the turn or step, which belongs to its last turn.
+    step_begin: characters of the last turn before the step; -1: it is not about a step.
+    group: the questions about one closed group have this name and travel together; "": none.
+    """
+
+    key: str
+    prompt: Prompt
+    episode: EpisodeView
+    step_begin: int = -1
+    group: str = ""
 
 
 def _path(turn: TurnView, by_name: dict[str, TurnView]) -> list[TurnView]:

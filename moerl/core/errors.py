@@ -59,6 +59,14 @@ class RecordError(MoerlError):
         return RecordError, (self.reason, self.detail)
 
 
+class StreamError(MoerlError):
+    """A stream of a run that is not as it was written; `step` is -1 where none can be named."""
+
+    def __init__(self, detail: str, step: int = -1) -> None:
+        self.step = step
+        super().__init__(detail)
+
+
 class LayoutError(MoerlError):
     """A tensor that no rule covers, or a tile that cannot be placed; names the tensor."""
 
@@ -105,6 +113,20 @@ class NonRetryableError(TrainerError):
 
 class ScoreError(MoerlError):
     """A reward that raised, timed out or was not finite."""
+
+
+class ScorerDown(ScoreError):
+    """A scorer that did not answer, whatever it was asked: its requests may be repeated.
+
+    wait_s: seconds after which it wants to be asked again; 0 = it did not say.
+    """
+
+    def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[ScorerDown], tuple[str, float]]:
+        return ScorerDown, (str(self), self.wait_s)
 
 
 class TransportError(MoerlError):

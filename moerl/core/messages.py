@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moerl.core.episode_view import EpisodeView
-from moerl.core.errors import EngineError, RecordError
+from moerl.core.episode_view import ScoreRequest
+from moerl.core.errors import EngineError, RecordError, ScoreError
 from moerl.core.ids import Ranges
 from moerl.core.types import (
     Array,
@@ -102,6 +102,7 @@ class Hello:
     consumed: Ranges
     begins: tuple[PolicyVersion, ...]
     pair_cost: float = 0.0
+    weights: str = ""  # digest of the current weights, with stream.keep_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class StepDone:
     version: PolicyVersion  # weights after the step
     metrics: dict[str, float]  # names of docs/metrics.md
     checkpoint: str  # path of a checkpoint that includes this step, or empty
+    weights: str = ""  # digest of the weights after the step, with stream.keep_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,14 +450,30 @@ class Engine(Protocol):
 
 
 class Scorer(Protocol):
-    """Rewards for finished episodes (implemented by `moerl.scoring`)."""
+    """One scorer, in any of its homes (implemented by `moerl.scoring` and `moerl.launch`)."""
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        """Score the episodes of a prompt."""
+    async def score(self, asked: Sequence[ScoreRequest]) -> Sequence[Score | ScoreError]:
+        """Answers, in order.  ScoreError: this request has no score.
+
+        Raises ScorerDown when the scorer did not answer: the requests may be repeated.
+        """
+        ...
+
+
+class Scorers(Protocol):
+    """The scorers of a run, and the environments that share their processes."""
+
+    async def score(
+        self, task: str, term: str, asked: Sequence[ScoreRequest]
+    ) -> Sequence[Score | ScoreError]:
+        """As `Scorer.score`, of a term of the reward of the task with this label."""
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """The environment's reply to a turn, given the policy's turns so far; empty: it ends."""
+        """The environment's reply to a turn, given the policy's turns so far; empty: it ends.
+
+        Raises ScoreError.
+        """
         ...
 
 

@@ -386,6 +386,7 @@ class Score:
     turns: tuple[float, ...] = ()  # process rewards of whole turns, one per turn
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
+    reason: str = ""  # for the report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -427,6 +428,7 @@ class GraphTurn:
     left_out: LeftOut = ""
     versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
     num_sampled: int = 0  # tokens that the policy sampled
+    tools: tuple[str, ...] = ()  # names of the functions that its answer calls, in order
 
     @property
     def trained(self) -> bool:

@@ -79,6 +79,16 @@ class ChatTemplate:
         behind = whole[len(opened) :].lstrip()
         return opened != closed or (whole.startswith(opened) and behind.startswith(_CUT))
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the text of a conversation tells of a tool."""
+        asked: list[Json] = [{"role": "user", "content": "?"}]
+        try:
+            told = self._render(asked, [PROBE_TOOL], text_arguments=False)
+            return told != self._render(asked, (), text_arguments=False)
+        except TemplateError:
+            return True  # a line that it takes will show it
+
     def encode(self, text: str) -> tuple[list[int], int]:
         """(tokens, number of cuts) of a rendered text."""
         pieces = text.split(_CUT)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import xxhash
 
 from moerl.config.task_mixture import TaskEntry
 from moerl.core.errors import ConfigError, LineError
-from moerl.core.types import Array
+from moerl.core.types import Array, Prompt
 from moerl.data.tasks import OVERLONG, PromptStream, check_bad_lines
 
 MOST_LINES, MOST_S = 100_000, 8.0  # of a start
@@ -25,11 +27,13 @@ class LineCheck:
 
     task: TaskEntry
     stream: PromptStream
+    use: Callable[[Prompt], object] | None = None  # raises LineError for a prompt without use
     read: int = 0
     lengths: Array = field(default_factory=lambda: np.zeros(1, np.int64))  # prompts by tokens
     places: dict[str, array[int]] = field(default_factory=dict)  # of unusable lines, by kind
     named: dict[str, list[LineError]] = field(default_factory=dict)  # the first of each kind
     control: int = 0  # usable lines with spellings of control tokens that stay text
+    unanswered: int = 0  # usable lines without an answer, where a function of the user gets it
     _hashes: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +76,12 @@ class LineCheck:
             self._check(self.read)
             self.read += 1
 
+    def prompts(self) -> Iterator[Prompt]:
+        """Usable prompts, in the order of the file; endless where they come from none."""
+        for place in range(self.lines) if self.lines else count():
+            with suppress(LineError):
+                yield self.stream.line(place)
+
     def refuse(self) -> None:
         """Raises ConfigError for too many lines that cannot be used, or none that can."""
         if self.bad and self.count(OVERLONG) == self.bad > self.task.max_bad_lines:
@@ -97,17 +107,29 @@ class LineCheck:
         for kind, errors in self.named.items():
             places = ", ".join(error.allowed.split(" has ")[0].split(" of ")[0] for error in errors)
             parts.append(f"{self.count(kind):,} set aside ({kind}): {places}")
+        if self.unanswered:
+            parts.append(f"{self.unanswered:,} have no answer: {self.gets_none()}")
         return f"{self.task.path}: {'; '.join(parts)}" if parts else ""
+
+    def gets_none(self) -> str:
+        """About lines without an answer."""
+        way = "task.columns={answer: ''} says that this is meant"
+        names = " and ".join(task.reward for task in self.task.own_rewards)
+        return f"{names} gets None ({way})"
 
     def _check(self, place: int) -> None:
         try:
             prompt = self.stream.line(place)
+            if self.use is not None:
+                self.use(prompt)
         except LineError as error:
             self.places.setdefault(error.kind, array("q")).append(place)
             named = self.named.setdefault(error.kind, [])
             if len(named) < _NAMED:
                 named.append(error)
             return
+        is_asked = self.task.own_rewards and self.task.columns.get("answer") != ""
+        self.unanswered += bool(is_asked and prompt.answer is None)
         size = len(prompt.token_ids)
         template = self.stream.template
         self.control += template is not None and template.kept_as_text(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,15 +25,19 @@ from moerl.data.reward_values import BadReturn, quoted, score_of
 
 Reward = Callable[[Prompt, EpisodeView], Score]
 Function = Callable[..., Any]
+# What Python says of arguments; a decorator or a function that the reward calls may hide them.
+_WRONG_CALL = re.compile(r"missing \d+ required|takes .* positional arg|unexpected keyword arg")
 
 
-def user_reward(task: TaskConfig) -> Reward:
-    """The reward of `task.reward=[verl:|trl:]package.module:function`.
+def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
+    """The reward of `task.reward=[verl:|trl:]package.module:function`, or of an object's class.
 
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
-    function: Function = look_up("task.reward", path, REWARD_NAMES)
+    named: Any = look_up("task.reward", path, REWARD_NAMES)
+    made: Any = named() if objects and isinstance(named, type) else named
+    function: Function = made
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(
@@ -108,7 +113,12 @@ def _trl(function: Function, answer_column: str) -> Reward:
 
 def _result(function: Function, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
     """The value that a function returns, or that its coroutine does."""
-    found = function(*values, **given)
+    try:
+        found = function(*values, **given)
+    except TypeError as error:
+        if _WRONG_CALL.search(str(error)):
+            raise BadReturn(f"cannot be called: {error}") from error
+        raise
     return _loop().run(_awaited(found)) if inspect.isawaitable(found) else found
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from moerl.core.types import Score, reward_problem
 
-_FIELDS = ("reward", "steps", "turns", "errors")
+_FIELDS = ("reward", "steps", "turns", "errors", "reason")
 _METRIC = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TAKEN = ("mean", "std", "zero_var_frac")  # metrics reward/... of moerl
 _METRICS, _SHOWN = 32, 80  # most metrics of a dict; characters of a value in an error
 
 
 class BadReturn(Exception):
-    """A value that is no score; the text continues "the reward ..."."""
+    """A value that is no score, or a call that does not fit; it continues "the reward ..."."""
 
 
 def score_of(found: Any, key: str = "reward") -> Score:
@@ -35,6 +35,7 @@ def score_of(found: Any, key: str = "reward") -> Score:
         turns=turns,
         errors=number(found.get("errors", 0.0)),
         metrics=_metrics(found, {key, *_FIELDS}),
+        reason=str(found.get("reason") or ""),
     )
 
 

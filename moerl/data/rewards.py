@@ -27,8 +27,11 @@ from moerl.data.reward_calls import Reward, user_reward
 from moerl.data.tasks import reasoning_gym_dataset
 
 
-def make_reward(task: TaskConfig) -> Reward:
-    """The reward of a task.  Raises ConfigError for an unknown or unimportable one."""
+def make_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
+    """The reward of a task.  Raises ConfigError for an unknown or unimportable one.
+
+    objects: a user's reward may be a class, whose object is made here and called.
+    """
     if task.brings_reward:
         return _of_the_episode
     own = SOURCES[task.name].reward
@@ -38,7 +41,7 @@ def make_reward(task: TaskConfig) -> Reward:
         return GymReward(task)
     if task.reward in REWARDS:
         return _named(task.reward)
-    return user_reward(task)
+    return user_reward(task, objects=objects)
 
 
 def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:

@@ -115,7 +115,11 @@ class PromptStream:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
         self._task, self._tokenizer, self._seed, self._room = task, tokenizer, seed, room
         self.template = ChatTemplate(tokenizer) if tokenizer else None
-        self._needs_answer = task.reward in REWARDS or task.environment == "check_digits"
+        functions = [term.function for term in task.terms]
+        self._needs_answer = task.environment == "check_digits" or any(
+            function in REWARDS for function in functions
+        )
+        self._trl = any(function.startswith("trl:") for function in functions)
         self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
         self._bad: dict[int, LineError] = {}  # bad lines that were drawn, by place
@@ -155,7 +159,7 @@ class PromptStream:
         try:
             text, ids, length = self._encoded(item, messages)
         except FieldError as error:
-            raise self._refused(item, index, str(error), "template") from error
+            raise self._refused(item, index, str(error), error.kind) from error
         if not ids:
             raise self._refused(item, index, "has no token", "no token")
         most = min(self._task.max_prompt_tokens, self._room or self._task.max_prompt_tokens)
@@ -180,7 +184,7 @@ class PromptStream:
                 extra["tools"] = list(item.tools)
             if item.messages or self._task.system or "messages" in extra:
                 extra["messages"] = messages  # the agent writes its own conversation
-        elif item.messages and self._task.reward.startswith("trl:"):
+        elif item.messages and self._trl:
             extra["messages"] = messages  # a conversation is scored as one
         return Prompt(index, tuple(ids), text, item.answer, extra, origin=item.origin)
 
@@ -238,9 +242,17 @@ class PromptStream:
                 "the user's message; use a template that opens an answer",
             )
         try:
-            return template.render(messages, item.tools)
+            shown = template.render(messages, item.tools)
+            is_lost = item.tools and not template.writes_tools
+            is_lost = is_lost and shown == template.render(messages)  # it may want a system message
         except TemplateError as error:
             raise FieldError("template", f"cannot be used: {error}") from error
+        if is_lost:
+            name = self._task.columns.get("tools", "tools")
+            problem = f"has {name!r}, and the model's chat template writes no tools; "
+            way = "task.columns={tools: ''} leaves the column to the reward"
+            raise FieldError("tools", problem + way)
+        return shown
 
     def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""

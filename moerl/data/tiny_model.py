@@ -32,6 +32,7 @@ _CHARACTERS = string.digits + "=+-*/ \n\t" + string.ascii_letters + string.punct
 _SYMBOLS = tuple(dict.fromkeys((*_SPECIAL, *_CHARACTERS)))
 VOCAB_SIZE = len(_SYMBOLS)
 _CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}tool: {{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -3,7 +3,8 @@
 The token is part of an endpoint, which travels in control messages only.  It is never sent here:
 both sides prove that they know it, by HMACs over two random numbers.  So a process that listens in
 place of ours learns nothing and is refused.  An unauthenticated caller holds a thread for a few
-seconds, and their number is limited.  A stopped process does not answer, so a sender
+seconds, and their number is limited: one more sends the caller away that has waited longest, for a
+caller of ours proves the token at once.  A stopped process does not answer, so a sender
 learns that within its own deadline and not from a library's time-out.
 """
 
@@ -16,6 +17,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -29,7 +31,7 @@ _MAX_FRAME = 1 << 20
 _TOKEN_BYTES = 16
 _NONCE = _DIGEST = 32  # bytes
 _CONNECT_S = 10.0  # a silent caller holds a thread for this long, nothing else
-_STRANGERS = 512  # callers that have not proved the token yet; one more is sent away
+_STRANGERS = 512  # callers that have not proved the token yet
 _AGAIN_S = 0.1  # pause after a caller that could not be accepted: no descriptor, no thread
 
 
@@ -65,7 +67,7 @@ class TokenServer:
             raise TransportError("room", f"no socket on {address}: {error}") from error
         self.server_address = ServerAddress(address, int(listener.getsockname()[1]), self._token)
         self._listener = listener
-        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._strangers: OrderedDict[Channel, None] = OrderedDict()  # longest waiting first
         self._lock = threading.Lock()
         self._inside: set[Channel] | None = set()  # None once closed
         try:
@@ -96,18 +98,22 @@ class TokenServer:
 
     def _take(self, connection: socket.socket) -> None:
         """Serve a caller in its own thread; close the connection if that is not possible."""
-        if not self._strangers.acquire(blocking=False):
-            connection.close()
-            return
+        channel = oldest = None
         try:
             channel = Channel(connection)
             with self._lock:
                 if self._inside is None:
                     raise OSError("the token server is closed")
                 self._inside.add(channel)
+                self._strangers[channel] = None
+                if len(self._strangers) > _STRANGERS:
+                    oldest, _ = self._strangers.popitem(last=False)
+            if oldest is not None:
+                oldest.close()
             threading.Thread(target=self._let_in, args=(channel,), daemon=True).start()
         except BaseException:
-            self._strangers.release()
+            if channel is not None:
+                self._forget(channel)
             connection.close()
             raise
 
@@ -119,24 +125,27 @@ class TokenServer:
             return  # the caller's connection is closed, which fails its session
         finally:
             channel.close()
-            with self._lock:
-                if self._inside is not None:
-                    self._inside.discard(channel)
+            self._forget(channel)
+
+    def _forget(self, channel: Channel) -> None:
+        with self._lock:
+            self._strangers.pop(channel, None)
+            if self._inside is not None:
+                self._inside.discard(channel)
 
     def _is_known(self, channel: Channel) -> bool:
         """Both sides prove that they know the token.  Raises TransportError."""
-        try:
-            deadline = time.monotonic() + _CONNECT_S
-            ours = secrets.token_bytes(_NONCE)
-            channel.write(ours, deadline)
-            reply = channel.read(_NONCE + _DIGEST, deadline)
-            both = ours + reply[:_NONCE]
-            if not hmac.compare_digest(reply[_NONCE:], _proof(self._token, b"caller", both)):
-                return False
-            channel.write(_proof(self._token, b"server", both), deadline)
-            return True
-        finally:
-            self._strangers.release()
+        deadline = time.monotonic() + _CONNECT_S
+        ours = secrets.token_bytes(_NONCE)
+        channel.write(ours, deadline)
+        reply = channel.read(_NONCE + _DIGEST, deadline)
+        both = ours + reply[:_NONCE]
+        if not hmac.compare_digest(reply[_NONCE:], _proof(self._token, b"caller", both)):
+            return False
+        with self._lock:
+            self._strangers.pop(channel, None)
+        channel.write(_proof(self._token, b"server", both), deadline)
+        return True
 
 
 def _proof(token: str, side: bytes, numbers: bytes) -> bytes:
@@ -159,7 +168,8 @@ def open_channel(server_address: ServerAddress, deadline: float) -> Channel:
         channel.close()
         if error.reason != "peer":
             raise
-        raise TransportError("refused", f"{where} did not accept the token") from error
+        why = "did not accept the token, or has too many callers without it"
+        raise TransportError("refused", f"{where} {why}") from error
     return channel
 
 

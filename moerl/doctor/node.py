@@ -42,6 +42,7 @@ from moerl.core.errors import ModelError
 from moerl.core.json_files import read_json
 from moerl.runtime.cuda_folder import compiler_environment
 from moerl.runtime.file_systems import file_system
+from moerl.runtime.machine import torch_cuda
 
 PACKAGES = ("moerl", "torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 GPU_PACKAGES = {  # by purpose; for the CUDA that torch is built for
@@ -206,13 +207,13 @@ def _try_sandbox() -> str:
 
 # --- GPU parts -----------------------------------------------------------------------------------
 def gpu_facts() -> GpuFacts:
-    smi, torch_cuda, home = _output("nvidia-smi"), _torch_cuda(), _cuda_home()
-    major = torch_cuda.partition(".")[0]
+    smi, built_for, home = _output("nvidia-smi"), torch_cuda(), _cuda_home()
+    major = built_for.partition(".")[0]
     libraries = {use: _version(name.format(major=major)) for use, name in GPU_PACKAGES.items()}
     return GpuFacts(
         driver=_match(r"Driver Version: ([\d.]+)", smi),
         driver_cuda=_match(r"CUDA Version: ([\d.]+)", smi),
-        torch_cuda=torch_cuda,
+        torch_cuda=built_for,
         nvcc=_match(r"release ([\d.]+)", _output(f"{home}/bin/nvcc", "--version")),
         compile_error=compile_error(home),
         libraries=libraries,
@@ -247,14 +248,6 @@ def compile_error(home: str) -> str:
     said = done.stdout.partition("FAILED:")[2].splitlines()[2:]  # behind target and command
     lines = [line for line in said if re.search("error|cannot|not found", line)]
     return (lines or said or [f"ninja ended with {done.returncode}"])[0]
-
-
-def _torch_cuda() -> str:
-    """From torch's version file: an import would take seconds."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    return _match(r"(?m)^cuda\b[^=]*= '([\d.]+)'", text)
 
 
 def _match(pattern: str, text: str) -> str:

@@ -1,10 +1,10 @@
 """Records of ended requests, from SGLang's schedulers to the host of the engine: one file each.
 
 SGLang sends routes, positions and masks as base64 of int32 and as lists of JSON, through three
-processes.  Here the scheduler writes them into a file of the server's private folder, each array in
-its narrowest integer type, and the reply carries a reference of a few bytes.  The host reads the
-file in a thread and removes it.  The file's name is a digest of the request's id, so a reference
-names no path, and the host finds files of requests that it no longer waits for.
+processes.  Here a thread of the scheduler writes them into a file of the server's private folder,
+each array in its narrowest integer type, and the reply carries a reference of a few bytes.  The
+host reads the file in a thread and removes it.  The file's name is a digest of the request's id, so
+a reference names no path, and the host finds files of requests that it no longer waits for.
 
 A file that is missing, short, altered or of another owner is a RecordError of its rollout.
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from moerl.core.errors import RecordError, ScoreError
-from moerl.core.messages import Scorer
+from moerl.core.messages import Scorers
 from moerl.core.types import Array
 from moerl.episodes.finished_episode import ENDED, REFUSED, RecordedTurn
 from moerl.episodes.open_episode import (
@@ -19,6 +19,8 @@ from moerl.episodes.open_episode import (
     Outcome,
     TurnRequest,
 )
+
+_REPLY_S = 720.0  # for a restart of the scorer, and for the replies of thousands of episodes
 
 
 class Environment(Protocol):
@@ -61,19 +63,21 @@ class TextReplies(SingleTurn):
     def __init__(
         self,
         spec: EpisodeSpec,
-        scorer: Scorer,
+        scorer: Scorers,
         decode: Callable[[Sequence[int]], str],
         encode: Callable[[str], list[int]],
         context_tokens: int,
         sampled_tokens: int = 0,
+        timeout_s: float = 0.0,
     ) -> None:
         """context_tokens: longest sequence that the engines take; 0 = not known.
 
-        sampled_tokens: most of the whole episode; 0 = no limit.
+        sampled_tokens: most of the whole episode; 0 = no limit.  timeout_s: of a reply.
         """
         super().__init__(spec)
         self._spec, self._scorer, self._decode, self._encode = spec, scorer, decode, encode
         self._context, self._most = context_tokens, sampled_tokens
+        self._limit_s = timeout_s + _REPLY_S
 
     async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
         if len(turns) == self._spec.max_turns:
@@ -83,13 +87,22 @@ class TextReplies(SingleTurn):
             self.counts = {"limits_reached": 1.0}
             return None
         texts = [self._decode(turn.output_ids.tolist()) for turn in turns]
-        text = await self._scorer.reply(self._spec.prompt, texts)
+        text = await self._reply(texts)
         token_ids = self._encode(text) if text else []
         needed = turns[-1].num_tokens + len(token_ids) + self._spec.sampling.max_new_tokens
         if token_ids and self._context and needed > self._context:
             self.counts = {"context_ends": 1.0}
             return None
         return np.asarray(token_ids, np.int32) if token_ids else None
+
+    async def _reply(self, texts: list[str]) -> str:
+        """The scorer limits its own time; it cannot detect its death."""
+        prompt = self._spec.prompt
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._scorer.reply(prompt, texts)
+        except TimeoutError as error:
+            raise ScoreError(f"{prompt.name}: no reply within {self._limit_s:g} s") from error
 
 
 class EnvironmentRunner:

@@ -10,7 +10,6 @@ has replaced the last one, a stop token, the parent ends a branch of its own.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -152,7 +151,7 @@ class FinishedEpisode:
     turns: the recorded ones, in the order in which they ended; graph: all that were asked for, with
     the reason of each that is left out.  uris: every blob that was sealed for it.  failure: why it
     cannot be trained, in one word; detail: the same in a sentence.  own_score: by its own program
-    or environment; None: it is scored by task.reward.  settled: hears what became of it.
+    or environment; None: it brought none.  settled: hears what became of it.
     """
 
     episode_id: str
@@ -173,9 +172,10 @@ class FinishedEpisode:
         return bool(self.counts.get("context_ends"))
 
     @property
-    def is_chain(self) -> bool:
-        """True if each turn continues the one before."""
-        return len(self._branches()) == 1
+    def rows_in_order(self) -> bool:
+        """Whether the rows train its turns in the order in which they ended."""
+        order = [place for branch in self._branches() for place in branch]
+        return list(dict.fromkeys(order)) == list(range(len(self.turns)))
 
     @property
     def num_sampled(self) -> int:
@@ -203,20 +203,8 @@ class FinishedEpisode:
 
     def view(self, decode: Decode) -> EpisodeView:
         """The episode for its reward."""
-        turns = tuple(self._turn_view(turn, decode) for turn in self.turns)
+        turns = tuple(view_of_turn(self.prompt, turn, decode) for turn in self.turns)
         return EpisodeView(self.episode_id, turns, self.graph)
-
-    def _turn_view(self, turn: RecordedTurn, decode: Decode) -> TurnView:
-        new, output = turn.sampled.prompt_ids[turn.inherited :], turn.output_ids.tolist()
-        is_prompt = not turn.inherited and tuple(new.tolist()) == self.prompt.token_ids
-        return TurnView(
-            name=turn.name,
-            parent="" if turn.before is None else turn.before.name,
-            read=self.prompt.text if is_prompt else decode(new.tolist()),
-            response=decode(output),
-            token_ids=tuple(output),
-            finish=turn.finish.value,
-        )
 
     def blob_uris(self) -> frozenset[str]:
         """Every blob that was sealed for it."""
@@ -240,6 +228,20 @@ class FinishedEpisode:
             for place in range(len(self.turns))
             if place not in continued
         ]
+
+
+def view_of_turn(prompt: Prompt, turn: RecordedTurn, decode: Decode) -> TurnView:
+    """A turn for its reward.  prompt: of the episode."""
+    new, output = turn.sampled.prompt_ids[turn.inherited :], turn.output_ids.tolist()
+    is_prompt = not turn.inherited and tuple(new.tolist()) == prompt.token_ids
+    return TurnView(
+        name=turn.name,
+        parent="" if turn.before is None else turn.before.name,
+        read=prompt.text if is_prompt else decode(new.tolist()),
+        response=decode(output),
+        token_ids=tuple(output),
+        finish=turn.finish.value,
+    )
 
 
 def _ancestors(place: int | None, parents: Sequence[int | None]) -> Iterator[int]:
@@ -271,16 +273,6 @@ def checked_graph(episode: FinishedEpisode, nodes: Sequence[Turn]) -> tuple[Grap
 
 def _shown(versions: Collection[PolicyVersion]) -> str:
     return ", ".join(map(str, sorted(versions))) or "no version"
-
-
-async def views_of(episodes: Sequence[FinishedEpisode], decode: Decode) -> list[EpisodeView]:
-    """The episodes for their reward; long conversations are decoded in a thread."""
-
-    def views() -> list[EpisodeView]:
-        return [episode.view(decode) for episode in episodes]
-
-    is_long = any(len(episode.turns) > 1 for episode in episodes)
-    return await asyncio.to_thread(views) if is_long else views()
 
 
 def used_uris(episodes: Iterable[FinishedEpisode]) -> set[str]:

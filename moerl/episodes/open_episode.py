@@ -82,6 +82,7 @@ class EpisodeSpec:
     home: Home | None = None
     pin: EnginePin | None = None
     inherited: frozenset[str] = frozenset()  # blobs of an earlier try, for deletion
+    watch: EpisodeWatch | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +159,7 @@ class Outcome:
     """How an episode ended.
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
-    reward: by the episode's own program or environment; None: it is scored by task.reward.
+    reward: by the episode's own program or environment; None: it gave none.
     refused: the error of a record for which the episode is played again.  settled: hears what
     became of it, on the controller's loop.
     """
@@ -169,6 +170,16 @@ class Outcome:
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
     settled: Callable[[Settled], None] = lambda how: None
+
+
+class EpisodeWatch(Protocol):
+    """Hears of the turns of an episode, on the controller's loop."""
+
+    def sampled(self, episode: OpenEpisode, call: TurnCall) -> None:
+        """A turn has further tokens."""
+        ...
+
+    def turn_ended(self, episode: OpenEpisode, turn: RecordedTurn) -> None: ...
 
 
 class EpisodeRunner(Protocol):
@@ -234,6 +245,8 @@ class OpenEpisode:
         finally:
             self._was_sampled(call)
         self.turns.append(recorded)
+        if self.spec.watch is not None:
+            self.spec.watch.turn_ended(self, recorded)
         return recorded
 
     def fork(self, turn: RecordedTurn, at: int, count: int) -> list[TurnRequest]:
@@ -253,6 +266,10 @@ class OpenEpisode:
         name = f"{self.name}.t{len(self._graph)}"
         self._graph[name] = GraphTurn(name, parent, role, "cancelled")
         return name
+
+    def calls_tools(self, name: str, tools: tuple[str, ...]) -> None:
+        """The answer of a turn calls these functions."""
+        self._graph[name] = replace(self._graph[name], tools=tools)
 
     def leave_out(self, name: str, why: LeftOut) -> None:
         """A turn is not trained."""
@@ -305,6 +322,8 @@ class OpenEpisode:
         if versions:
             self.newest = max([*versions, self.newest])
             self._oldest.setdefault(call.turn.name, versions[0])
+        if self.spec.watch is not None and not call.turn.finished:
+            self.spec.watch.sampled(self, call)
 
     # --- state ------------------------------------------------------------------------------------
     @property

@@ -18,6 +18,8 @@ from moerl.config.engine_context import longest_sequence
 from moerl.config.task_mixture import entries_of, naming
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
+from moerl.core.types import Prompt
+from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.launch.run_context import held_out_entries
@@ -50,34 +52,47 @@ def model_tokenizer(config: Config) -> Iterator[Tokenizer | None]:
         yield load_tokenizer(folder) if has_tokenizer else None
 
 
-def line_checks(config: Config, tokenizer: Tokenizer | None, max_positions: int) -> LineChecks:
+def line_checks(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    max_positions: int,
+    use: Callable[[Prompt], object] | None = None,
+) -> LineChecks:
     """Of the training prompts, and of the held-out prompts if there are any.
 
-    max_positions: of the model.  Raises ConfigError for files that cannot be read.
+    max_positions: of the model.  use: as of LineCheck.  Raises ConfigError for files that cannot be
+    read.
     """
     seed, longest = config.run.seed, longest_sequence(config.engine, max_positions)
     mixtures = [PromptMixture(entries_of(config), tokenizer, seed, longest)]
     if config.evaluation.every:
         mixtures.append(PromptMixture(held_out_entries(config), tokenizer, seed, longest))
-    return LineChecks(mixtures)
+    return LineChecks(mixtures, use)
 
 
-def check_fields(config: Config) -> None:
+def check_fields(config: Config, *, learned: bool = False) -> None:
     """Check the fields of the first lines, for a second and without a tokenizer.
 
     It needs neither torch nor transformers, so a bad file is told of before they are imported.
-    Raises ConfigError.
+    learned: a supervised run learns the answers.  Raises ConfigError.
     """
     if any(SOURCES[entry.name].files for entry in entries_of(config)):
-        line_checks(config, None, _ANY).begin(lambda _: None, _QUICK_S)
+        use = with_texts if learned else None
+        line_checks(config, None, _ANY, use).begin(lambda _: None, _QUICK_S)
 
 
 class LineChecks:
     """Of training prompts and held-out prompts."""
 
-    def __init__(self, mixtures: Sequence[PromptMixture]) -> None:
+    def __init__(
+        self, mixtures: Sequence[PromptMixture], use: Callable[[Prompt], object] | None = None
+    ) -> None:
+        """mixtures: the training prompts first.  use: as of LineCheck."""
         self._mixtures = mixtures
-        self.checks = [LineCheck(*stream) for mixture in mixtures for stream in mixture.streams]
+        self.checks = [
+            LineCheck(*stream, use=use) for mixture in mixtures for stream in mixture.streams
+        ]
+        self.training = self.checks[: len(mixtures[0].streams)]
         self._failure: MoerlError | None = None
 
     def begin(self, say: Callable[[str], None], most_s: float = MOST_S) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ import xxhash
 
 from moerl.config import Config
 from moerl.config.clusters import (
+    VISIBLE,
     TrainerSlot,
     bind_node_address,
+    engine_of,
     is_local,
     mapped_gpus,
     own_address,
@@ -28,6 +30,7 @@ from moerl.config.clusters import (
 )
 from moerl.config.engine_context import longest_sequence
 from moerl.config.schema import ParallelConfig
+from moerl.config.secret_values import hide
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.types import ModelShape
@@ -41,10 +44,10 @@ from moerl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from moerl.controller.journal.journal import Journal
+    from moerl.controller.journal.stream_writer import StreamWriter
     from moerl.data.prompt_mixture import PromptMixture
     from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
-    from moerl.scoring import TaskScorers
 
 
 # What ranks inherit of the environment: names, and beginnings of names, ...
@@ -73,9 +76,9 @@ class RunContext:
     node: str  # name of this node's blob store, the same at every start of the run
     blob_dir: Path
     checkpoint: Path | None = None  # to resume from
-    records: Path | None = None  # headers of trained groups, with rollout.keep_records
     journal_dir: Path | None = None  # None = in the run directory
     reset_optimizer: bool = False  # do not load the checkpoint's optimizer state
+    scratch: Path | None = None  # folder of this start for sockets, on the root's node
     _tokenizer: Any = field(default=None, repr=False)
 
     def blobs(self) -> BlobStore:
@@ -120,6 +123,22 @@ class RunContext:
         fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
         return Journal(folder, self.blobs(), segments, fingerprint)
 
+    def stream(self) -> StreamWriter | None:
+        """The writer of the run's stream; None without one.  Raises OSError, StreamError."""
+        from moerl.controller.journal.stream_writer import StreamWriter
+        from moerl.records.stream_files import StreamDir
+
+        if not (keep_steps := self.config.stream.keep_steps):
+            return None
+        return StreamWriter(
+            StreamDir(self.run.stream),
+            self.blobs(),
+            self.model_shape(),
+            hide(asdict(self.config)),
+            keep_steps=keep_steps,
+            sync=self.config.rollout.durability == "shared",
+        )
+
     def spec(self) -> ModelSpec:
         return model_spec(self.hf_config)
 
@@ -147,16 +166,13 @@ class RunContext:
         """The host of an engine.  followers: on its other nodes.  devices: see `EngineContext`."""
         from moerl.engine.host.host import EngineHost
 
-        engine, blobs = (
-            replace(bind_node_address(self.config).engine, tp=tp),
-            self.serve_blobs(index),
-        )
+        engine, blobs = engine_of(bind_node_address(self.config), tp), self.serve_blobs(index)
         return EngineHost(index, engine, self._engine_context(devices), blobs, followers)
 
     def engine_follower(self, index: int, tp: int) -> EngineFollower:
         from moerl.engine.host.host import EngineFollower
 
-        engine = replace(bind_node_address(self.config).engine, tp=tp)
+        engine = engine_of(bind_node_address(self.config), tp)
         return EngineFollower(index, engine, self._engine_context())
 
     def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
@@ -172,18 +188,6 @@ class RunContext:
             lora=self.config.lora,
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
-        )
-
-    def scorer(self) -> TaskScorers:
-        from moerl.scoring import ProcessScorer, TaskScorers
-
-        return TaskScorers(
-            {
-                task.label: ProcessScorer(
-                    task, workers=task.scorer_workers, timeout_s=task.score_timeout_s
-                )
-                for task in entries_of(self.config)
-            }
         )
 
     def prompts(self) -> PromptMixture:
@@ -336,9 +340,12 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     env = _allowed(os.environ) | config.cluster.environment
     env |= compiler_environment(env)
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
+    gpus = visible_devices((*slot.devices, *mapped))
+    if config.trainer.platform == "cpu":
+        gpus = {VISIBLE: ""}
     return (
         env
-        | visible_devices((*slot.devices, *mapped))
+        | gpus
         | transport_environment(config, slot.node.group)
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),

@@ -13,6 +13,7 @@ from pathlib import Path
 from moerl.config import Config, load_config, save_config
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import TrainerError
+from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_mixture import PromptMixture
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.line_checks import LineChecks
@@ -30,7 +31,8 @@ def sft(config: Config) -> RunDir:
     run.create()
     context = prepare(supervised(config), run, resume=False)
     stream = PromptMixture(entries_of(config), context.tokenizer(), config.run.seed)
-    LineChecks([stream]).begin(lambda line: print(f"moerl: {line}", file=sys.stderr, flush=True))
+    lines = LineChecks([stream], with_texts)
+    lines.begin(lambda line: print(f"moerl: {line}", file=sys.stderr, flush=True))
     save_config(context.config, run.config)
     log = run.logs / "trainer.log"
     writer = MetricsWriter(run.metrics)

@@ -53,7 +53,8 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
     if task.agent.port:
         file = context.journal_folder / f"submitted{end}.jsonl"
         remote = RemoteWorkers(task, context.run.root / "worker-token", file)
-    return AgentPrograms(task, policy, context.run.logs / f"agents{end}.log", remote)
+    log_file = context.run.logs / f"agents{end}.log"
+    return AgentPrograms(task, policy, log_file, remote, context.scratch)
 
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
+from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
 from moerl.observe.console import Console
@@ -118,7 +120,8 @@ def ray_token(config: Config, environment: Mapping[str, str]) -> str:
 def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for Ray's sockets; the caller removes it.  options: of `prepare`.
+    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
+    options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -130,9 +133,12 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     with _only_one(run), _own_output(run) as (out, err):
-        context = prepare(config, run, resume=resume, **options)
+        context = replace(prepare(config, run, resume=resume, **options), scratch=scratch)
         lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
-        lines.begin(lambda line: print(f"moerl: {line}", file=err, flush=True))
+        say = partial(print, "moerl:", file=err, flush=True)
+        lines.begin(say)
+        for sentence in try_rewards(lines.training):
+            say(sentence)
         save_config(context.config, run.config, derived_settings(config))
         facts = json.dumps(identity(context.config), indent=1)
         atomic_write(run.identity, facts, sync=True, mode=0o600)
@@ -198,8 +204,6 @@ def _close_endpoints(run: RunDir) -> None:
 
 def _tidy(context: RunContext, *, is_done: bool, has_steps: bool) -> str:
     """Remove journal and blobs unless a resume can use them; then return a sentence about them."""
-    if context.records is not None:
-        return ""
     if is_done or not has_steps:  # with `shared`, segments are in the run directory
         for folder in (context.journal_dir, context.run.journal, context.blob_dir):
             if folder is not None:
@@ -329,7 +333,6 @@ def prepare(
         blob_dir=blob_dir,
         journal_dir=journal_dir,
         checkpoint=checkpoint,
-        records=run.records / f"{incarnation}" if config.rollout.keep_records else None,
         reset_optimizer=reset_optimizer and checkpoint is not None,
     )
     _check_parts(context)
@@ -394,10 +397,10 @@ def _check_parts(context: RunContext) -> None:
 
 def _folders(config: Config, run: RunDir) -> tuple[Path, Path]:
     """Folders of the journal and of the records, made.  Raises ConfigError when others own them."""
-    outside, keeps = config.rollout.journal_dir, config.rollout.keep_records
+    outside = config.rollout.journal_dir
     journal_dir = outside_folder(outside, run) if outside else run.journal
     _refuse_network(journal_dir)
-    blob_dir = run.records / "blobs" if keeps else outside_folder(config.cluster.blob_dir, run)
+    blob_dir = outside_folder(config.cluster.blob_dir, run)
     private_dir(journal_dir, "rollout.journal_dir")
     return journal_dir, private_dir(blob_dir, "cluster.blob_dir")
 

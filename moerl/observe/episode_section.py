@@ -51,14 +51,16 @@ class _GraphTurn(msgspec.Struct):
     left_out: str = ""
     versions: list[str] = []
     tokens: int = 0
+    tools: list[str] = []
 
     def line(self) -> str:
         """One line of text."""
         parent = f"continues {self.parent}" if self.parent else ""
         of = f"version {', '.join(self.versions)}" if self.versions else ""
         tokens = f"{self.tokens} tokens" if self.tokens else ""
+        calls = f"calls {', '.join(self.tools)}" if self.tools else ""
         why = f"not trained: {self.left_out.replace('_', ' ')}" if self.left_out else "trained"
-        return "; ".join(filter(None, [f"{self.name} {self.role}", parent, of, tokens, why]))
+        return "; ".join(filter(None, [f"{self.name} {self.role}", parent, of, tokens, calls, why]))
 
 
 def spread(items: Sequence[T], limit: int) -> list[T]:

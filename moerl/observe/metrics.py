@@ -11,8 +11,6 @@ has no NaN: non-finite values are omitted and their names are listed under "nonf
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import logging
 import math
@@ -25,7 +23,7 @@ from typing import Any, Protocol
 
 from moerl.core.errors import ProtocolError, RecordError
 from moerl.core.types import PolicyVersion
-from moerl.runtime.private_dir import private_opener
+from moerl.runtime.line_file import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -43,53 +41,6 @@ class Sink(Protocol):
         """Steps from `step` on are trained again.  rows: the rows before it."""
 
     def close(self) -> None: ...
-
-
-class LineFile:
-    """A file of lines to which one process appends; a line is in it whole, or not at all."""
-
-    def __init__(self, path: Path, end: int) -> None:
-        """Open the file and cut it after `end`, the bytes of its whole lines.  Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._path, self._end = path, end
-        self._handle = private_opener(str(path), flags)
-        self._is_torn = os.fstat(self._handle).st_size > end
-        if self._is_torn:
-            self.cut(end)
-
-    def append(self, lines: bytes) -> int:
-        """Write whole lines, all or none; returns where they end.  Raises OSError."""
-        if self._is_torn:  # an earlier cut failed too
-            self.cut(self._end)
-        if lines:
-            self._is_torn = True
-            written = 0
-            try:
-                written = os.write(self._handle, lines)
-            finally:
-                if written < len(lines):
-                    with contextlib.suppress(OSError):  # then the next call does it
-                        self.cut(self._end)
-            if written < len(lines):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            self._end += written
-            self._is_torn = False
-        return self._end
-
-    def cut(self, end: int) -> None:
-        """Keep the first `end` bytes, on the disk.  Raises OSError; may be called again."""
-        self._is_torn = True
-        os.ftruncate(self._handle, end)
-        os.fsync(self._handle)
-        self._end, self._is_torn = end, False
-
-    def close(self) -> None:
-        """Wait for the disk.  Raises OSError."""
-        try:
-            os.fsync(self._handle)
-        finally:
-            os.close(self._handle)
 
 
 class MetricsWriter:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
-from moerl.core.episode_view import EpisodeView, TurnView
-from moerl.core.errors import ConfigError, cause_of, printable
+from moerl.core.errors import ConfigError, printable
 from moerl.core.types import Prompt
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from moerl.config.task_mixture import TaskEntry
     from moerl.data.prompt_checks import LineCheck
     from moerl.data.tasks import PromptStream
 
@@ -54,8 +53,9 @@ def data(
     from moerl.config.checks import check
     from moerl.config.engine_context import check_context
     from moerl.launch.line_checks import line_checks, model_tokenizer
+    from moerl.launch.reward_trial import try_rewards
     from moerl.layout import model_spec
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
 
     if len(response or ()) > _SHOWN:
         raise ConfigError("--response", response, f"give at most {_SHOWN}")
@@ -71,6 +71,7 @@ def data(
                 typer.echo(printable(line))
             try:
                 one.refuse()
+                try_rewards([one])
             except ConfigError as error:
                 refusals.append(error)
     for refusal in refusals:
@@ -86,24 +87,14 @@ def _of_task(
     yield f"{task.label or task.name}: {task.path or 'prompts are made, not read'}"
     if one.lines:
         yield from _counts(one, has_tokens=tokenizer is not None)
-    for prompt in islice(_first(one.stream, one.lines), _SHOWN):
+    prompts = list(islice(one.prompts(), _SHOWN))
+    for prompt, rewards in zip(prompts, _rewards(one, prompts, responses), strict=True):
         yield ""
         yield prompt.name
         yield from _prompt(prompt, one.stream, tokenizer)
         yield f"  answer   {_cut(repr(prompt.answer), _TEXT)}"
-        yield from _rewards(task, prompt, responses)
+        yield from rewards
     yield ""
-
-
-def _first(stream: PromptStream, lines: int) -> Iterator[Prompt]:
-    """Usable prompts, in the order of the file."""
-    from moerl.core.errors import LineError
-
-    for place in range(lines or _SHOWN):
-        try:
-            yield stream.line(place)
-        except LineError:
-            continue
 
 
 def _counts(one: LineCheck, *, has_tokens: bool) -> Iterator[str]:
@@ -122,6 +113,8 @@ def _counts(one: LineCheck, *, has_tokens: bool) -> Iterator[str]:
     yield f"  duplicates  {one.duplicates():,}"
     if one.control:
         yield f"  control     {one.control:,} with names of control tokens, which stay text"
+    if one.unanswered:
+        yield f"  no answer   {one.unanswered:,}: {one.gets_none()}"
     for kind, places in one.places.items():
         yield f"  unusable    {len(places):,}, {kind}: {_ranges(one.stream, places)}"
         yield f"              {one.named[kind][0].allowed}"
@@ -168,20 +161,27 @@ def _prompt(prompt: Prompt, stream: PromptStream, tokenizer: Tokenizer | None) -
     yield f"  tokens   {len(prompt.token_ids)}: {'|'.join(shown)}"
 
 
-def _rewards(task: TaskEntry, prompt: Prompt, responses: Sequence[str] | None) -> Iterator[str]:
-    from moerl.data.rewards import make_reward
+def _rewards(
+    one: LineCheck, prompts: Sequence[Prompt], responses: Sequence[str] | None
+) -> Iterator[list[str]]:
+    """Lines about the rewards of responses to each prompt.  responses: None: `samples`."""
+    from moerl.launch.reward_trial import RewardTrial, samples
 
-    if task.brings_reward:
-        yield "  reward   of its program or environment"
+    functions = [term for term in one.task.terms if term.where == "function"]
+    if not functions:
+        yield from [["  reward   not a function: the run asks for it"]] * len(prompts)
         return
-    reward = make_reward(task)
-    for text in responses or [str(prompt.answer), ""]:
-        try:
-            turn = TurnView("0.0.t0", "", prompt.text, text, (), "stop")
-            found = f"{reward(prompt, EpisodeView('0.0', (turn,))).reward:g}"
-        except Exception as error:
-            found = f"no reward: {cause_of(error)}"
-        yield f"  reward   {_cut(repr(text), 60)} -> {found}"
+    try:
+        trial = RewardTrial(one, one.task.only_with(functions[0]))
+    except ConfigError as error:
+        yield from [[f"  reward   not called on this machine: {error}"]] * len(prompts)
+        return
+    with closing(trial):
+        for prompt in prompts:
+            texts = responses or samples(prompt)
+            yield [
+                f"  reward   {_cut(repr(text), 60)} -> {trial.said(prompt, text)}" for text in texts
+            ]
 
 
 def _cut(text: str, most: int) -> str:

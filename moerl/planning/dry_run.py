@@ -1,13 +1,12 @@
 """`moerl train RECIPE --dry-run`: print the processes of a run and their nodes.
 
 Runs on a login node: needs neither torch, ray nor sglang, and reads only the model's config.json.
-Estimates (`moerl.planning.memory`), placement (`moerl.config.clusters`) and commands
+Estimates (`moerl.planning.estimates`), placement (`moerl.config.clusters`) and commands
 (`moerl.launch.cluster.node_commands`) come from the functions that a real start uses.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -15,20 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
-from moerl.config.checks import MODEL_MAKERS, check_model_sizes
+from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import (
     VISIBLE,
     Node,
     Placement,
     TrainerSlot,
     engine_gpus,
+    engine_of,
     is_local,
     mapped_gpus,
     placement,
@@ -41,9 +39,8 @@ from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_kinds import TaskKind
-from moerl.config.task_mixture import TaskEntry, entries_of, longest_row
+from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.task_tables import SOURCES
-from moerl.config.tiny_config import tiny_config
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
 from moerl.engine.host.adapter_slots import slot_arguments
@@ -52,31 +49,11 @@ from moerl.engine.node_span import NodeSpan
 from moerl.engine.protocol import model_type_of
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.line_checks import line_checks, model_tokenizer
+from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
-from moerl.layout import ModelSpec, model_spec
-from moerl.planning.layout_check import Spread
-from moerl.planning.memory import (
-    TrainerMemory,
-    engine_memory,
-    ref_model_memory,
-    trainer_memory,
-    training_of,
-)
-from moerl.planning.publish_forecast import (
-    FactorForecast,
-    auto_transport,
-    factor_forecast,
-    merging_memory,
-    planned_layouts,
-    shapes_of,
-    transport_line,
-)
+from moerl.layout import model_spec
+from moerl.planning.estimates import estimates, model_shapes, rendered
 from moerl.runtime.run_dir import RunDir
-from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
-
-_GB = 1e9
-_WIDTH = 110
 
 
 def describe(config: Config, recipe: Sequence[str]) -> str:
@@ -108,7 +85,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         *device_lines(config, placed),
         _commands(config, placed, recipe),
         _ports(config, placed),
-        *_estimates(config, placed),
+        *estimates(config, placed),
         *prompts,
     ]
     return "\n".join(sections)
@@ -116,18 +93,24 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
 
 # --- prompts -------------------------------------------------------------------------------------
 def prompt_lines(config: Config, max_positions: int) -> list[str]:
-    """A line for each file of prompts, checked as at a start.  Raises ConfigError."""
-    if not any(SOURCES[entry.name].files for entry in entries_of(config)):
+    """A line for each file of prompts, checked as at a start, and about own rewards.
+
+    Raises ConfigError.
+    """
+    entries = entries_of(config)
+    if not any(SOURCES[entry.name].files or entry.own_rewards for entry in entries):
         return []
     with model_tokenizer(config) as tokenizer:
         found = line_checks(config, tokenizer, max_positions)
         found.begin(lambda _: None)
+        tried = try_rewards(found.training, here=is_local(config.cluster))
     counted = "" if tokenizer else "; tokens are not counted: the model's tokenizer is not here"
-    return [
+    files = [
         one.summary() or f"{one.task.path}: {one.lines:,} lines can be used{counted}"
         for one in found.checks
         if one.lines
     ]
+    return files + tried
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -140,7 +123,7 @@ def process_table(config: Config, placed: Placement) -> str:
         for index, (node, *cells) in enumerate(of_node):
             table.add_row("" if index else node, *cells)
         table.add_section()
-    return _rendered(table)
+    return rendered(table)
 
 
 def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
@@ -267,7 +250,7 @@ def _engine_commands(config: Config, placed: Placement) -> list[str]:
     folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
         args = arguments(
-            replace(config.engine, tp=tp),
+            engine_of(config, tp),
             folder,
             routing=config.replay.routing == "R3",
             version="0.0",
@@ -320,218 +303,7 @@ def _ports(config: Config, placed: Placement) -> str:
         table.add_row(str(ports.ref_models), where, "reference nodes")
     table.add_row("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks")
     table.add_row("free", "NCCL or gloo of the trainer, trainer nodes", "trainer ranks")
-    return _rendered(table)
-
-
-# --- estimates -----------------------------------------------------------------------------------
-def _estimates(config: Config, placed: Placement) -> list[str]:
-    """Memory and transfer plan, from shapes."""
-    layouts = planned_layouts(config, model_shapes(config))
-    spec, trainer, _, policy = layouts[0]
-    training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
-    ref_models = _ref_model_shapes(config)
-    own = config.ref_models.placement == "separate"
-    ranks = trainer_memory(
-        spec,
-        trainer,
-        training,
-        ref_models=[] if own else ref_models,
-        critic=config.algorithm.advantage == "gae",
-    )
-    tables = [_trainer_table("a trainer rank", ranks, placed.trainers[0])]
-    if own:
-        alone = [
-            ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
-        ]
-        tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
-    sizes = [
-        _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
-        for _, _, engines, _ in layouts
-    ]
-    return [
-        *tables,
-        *(_engine_line(config, size, placed) for size in sizes),
-        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
-        *(_transfer_lines(config, size) for size in sizes),
-        transport_line(config, auto_transport(config, model_shapes(config))),
-        "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
-    ]
-
-
-def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
-    """First reference model of a rank, plus the weights of the others in `others`."""
-    return [
-        replace(stages[0], others=sum(other.weights for other in stages[1:]))
-        for stages in zip(*models, strict=True)
-    ]
-
-
-class _Size:
-    """Engines of one size: memory of a rank, and bytes of one publish."""
-
-    def __init__(
-        self, engines: EngineLayout, totals: TransferTotals, config: Config, spec: ModelSpec
-    ) -> None:
-        self.engines, self.sent = engines, Spread.of(totals.sent_bytes)
-        self.received = max(totals.received_bytes)
-        tokens, dtype = config.engine.max_total_tokens, config.engine.dtype
-        bucket, on_device = config.sync.bucket_bytes, config.sync.transport == "cuda_ipc"
-        self.memory = engine_memory(
-            spec, engines, self.received, tokens, dtype, bucket=bucket, stages_on_device=on_device
-        )
-        self.factors: FactorForecast | None = None
-        if (lora := config.lora).sends_factors:
-            self.factors = factor_forecast(spec, engines, lora, dtype)
-            self.memory = merging_memory(self.memory, self.factors, lora, dtype, bucket)
-
-
-def model_shapes(config: Config) -> dict[str, Any]:
-    """The config.json of the model, or of the tiny model that a start would make."""
-    model = config.model
-    is_to_be_made = model.path in MODEL_MAKERS and not Path(model.path).exists()
-    if not model.path or (model.tiny.enabled and is_to_be_made):
-        return tiny_config(model.tiny, vocab_size=128)  # its tokenizer has fewer tokens
-    return shapes_of(model.path)
-
-
-def _ref_model_shapes(config: Config) -> list[ModelSpec]:
-    """Shapes of reference and teacher; a folder that does not exist counts as the student."""
-    return [
-        model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
-        for path in ref_models_of(config).values()
-    ]
-
-
-def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
-    room = slot.node.group.device_gb
-    title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
-    table = Table(title=title, padding=0)  # all columns of a large run fit the width
-    columns = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
-    columns += ["device_base", "buckets", "runtime"]
-    columns = [c for c in columns if any(getattr(rank, c) for rank in ranks)]
-    for column in ("stage", "parameters", *columns, "total"):
-        table.add_column(column.replace("device_base", "W0"), justify="right")
-    for found in _telling(ranks):
-        cells = [_gb(getattr(found, column)) for column in columns]
-        table.add_row(str(found.stage), f"{found.parameters / 1e9:.3g}e9", *cells, _gb(found.total))
-    return _rendered(table) + _verdict(who, max(r.total for r in ranks), room)
-
-
-def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
-    """First, largest and last stage, without repetition."""
-    largest = max(ranks, key=lambda rank: rank.total)
-    by_stage = {rank.stage: rank for rank in (ranks[0], largest, ranks[-1])}
-    return [by_stage[stage] for stage in sorted(by_stage)]
-
-
-def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
-    engine = size.memory
-    group = placed.engines[0].node.group
-    static = group.device_gb * config.engine.mem_fraction_static
-    asked = config.engine.max_total_tokens
-    if not asked:  # SGLang takes what the weights leave
-        engine = replace(engine, kv=max(0, round(static * _GB) - engine.weights))
-    tokens = f"{asked or engine.kv // engine.kv_token:,} tokens of {engine.kv_token:,} bytes"
-    if not asked:
-        tokens = f"SGLang decides: about {tokens}" if static else "SGLang decides"
-    if size.engines.dp > 1:
-        tokens += f", others on each of {size.engines.dp} attention ranks"
-    line = (
-        f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
-        f"KV cache {_gb(engine.kv)} GB ({tokens})"
-    )
-    line += f", a publish {_gb(engine.update)} GB"
-    if static:
-        line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
-    line += _verdict("\nan engine rank", engine.total, static)
-    if config.sync.transport == "cuda_ipc":
-        return line + _verdict(
-            "\nan engine rank in a publish", engine.total + engine.update, static
-        )
-    return line + _verdict("\na publish", engine.update, group.device_gb - static)
-
-
-def _verdict(who: str, need: float, room_gb: float) -> str:
-    """A line that marks a need above the room; estimates never refuse a start."""
-    if not room_gb or need <= room_gb * _GB:
-        return ""
-    return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"
-
-
-def _host_lines(
-    config: Config,
-    placed: Placement,
-    ranks: Sequence[TrainerMemory],
-    sizes: Sequence[_Size],
-    routes: int,
-) -> str:
-    """Host memory per node: the trainer's copies and offloaded optimizer, staging, records."""
-    rollout = config.rollout
-    tokens = longest_row(config)
-    depth = rollout.buffer_depth if rollout.admission == "bounded" else rollout.max_lag
-    groups = rollout.groups_per_step * (depth + 1) + rollout.max_groups_in_flight
-    record = tokens * routes * (config.replay.routing == "R3")
-    waiting = groups * rollout.group_size * record
-    engine_nodes = {slot.node.name for slot in placed.engines}
-    rank = max(ranks, key=lambda rank: rank.host)
-    each = max(len(slot.ranks) for slot in placed.trainers)
-    trainer = f"  trainer: weight snapshot of a publish {_gb(each * rank.snapshot)}"
-    if rank.offloaded:
-        trainer += f", optimizer {_gb(each * rank.offloaded)}"
-    trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
-    if rank.base:
-        trainer += f", W0 of adapters {_gb(each * rank.base)}"
-    staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
-    records = waiting / max(1, len(engine_nodes))
-    needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}
-    for name in engine_nodes:
-        needs[name] += records
-    for slot in placed.trainers:
-        needs[slot.node.name] += len(slot.ranks) * rank.host
-    lines = [
-        "host memory, GB per node, at most:",
-        trainer,
-        f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
-        f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
-    ]
-    for node in placed.nodes:
-        who = f"host memory of {node.name}"
-        lines += filter(None, [_verdict(who, needs[node.name], node.group.memory_gb).strip()])
-    return "\n".join(lines)
-
-
-def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:
-    """Bytes that the engines of a node hold of the next version, and of W0."""
-    host = {size.engines.tp: size.engines.tp * size.memory.host for size in sizes}
-    tp_of = config.engine.sizes
-    slots = [slot for slot in placed.engines if slot.node.name == node]
-    return sum(host[tp_of[slot.engine]] for slot in slots) / config.engine.nodes
-
-
-def _transfer_lines(config: Config, size: _Size) -> str:
-    engines = size.engines
-    if size.factors is not None:
-        use = "merge them" if size.factors.merged else "keep them in adapter slots"
-        return (
-            f"a publish over {config.sync.transport}: factors of "
-            f"{_gb(size.factors.received.high)} GB into each of {engines.num} x {engines.tp} "
-            f"engine ranks, which {use}; weights would be {_gb(size.received)} GB"
-        )
-    return (
-        f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "
-        f"{engines.num} x {engines.tp} engine ranks, {_gb(engines.num * size.sent.mean)} GB (mean) "
-        "out of each trainer rank"
-    )
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / _GB:.3g}"
-
-
-def _rendered(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, force_terminal=False, color_system=None).print(table)
-    return out.getvalue()
+    return rendered(table)
 
 
 # --- GPUs of each process -------------------------------------------------------------------------

@@ -29,8 +29,8 @@ Legend (of one rank; bytes unless stated otherwise)
 
 Host memory: the trainer's weight snapshot, as many bytes as its weights, its offloaded optimizer,
 and its copy for a checkpoint: its weights on the first data-parallel rank, and fp32
-weights and moments of the shard, 12 (P / shard + X / expert shard); the engine's staging, as many
-bytes as its rank's weights.
+weights and moments of the shard, 12 (P / shard + X / expert shard), unless they are offloaded; the
+engine's staging, as many bytes as its rank's weights.
 
 Experts are assumed to be equally popular: s K rows arrive at each rank.  The most popular rank of a
 batch may need several times as much; the rest of the GPU is for it.  `tests/unit/test_memory.py`
@@ -79,7 +79,7 @@ class OptimizerBytes:
 
     device: int = 12  # bf16: fp32 copy and two moments
     host: int = 0
-    saved: int = 12  # host memory of a checkpoint's copy, which is in fp32
+    saved: int = 12  # host memory of a checkpoint's copy in fp32; what is on the host is not copied
 
 
 def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
@@ -87,11 +87,11 @@ def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
 
     Offloaded are fp32 copy, two moments and a pinned copy of the fp32 gradient.  The
     precision-aware optimizer keeps the 16 bits of the fp32 copy that the bf16 weight lacks, unless
-    an option differs; a checkpoint unscales its moments into a second copy.
+    an option differs; a checkpoint unscales its moments into its copy.
     """
     args = optimizer_args(trainer)
     if args.get("optimizer_cpu_offload"):
-        return OptimizerBytes(0, 16)
+        return OptimizerBytes(0, 16, saved=0)
     if not args.get("use_precision_aware_optimizer"):
         if trainer.dtype == "bf16":
             return OptimizerBytes()
@@ -100,7 +100,7 @@ def optimizer_bytes(trainer: TrainerConfig) -> OptimizerBytes:
     if copy == 4 and args.get("store_param_remainders", True):
         copy = 2
     moments = [_BYTES[args.get(name, "fp32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-    return OptimizerBytes(copy + sum(moments), saved=24)
+    return OptimizerBytes(copy + sum(moments))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
-from moerl.config.clusters import is_local, placement
+from moerl.config.clusters import is_local, placement, trainer_share
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.mesh import check_mesh
@@ -52,6 +52,8 @@ from moerl.weight_sync.transfer_plan import (
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 GB = 1e9  # bytes, as network cards are sold
+_BUS_GB_S = 50.0  # from pinned memory; an H100's 53 (docs/results/gpu)
+_MEMORY_GB_S = 2500.0  # of a GPU, read and written; an H100's 2829
 
 EFFICIENCY = 0.094
 """Share of line rate of a point-to-point publish: geometric mean of the seconds of miles 31f1ca96
@@ -258,6 +260,7 @@ def _fit_line(config: Config, layouts: Layouts, received: float) -> str:
     tokens, static = config.engine.max_total_tokens, config.engine.mem_fraction_static
     engine = engine_memory(spec, engines, received, tokens, config.engine.dtype)
     rank = max(one.total for one in trainer_memory(spec, trainer, training_of(config, gpu=True)))
+    trainer_gb *= trainer_share(config)
     sides = (("engine", engine.total, static * engine_gb), ("trainer", rank, trainer_gb))
     verdicts = (
         f"{'an' if side == 'engine' else 'a'} {side} rank "
@@ -356,7 +359,14 @@ def describe(
     if factors is not None:
         then = "SGLang's adapter slots of each rank are filled, and its weights stay W0"
         if factors.merged:
-            then = f"each rank merges up to {factors.merged:,} weights, at VERIFY and at COMMIT"
+            source, rate = ("the host", _BUS_GB_S)
+            if config.lora.base == "device":
+                source, rate = ("its memory", _MEMORY_GB_S / 2)
+            seconds = ITEMSIZE.get(policy.dtype, 2) * factors.merged / GB / rate
+            then = (
+                f"each rank merges up to {factors.merged:,} weights, at VERIFY and at COMMIT, in "
+                f"{seconds:.2g} s each (W0 from {source} at {rate:g} GB/s)"
+            )
         lines.append(
             f"factors alone (lora.send: factors): {_gb(factors.received.high)} GB into an engine "
             f"rank, {_gb(factors.engine_bytes)} GB into an engine, "

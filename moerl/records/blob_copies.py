@@ -68,13 +68,16 @@ class CopiedBlob:
         return b"".join(parts)
 
 
-def seal(path: Path, named_parts: Sequence[tuple[str, bytes]]) -> None:
-    """Write named parts as one file; replaces a file of that name.  Raises OSError."""
+def seal(path: Path, named_parts: Sequence[tuple[str, bytes]], *, sync: bool = True) -> None:
+    """Write named parts as one file; replaces a file of that name.  Raises OSError.
+
+    sync: the file is on the disk on return.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     index = msgspec.msgpack.encode(
         [(n, len(b), xxhash.xxh3_64_hexdigest(b)) for n, b in named_parts]
     )
-    with atomic_file(path, sync=True, mode=0o600) as file:
+    with atomic_file(path, sync=sync, mode=0o600) as file:
         file.write(xxhash.xxh3_64_hexdigest(index).encode())
         file.write(len(index).to_bytes(_LENGTH_BYTES, "little"))
         file.write(index)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from moerl.core.errors import RecordError
 from moerl.core.types import (
@@ -64,3 +65,22 @@ def blob_refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
     yield from (ref for part in masks if part is not None for ref in (part.offsets, part.ids))
     yield from (part.values for part in logprobs if part is not None)
     yield from (part.packed for part in positions if part is not None)
+
+
+def moved_to_node(value: Any, node: str) -> Any:
+    """The value (a group, a URI) with all blobs on another node; names of blobs are unique."""
+    if isinstance(value, str):
+        scheme, _, rest = value.partition("://")
+        return f"blob://{node}/{rest.partition('/')[2]}" if scheme == "blob" else value
+    if isinstance(value, tuple):
+        return tuple(moved_to_node(item, node) for item in value)
+    if isinstance(value, BlobRef):
+        return replace(value, uri=moved_to_node(value.uri, node))
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            one.name: moved_to_node(getattr(value, one.name), node)
+            for one in fields(value)
+            if isinstance(getattr(value, one.name), tuple) or is_dataclass(getattr(value, one.name))
+        }
+        return replace(value, **changed)
+    return value

@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import TypedDict
 
 PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_CAPABILITIES_3 = 0x20080522  # version of capset(2)
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
@@ -85,6 +87,8 @@ def enter(spec: Spec, argv: list[str]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+    elif uid == 0:
+        _drop_capabilities()
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if spec["filter"]:
@@ -280,6 +284,16 @@ def _limit(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(which, (most, most))
+
+
+def _drop_capabilities() -> None:
+    """For good.  Without them root cannot read the memory or environment of root's processes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+            prctl(_PR_CAPBSET_DROP, capability)
+    if libc.capset(struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24)) != 0:
+        raise OSError(ctypes.get_errno(), "capset failed")
 
 
 def _filter_calls(program: bytes) -> None:

@@ -52,7 +52,7 @@ class RunDir:
     checkpoints = _Below("checkpoints")
     best = _Below("checkpoints", "best.json")  # names the best one by `checkpoint.best`, its score
     versions = _Below("versions")  # HF weights of each version, with checkpoint.keep_versions
-    records = _Below("records")  # headers and blobs of trained groups, with rollout.keep_records
+    stream = _Below("stream")  # what was trained, with stream.keep_steps
     journal = _Below("journal")  # the controller's (unless rollout.journal_dir), and `segments`
     # admitted groups with their blobs, with rollout.durability = shared
     segments = _Below("journal", "segments")
@@ -137,8 +137,8 @@ class RunDir:
         return None if folder is None else (step, folder)
 
 
-def refuse_foreign(run: RunDir) -> None:
-    """Raises ConfigError unless the run and its checkpoints belong to this user.
+def refuse_foreign(run: RunDir, option: str = "--resume") -> None:
+    """Raises ConfigError for `option` unless the run and its checkpoints belong to this user.
 
     A checkpoint holds pickled objects and its run names reward functions: their owner could run
     code as this process.
@@ -146,10 +146,10 @@ def refuse_foreign(run: RunDir) -> None:
     for folder in (run.root, run.checkpoints, *(path for _, path in run.finished_checkpoints())):
         if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
             raise ConfigError(
-                "--resume",
+                option,
                 str(folder),
                 f"it belongs to user {owner}, and to load a checkpoint can run code that is in it; "
-                "if you trust them, copy the run's folder and resume the copy",
+                "if you trust them, copy the run's folder and use the copy",
             )
 
 

@@ -11,7 +11,7 @@ kinds of `task.isolation`:
   system that holds the interpreter, this package and `task.read_paths`, all read-only.
 
 Root is exempt from RLIMIT_NPROC, so a program of root gets another user's id, one per program, or
-where that user cannot read the interpreter, a pids cgroup.
+where that user cannot read the interpreter, a pids cgroup; there it has no capabilities.
 """
 
 from __future__ import annotations
@@ -192,9 +192,15 @@ class Isolation:
             kept.end()
         return Finished(kept.process.returncode, *texts, why)
 
-    def command(self, argv: Sequence[str], control: int, cgroup: str = "") -> list[str]:
+    def new_cgroup(self) -> PidsCgroup | None:
+        """For one program, where only a cgroup bounds its processes."""
+        if self.cgroups is None:
+            return None
+        return make_cgroup(self.cgroups, self.limits.processes + 2)  # python starts in it
+
+    def command(self, argv: Sequence[str], control: int, cgroup: PidsCgroup | None) -> list[str]:
         """The program below its reaper.  control: the reaper's descriptor of the socket."""
-        spec = json.dumps(self._spec(control, cgroup))
+        spec = json.dumps(self._spec(control, "" if cgroup is None else str(cgroup.folder)))
         python = [sys.executable, "-I", "-S", REAPER]
         return [*python, "keep", spec, *self.wrapper, *python, "enter", spec, *argv]
 
@@ -202,13 +208,10 @@ class Isolation:
         self, argv: Sequence[str], stdin: int, stdout: int, stderr: int | None
     ) -> SandboxedProcess:
         ours, theirs = socket.socketpair()
-        cgroup = None
-        if self.cgroups is not None:
-            cgroup = make_cgroup(self.cgroups, self.limits.processes + 2)  # python starts in it
-        folder = "" if cgroup is None else str(cgroup.folder)
+        cgroup = self.new_cgroup()
         with theirs:
             process = subprocess.Popen(
-                self.command(argv, theirs.fileno(), folder),
+                self.command(argv, theirs.fileno(), cgroup),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

@@ -12,11 +12,12 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import moerl
+from moerl.config.episode_checks import program_path
 from moerl.config.functions import source_of
 from moerl.config.reward_checks import split_form
 from moerl.config.schema import TaskConfig
@@ -41,6 +42,7 @@ _ENVIRONMENT = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 SCRATCH = "/scratch"  # the one folder of a sandbox that can be written
+DOOR = "/door"  # the one socket of a sandbox that leads out of it, where it has one
 _KERNEL = Path("/proc/sys")
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
@@ -82,15 +84,16 @@ class NoSandbox(MoerlError):
     """This machine cannot make a sandbox that holds, and why."""
 
 
-def isolation_of(task: TaskConfig) -> Isolation:
+def isolation_of(task: TaskConfig, door: str = "") -> Isolation:
     """How the programs of a task are started on this machine.
 
+    door: a Unix socket that a sandbox shows as DOOR.
     Raises ConfigError where it cannot enforce `task.isolation: bwrap`, and for a task that needs
     it and does not ask for it.
     """
     check_isolation(task)
     plain = Isolation(task.limits, program_environment(task))
-    return _bwrap(plain, task) if task.isolation == "bwrap" else _process(plain, task)
+    return _bwrap(plain, task, door) if task.isolation == "bwrap" else _process(plain, task)
 
 
 def program_environment(task: TaskConfig) -> dict[str, str]:
@@ -110,7 +113,8 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
     if os.getuid() != 0:
         return plain
     if plain.limits.user == "other" and fresh_uid():
-        hidden = [path for path in _needed(task) if not _others_may_read(path)]
+        needed = [*_needed(task), *([os.getcwd()] if task.agent.command else ())]
+        hidden = [path for path in needed if not _others_may_read(path)]
         if not hidden:
             return replace(plain, changes_user=True)
         log.info("workers run as root: another user cannot read %s", ", ".join(hidden))
@@ -121,8 +125,9 @@ def _process(plain: Isolation, task: TaskConfig) -> Isolation:
 
 
 def _needed(task: TaskConfig) -> Iterator[str]:
-    """Paths that a worker must read: interpreter, this package, the task's own modules."""
+    """Paths that must be read: interpreter, this package, the task's own modules and program."""
     yield from (sys.base_prefix, sys.prefix, str(Path(moerl.__file__).parent))
+    yield from filter(os.path.isfile, absolute_command(task.agent.command))
     for setting in (split_form(task.reward)[1], task.environment):
         if ":" in setting and (source := source_of(setting)):
             yield str(source)
@@ -134,22 +139,25 @@ def _others_may_read(path: str) -> bool:
     return reached and bool(os.stat(real).st_mode & 0o004)
 
 
-def _bwrap(plain: Isolation, task: TaskConfig) -> Isolation:
+def _bwrap(plain: Isolation, task: TaskConfig, door: str) -> Isolation:
     try:
-        return make_sandboxed(plain.limits, plain.environment, _visible(task))
+        return make_sandboxed(plain.limits, plain.environment, _visible(task), door)
     except NoSandbox as error:
         raise ConfigError("task.isolation", "bwrap", str(error)) from None
 
 
 def make_sandboxed(
-    limits: TaskLimits, environment: Mapping[str, str], paths: Iterable[str]
+    limits: TaskLimits, environment: Mapping[str, str], paths: Iterable[str], door: str = ""
 ) -> Isolation:
     """Sandboxes in which programs see `paths`, read-only, and an empty folder SCRATCH.
 
+    door: a Unix socket that they see as DOOR.
+
     Raises NoSandbox where this machine cannot make a sandbox that holds.
     """
-    files = list(_binds(paths, limits.file_mb))
+    files = list(_binds(paths, limits.file_mb, door))
     environment = {**environment, "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    environment.pop("SSL_CERT_FILE", None)  # clients of HTTP end where the file is not shown
     program, trials = _find_bwrap(), []
     for isolation in _kinds(Isolation(limits, environment, scratch=SCRATCH)):
         own_user = () if isolation.changes_user else ("--unshare-user", "--disable-userns")
@@ -216,12 +224,13 @@ _FIXED = (
 )
 
 
-def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
+def _binds(visible: Iterable[str], scratch_mb: int, door: str) -> Iterator[str]:
     """Options that make the file system of a sandbox, read-only but for its scratch folder.
 
     /tmp is that folder too, unless it holds something that the sandbox reads.
     """
-    paths = sorted({os.path.abspath(path) for path in (*_system(), *visible)})
+    every = {os.path.abspath(path) for path in (*_system(), *visible)}
+    paths = sorted(path for path in every if every.isdisjoint(map(str, Path(path).parents)))
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
     for parent in sorted(parents):  # bwrap itself makes them for root alone
         yield from ("--perms", "0755", "--dir", parent)
@@ -230,11 +239,19 @@ def _binds(visible: Iterable[str], scratch_mb: int) -> Iterator[str]:
             yield from ("--symlink", os.readlink(f"/{name}"), f"/{name}")
     for path in paths:
         yield from ("--ro-bind", path, path)
+    if door:
+        yield from ("--ro-bind", door, DOOR)
     size = str(max(1, scratch_mb) << 20)
     yield from ("--perms", "1777", "--size", size, "--tmpfs", SCRATCH, "--chdir", SCRATCH)
     if "/tmp" not in parents:
         yield from ("--symlink", SCRATCH, "/tmp")
     yield from ("--remount-ro", "/dev", "--remount-ro", "/")
+
+
+def absolute_command(command: Sequence[str]) -> list[str]:
+    """A command for any folder: the paths of its program, if there is one, and of its files."""
+    first = [program_path(name) or name for name in command[:1]]
+    return [os.path.abspath(one) if os.path.isfile(one) else one for one in [*first, *command[1:]]]
 
 
 def _system() -> Iterator[str]:

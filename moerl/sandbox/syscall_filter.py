@@ -42,6 +42,9 @@ REFUSED = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),  # takes a descriptor of /proc/PID, too
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
     "kcmp": (312, 272),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
@@ -71,13 +74,18 @@ AT_PROCESS = {  # their first argument is a process
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }
+# With their second argument: who gets the signals of a descriptor, and which.
+SIGNALS = {
+    "fcntl": ((72, 25), (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+    "ioctl": ((16, 29), (0x8901, 0x8902)),  # FIOSETOWN, SIOCSPGRP
+}
 OTHERS = {"clone": (56, 220), "clone3": (435, 435), "socket": (41, 198)}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, audit number
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET
 _FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6; vsock, for one, is bound to no network namespace
 _FIRST, _ALL = 1, 0xFFFFFFFF  # bubblewrap, which ends the sandbox; kill(-1)
 _RETURN, _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT = 0x06, 0x20, 0x15, 0x35, 0x45
-_CALL, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_CALL, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NO_CALL, _NOT_ALLOWED = _ERROR | errno.ENOSYS, _ERROR | errno.EPERM
 
@@ -103,13 +111,22 @@ def syscall_filter() -> bytes:
     server = [(_EQUAL, value) for value in (SERVER_MARK, GROUP_MARK, _FIRST, _ALL)]
     for numbers in AT_PROCESS.values():
         rows += _decided(numbers[column], server, _NOT_ALLOWED, _ALLOW)
+    for numbers, refused in SIGNALS.values():
+        tests = [(_EQUAL, value) for value in refused]
+        rows += _decided(numbers[column], tests, _NOT_ALLOWED, _ALLOW, _SECOND_ARGUMENT)
     rows += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *row) for row in rows)
 
 
-def _decided(call: int, tests: list[tuple[int, int]], then: int, otherwise: int) -> list[Row]:
-    """Rows for a call that its first argument, the low 32 bits, allows or refuses."""
-    rows: list[Row] = [(_LOAD, 0, 0, _ARGUMENT)]
+def _decided(
+    call: int,
+    tests: list[tuple[int, int]],
+    then: int,
+    otherwise: int,
+    argument: int = _FIRST_ARGUMENT,
+) -> list[Row]:
+    """Rows for a call that an argument, its low 32 bits, allows or refuses."""
+    rows: list[Row] = [(_LOAD, 0, 0, argument)]
     rows += [(test, len(tests) - place, 0, value) for place, (test, value) in enumerate(tests)]
     rows += [(_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, then)]
     return [(_EQUAL, 0, len(rows), call), *rows]

@@ -1,5 +1,6 @@
-"""Rewards in worker processes: outside the event loop, with a timeout."""
+"""Scorers: functions in isolated processes, services, and the answers of all of them."""
 
-from moerl.scoring.process import ProcessScorer, TaskScorers
+from moerl.scoring.process import ProcessScorer
+from moerl.scoring.scorers import RunScorers, make_scorers
 
-__all__ = ["ProcessScorer", "TaskScorers"]
+__all__ = ["ProcessScorer", "RunScorers", "make_scorers"]

@@ -18,7 +18,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -26,11 +26,10 @@ from itertools import count
 import msgspec
 
 from moerl.config.schema import TaskConfig
-from moerl.core.episode_view import EpisodeView
+from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
-from moerl.core.types import Prompt, Score, reward_problem
+from moerl.core.types import Prompt, Score
 from moerl.data.environments import make_environment
-from moerl.data.reward_values import metrics_problem
 from moerl.data.rewards import make_reward
 from moerl.sandbox.isolation import (
     IsolatedProgram,
@@ -40,7 +39,16 @@ from moerl.sandbox.isolation import (
     SandboxTimeout,
 )
 from moerl.sandbox.limits import import_paths, isolation_of
-from moerl.scoring.worker import Given, Setup, WorkerAnswer, WorkerRequest, decode_answer, encode
+from moerl.scoring.answers import prompt_of, refusal
+from moerl.scoring.worker import (
+    Fault,
+    Given,
+    Setup,
+    WorkerAnswer,
+    WorkerRequest,
+    decode_answer,
+    encode,
+)
 
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
@@ -54,7 +62,7 @@ _WORKER = (
 
 
 class ProcessScorer:
-    """The `Scorer` protocol over worker processes."""
+    """The `Scorer` of a function, and the replies of an environment, in worker processes."""
 
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
         """Raises ConfigError when the task's reward cannot be made, or not be isolated.
@@ -72,30 +80,17 @@ class ProcessScorer:
         for worker in self._all:
             self._workers.put(worker)
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        """Scores of all episodes, in order.  Raises the first ScoreError after all have ended."""
-        results = await self.score_each(prompt, episodes)
-        for result in results:
-            if isinstance(result, ScoreError):
-                raise result
-        return [result for result in results if isinstance(result, Score)]
-
-    async def score_each(
-        self, prompt: Prompt, episodes: Sequence[EpisodeView]
-    ) -> list[Score | ScoreError]:
-        """A Score or an error for each episode."""
-        size = max(1, -(-len(episodes) // len(self._all)))  # a share of the group for each worker
-        shares = [episodes[start : start + size] for start in range(0, len(episodes), size)]
-        scored = await asyncio.gather(*(self._ask(prompt, share) for share in shares))
-        answers = [answer for share in scored for answer in share]
-        return [
-            self._score_of(answer, prompt, episode.responses)
-            for answer, episode in zip(answers, episodes, strict=True)
-        ]
+    async def score(self, asked: Sequence[ScoreRequest]) -> list[Score | ScoreError]:
+        """A Score or an error for each request, in order."""
+        size = max(1, -(-len(asked) // len(self._all)))  # a share for each worker
+        shares = [asked[start : start + size] for start in range(0, len(asked), size)]
+        given = [[(prompt_of(one), one.episode) for one in share] for share in shares]
+        answers = [one for share in await asyncio.gather(*map(self._ask, given)) for one in share]
+        return [self._score_of(*pair) for pair in zip(answers, asked, strict=True)]
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         """Reply of task.environment, with the timeout of a reward.  Raises ScoreError."""
-        (answer,) = await self._ask(prompt, [list(responses)])
+        (answer,) = await self._ask([(prompt, list(responses))])
         if answer.failure:
             what = f"environment {self._environment} {answer.failure}"
             raise ScoreError(f"{what} for {prompt.name}")
@@ -107,47 +102,23 @@ class ProcessScorer:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _score_of(
-        self, answer: WorkerAnswer, prompt: Prompt, texts: list[str]
-    ) -> Score | ScoreError:
-        problem = answer.failure
-        if not problem and answer.score is None:
-            problem = "gave no score"
-        if answer.score is not None and not (problem or (problem := _refusal(answer.score, texts))):
+    def _score_of(self, answer: WorkerAnswer, asked: ScoreRequest) -> Score | ScoreError:
+        answer = checked(answer, asked.episode.responses)
+        if answer.score is not None:
             return answer.score
-        return ScoreError(f"reward {self._name} {problem} for {prompt.name}")
+        return ScoreError(f"reward {self._name} {answer.failure} for {asked.prompt.name}")
 
-    async def _ask(self, prompt: Prompt, given: Sequence[Given]) -> list[WorkerAnswer]:
+    async def _ask(self, given: Sequence[tuple[Prompt, Given]]) -> list[WorkerAnswer]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._ask_worker, prompt, given)
+        return await loop.run_in_executor(self._threads, self._ask_worker, given)
 
-    def _ask_worker(self, prompt: Prompt, given: Sequence[Given]) -> list[WorkerAnswer]:
+    def _ask_worker(self, given: Sequence[tuple[Prompt, Given]]) -> list[WorkerAnswer]:
         """Answers of one worker, one response after the other; each has its own timeout."""
         worker = self._workers.get()
         try:
-            return [worker.ask(prompt, one) for one in given]
+            return [worker.ask(prompt, one) for prompt, one in given]
         finally:
             self._workers.put(worker)
-
-
-class TaskScorers:
-    """The `Scorer` protocol over a pool of workers for each task of a mixture, by its label."""
-
-    def __init__(self, scorers: Mapping[str, ProcessScorer]) -> None:
-        self._scorers = dict(scorers)
-
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        """Scores of all episodes, in order.  Raises ScoreError."""
-        return await self._scorers[prompt.task].score(prompt, episodes)
-
-    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """Reply of the task's environment.  Raises ScoreError."""
-        return await self._scorers[prompt.task].reply(prompt, responses)
-
-    def close(self) -> None:
-        """End all workers of all tasks."""
-        for scorer in self._scorers.values():
-            scorer.close()
 
 
 class WorkerProcess:
@@ -185,6 +156,7 @@ class WorkerProcess:
     def _asked(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """Raises SandboxEnded."""
         serial = next(self._serials)
+        fault: Fault = ""
         try:
             data = encode(WorkerRequest(serial, prompt, given))
         except (TypeError, ValueError, OverflowError) as error:
@@ -205,10 +177,11 @@ class WorkerProcess:
             failure = f"took longer than task.score_timeout_s = {self._timeout_s}"
         except (SandboxError, OSError) as error:
             failure = str(error)
+            fault = "start" if isinstance(error, _NotStarted) else ""
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = "answered with bytes that are no answer"
         self._end()
-        return WorkerAnswer(serial, failure=failure)
+        return WorkerAnswer(serial, failure=failure, fault=fault)
 
     def close(self) -> None:
         """End the worker for good."""
@@ -232,25 +205,17 @@ class WorkerProcess:
             self._program = program = self._isolation.open(python)
         started = decode_answer(program.call(encode(self._setup), _START_S))
         if started.failure:
-            raise SandboxError(f"could not be started: {started.failure}")
+            raise _NotStarted(f"could not be started: {started.failure}")
         return program
 
 
-def _refusal(score: Score, responses: Sequence[str]) -> str:
-    """Why a score cannot be used; "" if it can."""
-    length = len(responses[-1])
-    if score.turns and len(score.turns) != len(responses):
-        return f"has rewards for {len(score.turns)} of {len(responses)} turns"
-    for number in (score.reward, *(value for _, value in score.text_steps), *score.turns):
-        if problem := reward_problem(number):
-            return f"gave {number}, which {problem}"
-    if not 0.0 <= score.errors < math.inf:
-        return f"counted {score.errors} errors"
-    if problem := metrics_problem(score.metrics):
-        return problem
-    ends = [end for end, _ in score.text_steps]
-    if ends != sorted(ends) or any(not 0 <= end <= length for end in ends):
-        return f"has steps that end at characters {ends[:16]} of {length}"
-    if len(ends) > length + 1:
-        return f"has {len(ends)} steps in {length} characters"
-    return ""
+class _NotStarted(SandboxError):
+    """The worker cannot import the task's functions."""
+
+
+def checked(answer: WorkerAnswer, responses: Sequence[str]) -> WorkerAnswer:
+    """The answer to an episode; a score that cannot be used becomes a failure."""
+    if answer.failure:
+        return replace(answer, score=None)
+    problem = "gave no score" if answer.score is None else refusal(answer.score, responses)
+    return replace(answer, score=None, failure=problem, fault="reward") if problem else answer

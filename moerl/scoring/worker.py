@@ -17,6 +17,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -44,6 +45,7 @@ class Setup:
 
 Given = EpisodeView | list[str]
 """An episode to score, or the responses to which the environment replies."""
+Fault = Literal["", "start", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,17 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswer:
-    """A result or a failure, which continues "the reward ..."."""
+    """A result or a failure, which continues "the reward ...".
+
+    fault: of a failure that another response would meet too: the worker cannot start, or the reward
+    returns no score.
+    """
 
     serial: int
     score: Score | None = None
     text: str = ""
     failure: str = ""
+    fault: Fault = ""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -145,7 +152,8 @@ class ScoringLoop:
         try:
             data = encode(self._evaluate(job))
         except BaseException as error:
-            data = encode(WorkerAnswer(job.serial, failure=one_line(error)))
+            fault: Fault = "reward" if isinstance(error, BadReturn) else ""
+            data = encode(WorkerAnswer(job.serial, failure=one_line(error), fault=fault))
         if len(data) > self._setup.reply_bytes:
             problem = f"answered with {len(data)} bytes, {_TOO_LONG}"
             data = encode(WorkerAnswer(job.serial, failure=problem))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moerl.config.clusters import bind_node_address
+from moerl.config.clusters import bind_node_address, trainer_share
 from moerl.config.load import load_saved
 from moerl.config.schema import Config
 from moerl.core.errors import MoerlError, cause_of
@@ -48,13 +48,15 @@ def main() -> None:
     _log_to(run.logs / f"{job}-{os.environ.get('RANK', '0')}.log")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also during a wait for a missing peer
     config = bind_node_address(load_saved(run.config))
-    torch.set_num_threads(config.trainer.cpu_threads)
     try:
         place = platform.prepare(
-            config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+            config.trainer.platform,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            share=1.0 if args.ref_models else trainer_share(config),
         )
     except MoerlError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    torch.set_num_threads(platform.rank_threads(config.trainer, place))
     log.info(describe("cpu"))
     # `prepare` must run before any import of megatron
     from moerl.trainer.model import parallel
@@ -104,6 +106,7 @@ def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tupl
         blobs=BlobStore(args.blob_dir, args.blob_node),
         checkpoint=args.checkpoint,
         reset_optimizer=args.reset_optimizer,
+        is_rerun=args.rerun,
     )
     return context, ""
 
@@ -143,6 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reset-optimizer", action="store_true", help="fresh optimizer state after --checkpoint"
     )
+    parser.add_argument("--rerun", action="store_true", help="publish nothing: there is no engine")
     parser.add_argument("--blob-dir", type=Path, help="where records are sealed")
     parser.add_argument("--blob-node", help="name of this node's blobs")
     return parser.parse_args()

@@ -63,10 +63,10 @@ def main() -> None:
 
 
 def _train(config: Config, run: RunDir) -> None:
-    torch.set_num_threads(config.trainer.cpu_threads)
     place = platform.prepare(
         config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
     )
+    torch.set_num_threads(platform.rank_threads(config.trainer, place))
     # `prepare` must run before any import of megatron
     from moerl.trainer.hf_io.adapter_files import start_factors
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf

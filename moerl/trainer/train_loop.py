@@ -72,6 +72,7 @@ from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
+from moerl.trainer.weights_digest import weights_digest
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class RankContext:
     blobs: BlobStore
     checkpoint: Path | None  # the trainer resumes from it
     reset_optimizer: bool = False  # load only weights and schedule position of the checkpoint
+    is_rerun: bool = False  # no engine takes weights (`moerl rerun`)
 
 
 class TrainLoop:
@@ -151,9 +153,9 @@ class TrainLoop:
         if parallel.is_first:
             timeout_s = config.trainer.step_timeout_s
             self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
-        if config.engine.count:
+        if config.engine.count and not context.is_rerun:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
-            self.learner.before_update = self.publisher.before_update
+        self.learner.before_update = self._before_update
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""
@@ -201,6 +203,7 @@ class TrainLoop:
 
     def _hello(self) -> None:
         data: bytes | None = None
+        weights = self._weights_digest()
         if self.client is not None:
             hello = Hello(
                 world_size=self.parallel.world_size,
@@ -209,6 +212,7 @@ class TrainLoop:
                 consumed=self.consumed.parts,
                 begins=self.begins,
                 pair_cost=self.learner.pair_cost,
+                weights=weights,
             )
             data = self.client.request_encoded(hello)
         self._set_engines(self._shared(data))
@@ -273,16 +277,24 @@ class TrainLoop:
         self._note_load(plan.step)
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed.update(group.group_id for group in plan.groups)
+        weights = self._weights_digest()
         if self.version.step < self.config.run.steps or self.config.evaluation.every:
             metrics |= self._publish()
         metrics |= self.writer.metrics()
         if self.config.checkpoint.keep_versions:
             self._keep_version()
         if self.client is not None:
-            self.client.expect(StepDone(plan.step, self.version, metrics, ""), Ok)
+            self.client.expect(StepDone(plan.step, self.version, metrics, "", weights), Ok)
         every = self.config.checkpoint.every
         if every and self.version.step % every == 0:
             self._checkpoint()
+
+    def _weights_digest(self) -> str:
+        """Digest of the live weights of all ranks, for the stream; "" without a stream."""
+        if not self.config.stream.keep_steps:
+            return ""
+        with self.tracer.span("digest weights", version=str(self.version)):
+            return weights_digest(self._sent(), self.parallel.control)
 
     def _probe(self, plan: BatchPlan) -> dict[str, float]:
         """Compare records and model on a sample, under the weights at the start of the step."""
@@ -312,6 +324,12 @@ class TrainLoop:
             return {}
         with self.tracer.span("snapshot", version=str(self.version)):
             return self.publisher.publish(self.version)
+
+    def _before_update(self) -> None:
+        """Wait until weights and optimizer state may change."""
+        self.writer.before_update()
+        if self.publisher is not None:
+            self.publisher.before_update()
 
     def _settle(self) -> None:
         """Wait until no publish is in flight."""

@@ -13,6 +13,7 @@ import torch
 
 OPS = torch.ops.device_double
 MEMORY = 80 * 2**30
+SHARES: dict[int, float] = {}  # `set_per_process_memory_fraction`, by device
 
 Where = torch.device | int | str | None
 
@@ -202,6 +203,9 @@ def _memory() -> dict[str, Any]:
         "reset_peak_memory_stats": lambda device=None: OPS.reset_peak(index_of(device)),
         "mem_get_info": lambda device=None: (MEMORY - _bytes(0)(device), MEMORY),
         "empty_cache": _nothing(),
+        "set_per_process_memory_fraction": lambda fraction, device=None: SHARES.update(
+            {index_of(device): fraction}
+        ),
         "ipc_collect": _nothing(),
         "cudart": Runtime,
     }

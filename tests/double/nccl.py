@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests.double.cuda_api import OPS, Event, Stream, current_stream, use_stream
+from tests.helpers.group_calls import COALESCED, RENAMED, SAME
 
 Gloo = dist.ProcessGroupGloo
 
@@ -209,24 +210,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return self._gloo.barrier()
 
 
-_SAME = (
-    "allreduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
-    "_reduce_scatter_base", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
-    "allreduce_coalesced",
-)  # fmt: skip
-_RENAMED = {  # torch 2.13 calls these
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-}
-_COALESCED = {  # gloo has no such form: one after the other
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "all_gather_single_coalesced": "_allgather_base",
-}
-
-
 def _method(name: str, gloo: str) -> Callable[..., Any]:
     def call(self: ProcessGroupNCCL, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, gloo, args, kwargs)
@@ -244,13 +227,13 @@ def _each(name: str, gloo: str) -> Callable[..., Any]:
 
 def replace() -> None:
     """Put the group where torch takes its NCCL from."""
-    for name in _SAME:
+    for name in SAME:
         setattr(ProcessGroupNCCL, name, _method(name, name))
     for name in ("send", "recv"):
         setattr(ProcessGroupNCCL, name, partialmethod(ProcessGroupNCCL.transfer, name))
-    for name, gloo in _RENAMED.items():
+    for name, gloo in RENAMED.items():
         setattr(ProcessGroupNCCL, name, _method(name, gloo))
-    for name, gloo in _COALESCED.items():
+    for name, gloo in COALESCED.items():
         setattr(ProcessGroupNCCL, name, _each(name, gloo))
     for module in (dist, c10d):
         vars(module)["ProcessGroupNCCL"] = ProcessGroupNCCL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moerl.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from moerl.config.schema import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TinyModel,
+    TrainerConfig,
+)
 from moerl.core.types import PolicyVersion
+from moerl.data.tiny_model import make_tiny_model
 from moerl.layout import ModelSpec
 from moerl.planning.memory import TrainerMemory, Training, optimizer_bytes, trainer_memory
 from moerl.runtime.run_dir import RunDir
@@ -27,7 +36,7 @@ from tests.double.train_once import (
     prepare,
 )
 from tests.double.watch import OPS, PAGEABLE, memory, watch
-from tests.helpers.trainer_support import OVERLAPPED
+from tests.helpers.trainer_support import EXPERTS, LAYERS, OVERLAPPED, TOP_K
 
 SETTINGS = {
     "fp32": TrainerConfig(optimizer=OptimizerConfig(lr=1e-3, eps=1e-4)),
@@ -126,6 +135,52 @@ def test_a_checkpoint_takes_host_memory_only(fresh: Make, tmp_path: Path, settin
     spec = trained.learner.model.spec
     planned = told(spec, SETTINGS[settings]).checkpoint
     assert saved.host_bytes() == pytest.approx(planned, rel=0.001)
+
+
+LARGE = TinyModel(
+    enabled=True,
+    hidden_size=384,
+    moe_ffn=512,
+    num_layers=LAYERS,
+    num_experts=EXPERTS,
+    experts_per_token=TOP_K,
+)
+
+
+def test_an_offloaded_optimizer_is_written_in_pieces(first: Trained, tmp_path: Path) -> None:
+    """Beside the copy of the weights the host holds less than a tenth of its state more.
+
+    Control: an optimizer on the device is copied whole.
+    """
+    Saved(stepped(first), tmp_path / "first").writer.finish()  # what a first one imports
+    make_tiny_model(tmp_path / "large", LARGE, seed=0)
+    model = ModelConfig(path=str(tmp_path / "large"))
+    growth = {}
+    for name in ("offloaded", "distributed"):
+        config = replace(first.learner.config, model=model, trainer=SETTINGS[name])
+        trained = stepped(another(first, config))
+        num = sum(parameter.numel() for parameter in trained.learner.model.gpt.parameters())
+        reset_peak_rss()
+        before = status_bytes("VmRSS")
+        saved = Saved(trained, tmp_path / name)
+        saved.writer.finish()
+        growth[name] = status_bytes("VmHWM") - before - 2 * num
+        print(f"{name}: {growth[name] / 1e6:.1f} MB beside weights, state {12 * num / 1e6:.1f} MB")
+        del trained, saved
+        gc.collect()
+    assert growth["offloaded"] < 12 * num / 10
+    assert growth["distributed"] > 12 * num
+
+
+def reset_peak_rss() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(name: str) -> int:
+    """VmRSS, or VmHWM: its peak since `reset_peak_rss`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
 
 
 def told(spec: ModelSpec, trainer: TrainerConfig) -> TrainerMemory:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.double.watch import PAGEABLE, WAITS, memory, purpose, watch
+from tests.helpers.group_calls import NAMES, unknown
 
 LAYERS, ROWS = 8, 64
 
@@ -197,6 +200,15 @@ def test_memory_freed_while_another_stream_uses_it_is_noticed() -> None:
 
     assert copy_on_a_side_stream(recorded=True) == 0
     assert copy_on_a_side_stream(recorded=False) == 1
+
+
+def test_a_group_has_every_method_that_torch_calls() -> None:
+    """tests/multi/test_gpu_profile.py asks the same of the torch of the GPU profile."""
+    source = inspect.getsource(distributed_c10d)
+    assert unknown(source) == set()
+    assert all(name in vars(dist.ProcessGroupNCCL) for name in NAMES)
+    renamed = source.replace("group.all_gather_single(", "group.all_gather_whole(")
+    assert unknown(renamed) == {"all_gather_whole"}, "control"
 
 
 def test_a_collective_is_ordered_by_its_wait() -> None:

@@ -12,6 +12,7 @@ from moerl.algorithms.loss import policy_loss
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
 from moerl.config.schema import AlgorithmConfig
+from tests.double import other_models
 from tests.double.other_models import SETTINGS, probed, with_setting
 from tests.double.train_once import (
     BOUNDS,
@@ -32,8 +33,6 @@ USUAL = {
     "moerl/trainer/learner/optimizer.py": (0, 1),
 }
 MORE = {
-    # attention that stands in for Transformer Engine's, which takes lengths on the device
-    "packed rows": {"moerl/trainer/model/local_modules.py": (1, 0)},
     "router losses": {"moerl/trainer/passes/router_losses.py": (0, 1)},
     "routes of the proximal policy": {"moerl/trainer/passes/proximal.py": (1, 0)},
 }
@@ -72,6 +71,34 @@ def test_a_probe_is_that_of_the_cpu(trained: Trained, on_cpu: Numbers) -> None:
     assert not seen.own_lines(PAGEABLE)
     print("own:", seen.own_lines(*WAITS))
     assert dict(seen.own_files(*WAITS)) == PROBE
+
+
+# --- latent attention in packed rows --------------------------------------------------------------
+@pytest.fixture(scope="module")
+def latent(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A model whose queries, keys and values come from latents, with live routes."""
+    return other_models.with_latent_attention(trained, tmp_path_factory.mktemp("latent") / "model")
+
+
+def test_rotary_embeddings_of_latent_attention_do_not_wait(
+    latent: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: with the ends of packed rollouts on the device, the same gradients and four waits
+    for each layer and microbatch.
+    """
+    from moerl.trainer.model import packed_rows
+
+    found = {}
+    for name in ("host", "device"):
+        with watch() as seen:
+            gradients = latent.gradients()
+        waits = sum(one.kind in WAITS and one.line == "megatron" for one in seen.seen)
+        found[name] = (gradients, waits)
+        monkeypatch.setattr(packed_rows, "_on_host", lambda value: value)
+    layers = len(latent.learner.model.gpt.decoder.layers)
+    more = found["device"][1] - found["host"][1]
+    assert more == 4 * layers * latent.plan.num_microbatches, found
+    assert largest_difference(found["host"][0], found["device"][0]) == 0
 
 
 # --- parts of the loss ----------------------------------------------------------------------------

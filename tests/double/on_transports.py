@@ -232,6 +232,25 @@ def test_weights_are_cast_into_another_process_on_its_gpu(
 
 
 @IPC
+def test_weights_arrive_on_a_gpu_that_both_share(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender computes on the engine's GPU, the only one that it sees."""
+    receiver = spawn()
+    endpoint = receiver.do("open", MIB)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    torch.cuda.set_device(0)
+    link = make("cuda_ipc", address="127.0.0.1").connect(endpoint, soon())
+    view = link.view(64, 4096)
+    assert view is not None
+    assert str(view.device) == "cuda:0"
+    weights = torch.linspace(-3, 3, 2048, device="cuda:0")
+    view.view(torch.bfloat16).copy_(weights)
+    link.flush(soon())
+    assert receiver.do("read", 64, 4096) == weights.cpu().bfloat16().view(torch.uint8).tolist()
+
+
+@IPC
 def test_a_gpu_that_the_sender_does_not_see_is_refused(
     transport: Transport, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

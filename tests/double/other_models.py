@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moerl.config.schema import AlgorithmConfig, ReplayConfig
+from moerl.config.schema import AlgorithmConfig, ModelConfig, ReplayConfig
 from moerl.core.types import Array, BatchPlan
 from tests.double.train_once import (
     MODEL,
@@ -166,6 +166,21 @@ def with_setting(first: Trained, name: str) -> Trained:
     trainer = replace(config.trainer, **TRAINER_SETTINGS.get(name, {}))
     replay = REPLAY_SETTINGS.get(name, config.replay)
     made = another(first, replace(config, trainer=trainer, replay=replay))
+    return Trained(made.learner, small_plan(first, max_tokens=48, groups=2))
+
+
+def with_latent_attention(first: Trained, folder: Path) -> Trained:
+    """DeepSeek-V2's, in packed rows, with live routes: the records are of another model."""
+    from tests.helpers.tiny_families import make_family_model
+
+    make_family_model(folder, "deepseek_v2")
+    config = first.learner.config
+    trainer = replace(config.trainer, packing=True)
+    changed = replace(
+        config, model=ModelConfig(path=str(folder)), trainer=trainer,
+        replay=ReplayConfig(routing="off", sampling_mask=False),
+    )  # fmt: skip
+    made = another(first, changed)
     return Trained(made.learner, small_plan(first, max_tokens=48, groups=2))
 
 

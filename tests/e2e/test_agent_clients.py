@@ -153,6 +153,7 @@ async def run_client(gateway: Gateway, episode: ChatTurns) -> str:
     name = episode.name
     asked = {
         "episode": name,
+        "secret": "s",
         "base_url": gateway.base_url(name),
         "api_key": episode.key,
         "prompt": "What is 5 + 6?",

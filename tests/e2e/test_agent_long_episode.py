@@ -69,7 +69,8 @@ for turn in range(int(sys.argv[1])):
     reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
     result = f"{turn:06}".ljust(int(sys.argv[2]), "x")
     history += [reply["choices"][0]["message"], {"role": "user", "content": result}]
-print(json.dumps({"reward": int(task["episode"].split(".")[1])}))
+reward = int(task["episode"].split(".")[1])
+print(json.dumps({"reward": reward, "secret": task["secret"]}))
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moerl.audit.verify_run import verify
 from moerl.core.types import Rollout
 from moerl.observe.overlap import decode_overlap
 from moerl.runtime.trace import read_spans
@@ -62,16 +63,18 @@ def test_the_engine_decodes_while_the_trainer_steps(long_run: Run) -> None:
 
 
 def test_depth_zero_shows_no_overlap(tmp_path: Path) -> None:
-    """Control: a synchronous run of the same shape; it keeps its records."""
-    settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0", "rollout.keep_records=true"]
+    """Control: a synchronous run of the same shape; it keeps a stream."""
+    settings = [*SETTINGS, "run.steps=3", "rollout.buffer_depth=0", "stream.keep_steps=2"]
     run = start(tmp_path, "quickstart", *settings, f"task.path={prompts(tmp_path)}", name="sync")
     assert run.finish() == 0, run.text()
     overlap = decode_overlap(read_spans(run.dir.trace))
     assert overlap is not None
     assert overlap < 0.02, overlap
     assert all(row["async/lag_max"] == 0 for row in run.rows())
-    assert len(list(run.dir.records.glob("0/step-*.msgpack"))) == 3
-    assert len(list(run.dir.records.glob("blobs/*"))) >= 3 * 4 * 4
+    assert len(list(run.dir.stream.glob("steps/*.step"))) == 2
+    found = verify(run.dir.root)
+    assert not found.differences
+    assert (found.steps, found.kept_from, found.groups) == (3, 1, 3 * 4)
 
 
 def test_no_token_is_too_old(long_run: Run, trained: list[tuple[int, Rollout]]) -> None:

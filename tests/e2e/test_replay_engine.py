@@ -21,6 +21,7 @@ from moerl.engine.feature_table import FEATURES
 from moerl.records.blob_ranges import read_mask
 from moerl.records.segment_split import split_segments
 from tests.helpers.replay_scenario import CHUNK, UNROUNDED, A, B, C, Scoring, World, refused
+from tests.helpers.routes_by_rank import compared, noted
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -353,6 +354,25 @@ def crowd_of_two_ranks(world: World) -> Scoring:
     scoring = Scoring(world, world.root)
     scoring.add("all", list(world.rollouts.values()), A, ["both", "both_shifted"])
     return scoring
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("other_rank", [None, 1], ids=["same", "one choice wrong"])
+def test_all_ranks_of_an_engine_choose_the_recorded_experts(
+    other_rank: int | None, tmp_path: Path
+) -> None:
+    """The record is that of rank 0.  On GPUs: tests/gpu/test_engine_gpu.py."""
+    with noted(tmp_path / "routes", other_rank=other_rank):
+        world = World(tmp_path / "world", EXPERT_PARALLEL)
+        try:
+            world.run(world.host.start(A), 240.0)
+            world.run(world.long_prompts(), 240.0)
+        finally:
+            world.run(world.host.stop())
+            world.loop.close()
+    requests, differ = compared(tmp_path / "routes", ranks=2)
+    assert requests >= 24
+    assert differ == (0 if other_rank is None else requests)
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.device_figures import Figure
 from tests.helpers.megatron_checks import gaps_of
 from tests.helpers.replay_scenario import CHUNK, A, World
+from tests.helpers.routes_by_rank import compared, noted
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sgl_kernel") is None, reason="SGLang's CUDA kernels are not installed"
@@ -28,12 +29,13 @@ BF16_MAX = 0.15
 _HALF_ONLY = ("fa3", "flashinfer")
 
 
-def recorded(root: Path, dtype: str = "bfloat16", **args: object) -> World:
+def recorded(root: Path, dtype: str = "bfloat16", tp: int = 1, **args: object) -> World:
     """A server that was started, recorded two dozen long prompts and stopped."""
     own = {"chunked_prefill_size": CHUNK} | args
     config = EngineConfig(
-        platform="cuda", dtype=dtype, args=own, max_total_tokens=16384, mem_fraction_static=0.3
-    )  # type: ignore[arg-type]
+        platform="cuda", dtype=dtype, tp=tp, args=own, max_total_tokens=16384,
+        mem_fraction_static=0.3,
+    )  # type: ignore[arg-type]  # fmt: skip
     root.mkdir()
     world = World(root, config)
     try:
@@ -64,6 +66,20 @@ def test_graphs_record_what_eager_passes_record(tmp_path: Path, figure: Figure) 
         captured = "Capture" in world.log.read_text()
         assert captured is not off, f"{name}: graphs were {'' if captured else 'not '}captured"
         judged(world, figure, name)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_all_ranks_choose_the_recorded_experts(ep: int, tmp_path: Path, figure: Figure) -> None:
+    """The record is that of rank 0; each rank routes after its own all-reduce."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two ranks need two GPUs")
+    with noted(tmp_path / "routes"):
+        world = recorded(tmp_path / "world", tp=2, ep_size=ep)
+    judged(world, figure, f"ep {ep}")
+    requests, differ = compared(tmp_path / "routes", ranks=2)
+    figure(f"requests with other experts on rank 1, ep {ep}", differ, f"of {requests}")
+    assert requests >= 24
+    assert differ == 0
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sgl_kernel") is None, reason="SGLang's CUDA kernels are not installed"
 )
-ON_CUDA = (
-    "engine.platform=cuda", "engine.dtype=bfloat16", "engine.mem_fraction_static=0.2",
-    "trainer.platform=cuda", "trainer.dtype=bf16", "trainer.parallel={dp: 1, ep: 1}", "run.steps=4",
-)  # fmt: skip
-OTHER_GPU = ("nccl",)  # NCCL has no two ranks on one GPU
+ON_CUDA = ("cluster=gpu1", "run.steps=4")
+# NCCL has no two ranks on one GPU
+OTHER_GPU = {"nccl": ("cluster.colocated=none", "cluster.nodes.all.devices=2")}
 
 
 def finished(root: Path, *settings: str, name: str = "x") -> Run:
@@ -44,7 +42,8 @@ def test_publishes_over(transport: str, tmp_path: Path, figure: Figure) -> None:
         pytest.skip(f"{transport} needs two GPUs")
     if transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
         pytest.skip("Mooncake's library is not installed")
-    run = finished(tmp_path, f"sync.transport={transport}", f"sync.folder={tmp_path}")
+    settings = (f"sync.transport={transport}", f"sync.folder={tmp_path}")
+    run = finished(tmp_path, *settings, *OTHER_GPU.get(transport, ()))
     rows = [row for row in run.rows() if "async/sync_commit_s" in row]
     assert all(row["async/sync_engines_behind"] == 0 for row in rows)
     for phase in ("prepare", "verify", "commit", "pause"):
@@ -55,9 +54,10 @@ def test_publishes_over(transport: str, tmp_path: Path, figure: Figure) -> None:
 def test_two_engines_on_one_node(tmp_path: Path, figure: Figure) -> None:
     """Both take every version; where there are three GPUs each process has its own."""
     gpus = torch.cuda.device_count()
-    placed = f"cluster.nodes={{all: {{roles: [controller, engine, trainer], devices: {gpus}}}}}"
-    settings = ("engine.count=2", "engine.mem_fraction_static=0.15")
-    run = finished(tmp_path, *settings, *([placed] if gpus >= 3 else []))
+    if gpus < 2:
+        pytest.skip("two engines need two GPUs")
+    settings = ["engine.count=2", f"cluster.nodes.all.devices={gpus}"]
+    run = finished(tmp_path, *settings, *(["cluster.colocated=none"] if gpus >= 3 else []))
     rows = [row for row in run.rows() if "async/engines" in row]
     assert {row["async/engines"] for row in rows} == {2}
     assert all(row["async/sync_engines_behind"] == 0 for row in rows)

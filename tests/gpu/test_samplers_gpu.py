@@ -62,12 +62,14 @@ def kept_by_flashinfer(probs: Tensor) -> Tensor:
     return kept
 
 
-def sampled(how: Callable[..., Any], probs: Tensor, *, min_p: bool = False) -> Any:
+def sampled(
+    how: Callable[..., Any], probs: Tensor, *, top_k: int = MASK_TOP_K, min_p: bool = False
+) -> Any:
     """(tokens, weights, ids, weight of each token) of one decode step; `probs` is written to."""
     like = torch.zeros(len(probs), device="cuda")
     return how(
-        probs, like.int() + MASK_TOP_K, like + TOP_P, like + 0.01, min_p, None, like.long(),
-        return_filtered_probs=True, max_top_k=MASK_TOP_K,
+        probs, like.int() + top_k, like + TOP_P, like + 0.01, min_p, None, like.long(),
+        return_filtered_probs=True, max_top_k=top_k,
     )  # fmt: skip
 
 
@@ -94,6 +96,21 @@ def test_short_way_keeps_what_the_whole_sort_keeps(
     assert int(apart.max()) <= 1
     same = (apart == 0)[:, None]
     assert torch.equal(weights * same, want[:, :MASK_TOP_K] * same)
+
+
+@pytest.mark.parametrize("top_k", [1, 20, MASK_TOP_K])
+def test_equal_probabilities_are_in_the_order_of_the_whole_sort(
+    top_k: int, figure: Figure, tiny: bool
+) -> None:
+    """Ids of all columns.  On the double the CPU selects, which knows no such order."""
+    probs = probabilities(ties=not tiny)[: 2 if tiny else ROWS]
+    _, _, want, _ = sampled(sort_and_sample, probs.clone(), top_k=top_k)
+    _, _, ids, _ = sampled(short, probs.clone(), top_k=top_k)
+    ordered = probs.gather(1, want[:, : top_k + 1].long())
+    tied = ordered[:, top_k - 1] == ordered[:, top_k]
+    figure(f"rows cut between equal ones, top-k {top_k}", float(tied.sum()), f"of {len(probs)}")
+    assert tiny or top_k < MASK_TOP_K or tied.any()
+    assert torch.equal(ids, want[:, : ids.shape[1]])
 
 
 def test_speed_of_a_decode_step(figure: Figure, tiny: bool) -> None:

@@ -49,6 +49,7 @@ SAMPLING = SamplingParams(4, stop_token_ids=(END,))
 AGENT = """
 import json, os, sys, time, urllib.request
 task = json.load(sys.stdin)
+secret = task.pop("secret")
 assert task == json.loads(os.environ["MOERL_PROMPT"])
 fault, history = task["prompt"], task["messages"]
 if fault == "no_turn":
@@ -68,7 +69,8 @@ if fault == "timeout":
     time.sleep(99)
 print("done")
 sibling = task["episode"].split(".")[1]
-print(json.dumps({"reward": sibling if fault == "no_reward" else int(sibling)}))
+reward = sibling if fault == "no_reward" else int(sibling)
+print(json.dumps({"reward": reward, "secret": secret}))
 """
 BROKEN = EpisodeFailed("environment", "has an environment that raised")
 
@@ -92,7 +94,7 @@ def is_alive(pid: int) -> bool:
 
 def program_runner(tmp_path: Path, task: TaskConfig) -> AgentPrograms:
     policy = policy_of(logprobs=lambda rollout: np.full(rollout.num_sampled, -0.1))
-    return AgentPrograms(task, policy, tmp_path / "agents.log")
+    return AgentPrograms(task, policy, tmp_path / "agents.log", sockets=tmp_path)
 
 
 def policy_of(context_tokens: int = 4000, **fields: Any) -> Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
 from moerl.controller.step_metrics import StepReport
-from moerl.core.episode_view import EpisodeView
+from moerl.core.episode_view import EpisodeView, ScoreRequest
 from moerl.core.errors import (
     EngineError,
     ScoreError,
@@ -68,14 +69,34 @@ CONFIG = Config(
 )
 
 
+def sibling(episode: EpisodeView) -> int:
+    """Its number in its group."""
+    return int(re.findall(r"\d+", episode.name.rpartition(".")[2])[0])
+
+
 class StubScorer:
     def __init__(self, error: ScoreError | None = None) -> None:
         self.error = error
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def score(
+        self, task: str, term: str, asked: Sequence[ScoreRequest]
+    ) -> list[Score | ScoreError]:
+        """By `rewards`, for the requests about each prompt."""
+        found: dict[str, Score | ScoreError] = {}
+        for index in dict.fromkeys(request.prompt.index for request in asked):
+            mine = [request for request in asked if request.prompt.index == index]
+            keys = [request.key for request in mine]
+            try:
+                scores = await self.rewards(mine[0].prompt, [one.episode for one in mine])
+            except ScoreError as error:
+                scores = [error] * len(mine)
+            found |= zip(keys, scores, strict=False)  # it may lose some
+        return [found[request.key] for request in asked if request.key in found]
+
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.error:
             raise self.error
-        return [Score(float(i)) for i, _ in enumerate(episodes)]
+        return [Score(float(sibling(episode))) for episode in episodes]
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
         raise AssertionError("nothing is asked of an environment")
@@ -103,7 +124,7 @@ def make(tmp_path: Path, engine: StubEngine, config: Config = CONFIG, **kwargs):
         encode=lambda text: [int(word) for word in text.split()],
         blobs=blobs,
         journal=Journal(tmp_path / "journal", blobs, kwargs.get("segments")),
-        records=kwargs.get("records"),
+        stream=kwargs.get("stream"),
         saved_steps=kwargs.get("saved_steps", lambda: 0),
         on_step=reports.append,
         on_rewind=kwargs.get("on_rewind", lambda step: None),
@@ -186,8 +207,9 @@ class EqualFor(StubScorer):
         super().__init__()
         self.equal = equal
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        return [Score(0.0 if self.equal(prompt.index) else float(i)) for i in range(len(episodes))]
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        is_equal = self.equal(prompt.index)
+        return [Score(0.0 if is_equal else float(sibling(episode))) for episode in episodes]
 
 
 def successor(tmp_path: Path, engine: StubEngine, dead: Controller, **kwargs):

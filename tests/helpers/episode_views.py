@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from moerl.core.episode_view import EpisodeView, TurnView
+from moerl.core.episode_view import EpisodeView, ScoreRequest, TurnView
 from moerl.core.errors import ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
@@ -22,4 +23,9 @@ def view(*texts: str, name: str = "0.0") -> EpisodeView:
 
 def score_each(scorer: ProcessScorer, prompt: Prompt, *texts: str) -> list[Score | ScoreError]:
     """Scores of responses of one turn."""
-    return asyncio.run(scorer.score_each(prompt, [view(text) for text in texts]))
+    return asyncio.run(scorer.score(asked(prompt, [view(text) for text in texts])))
+
+
+def asked(prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[ScoreRequest]:
+    """Questions about whole episodes."""
+    return [ScoreRequest(episode.name, prompt, episode) for episode in episodes]

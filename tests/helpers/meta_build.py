@@ -22,7 +22,7 @@ from moerl.config import load_config, resolve
 from moerl.config.schema import Config
 from moerl.layout import ModelSpec, model_spec
 from moerl.layout.shards import LayerSpec
-from moerl.planning.dry_run import model_shapes
+from moerl.planning.estimates import model_shapes
 from moerl.planning.memory import trainer_memory, training_of
 from moerl.trainer.model import cpu_patches, platform
 from tests.helpers import te_modules

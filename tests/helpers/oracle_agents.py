@@ -33,6 +33,7 @@ from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import Config, TaskConfig
 from moerl.config.task_mixture import by_label
 from moerl.core.ids import without_life
+from moerl.sandbox.isolation import Isolation
 from tests.helpers.chat_tokenizer import chat_tokenizer
 from tests.helpers.oracle_engine import delay_s, draw
 
@@ -213,7 +214,11 @@ def _runs_here(faults: Faults, left: set[str], kills: Kills) -> Callable[..., An
     """`run_program` without a process."""
 
     async def run_program(
-        task: TaskConfig, variables: Mapping[str, str], text: bytes, end: asyncio.Event
+        task: TaskConfig,
+        isolation: Isolation,
+        variables: Mapping[str, str],
+        text: bytes,
+        end: asyncio.Event,
     ) -> ProgramEnd:
         given = msgspec.json.decode(text)
         name = without_life(given["episode"])
@@ -233,7 +238,8 @@ def _runs_here(faults: Faults, left: set[str], kills: Kills) -> Callable[..., An
             left.remove(name)
             return ProgramEnd(-1, b"", b"died", "lost")
         code = int(name in faults.fails)
-        return ProgramEnd(code, msgspec.json.encode({"reward": playing.result()}), b"", "exit")
+        line = {"reward": playing.result(), "secret": given["secret"]}
+        return ProgramEnd(code, msgspec.json.encode(line), b"", "exit")
 
     return run_program
 

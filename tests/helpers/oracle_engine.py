@@ -288,7 +288,7 @@ class OracleScorer(StubScorer):
     equal: frozenset[int] = frozenset()  # prompts whose rewards are equal
     steps: bool = False  # rewards of turns, too
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         responses = [episode.responses for episode in episodes]
         await asyncio.sleep(delay_s(0.001, 0.004, "score", prompt.index, responses))
         if prompt.index in self.fails:

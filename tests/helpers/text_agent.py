@@ -27,9 +27,9 @@ def ask(history: list[dict[str, str]], model: str = "policy") -> str:
 
 
 def main() -> None:
-    episode, (turns, characters) = json.load(sys.stdin)["episode"], map(int, sys.argv[1:3])
+    task, (turns, characters) = json.load(sys.stdin), map(int, sys.argv[1:3])
     # An episode that is played again gets the same messages, as most agents give them.
-    chance, said = random.Random(episode.partition(".r")[0]), ""
+    chance, said = random.Random(task["episode"].partition(".r")[0]), ""
     history: list[dict[str, str]] = []
     for _ in range(turns):
         text = "".join(chance.choices("0123456789abcdef ", k=characters))
@@ -38,7 +38,7 @@ def main() -> None:
         said += history[-1]["content"]
         for model in sys.argv[3:]:
             history.append({"role": "user", "content": ask(history, model)})
-    print(json.dumps({"reward": sum(map(ord, said)) % 11 / 11}))
+    print(json.dumps({"reward": sum(map(ord, said)) % 11 / 11, "secret": task["secret"]}))
 
 
 if __name__ == "__main__":

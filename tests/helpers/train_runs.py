@@ -77,7 +77,6 @@ class Run:
             node="local",
             blob_dir=self.trained.folder / "blobs",
             checkpoint=None,
-            records=None,
         )
 
     def pids(self) -> dict[str, int]:

@@ -186,7 +186,6 @@ async def _train(root: Path, run: RunDir, trainer: StubTrainer, at: Callable[[in
         encode=lambda text: [int(word) for word in text.split()],
         blobs=blobs,
         journal=Journal(run.journal, blobs),
-        records=None,
         saved_steps=lambda: (run.latest_checkpoint() or (0,))[0],
         on_step=add,
         on_rewind=rewind,

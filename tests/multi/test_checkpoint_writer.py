@@ -49,8 +49,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def _writer(run: RunDir, disk: DiskPatience = DiskPatience(), **config: Any) -> CheckpointWriter:
-    first: Any = SimpleNamespace(is_first=True, timeout=timedelta(seconds=60))
+def _writer(
+    run: RunDir, disk: DiskPatience = DiskPatience(), device: str = "cpu", **config: Any
+) -> CheckpointWriter:
+    """device: of the trainer, whose tensors in other memory are not copied."""
+    first: Any = SimpleNamespace(
+        is_first=True, timeout=timedelta(seconds=60), device=torch.device(device)
+    )
     return CheckpointWriter(
         run, CheckpointConfig(**config), first, Tracer(run.trace, "trainer-0"), 0, disk
     )
@@ -98,6 +103,62 @@ def test_what_is_written_is_what_was_copied(run: RunDir, monkeypatch: pytest.Mon
     assert set(metrics) == {"checkpoint/pause_s", "checkpoint/write_s", "checkpoint/failed"}
     assert metrics["checkpoint/failed"] == 0.0
     assert writer.metrics() == {}
+
+
+def test_an_offloaded_state_is_written_from_its_own_memory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next update waits for it.  Control: what is not waited for is written as it is then."""
+    gate, writer = _Gate(monkeypatch), _writer(run, device="cuda")
+    whole = torch.arange(2000.0)
+    for step in (1, 2):
+        gate.open.clear()
+        writer.save(step, _state(whole[:1000], step), {}, is_offloaded=step == 1)
+        assert not writer._buffers, "a copy"
+        update = threading.Thread(target=writer.before_update, daemon=True)
+        update.start()
+        update.join(0.3)
+        assert update.is_alive() is (step == 1)
+        if step == 2:
+            whole.zero_()
+        gate.open.set()
+        update.join(patience(60))
+        assert not update.is_alive()
+        writer.wait()
+        assert _load(run, step)[0].sum() == (499500.0 if step == 1 else 0.0)
+        assert (writer.metrics()["checkpoint/pause_s"] > 0.2) is (step == 1)
+    (file,) = run.checkpoint(1).glob("*.distcp")
+    assert file.stat().st_size < whole.nbytes, "a view takes the rest of its storage along"
+
+
+def test_an_update_waits_until_an_offloaded_state_found_room(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: what is written at last is the state of that step."""
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
+    said: list[str] = []
+    gate = _Gate(monkeypatch)
+    writer = _writer(run, DiskPatience(60.0, said.append), device="cuda")
+    weights = torch.full((1000,), 2.0)
+    gate.open.set()
+    gate.error = OSError(28, "No space left on device")
+    writer.save(2, _state(weights, 2), {}, is_offloaded=True)
+
+    def update() -> None:
+        writer.before_update()
+        weights.zero_()
+
+    training = threading.Thread(target=update, daemon=True)
+    training.start()
+    while not said:
+        time.sleep(0.01)
+    assert training.is_alive()
+    assert f"{run.checkpoint(2)} needs 4,000 bytes" in said[0]
+    gate.error = None
+    training.join(patience(60))
+    writer.finish()
+    assert not weights.any()
+    assert _load(run, 2)[0].unique().tolist() == [2.0]
 
 
 def test_one_is_in_flight_at_most(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,22 +71,40 @@ def wait_for(folder: Path, wanted: dict[str, int], run: subprocess.Popen[bytes],
         time.sleep(0.1)
 
 
-def test_every_process_of_one_node_has_the_printed_gpus(tmp_path: Path) -> None:
+def recorded(
+    tmp_path: Path, settings: tuple[str, ...], wanted: dict[str, int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Environments of engine servers and trainer ranks of a run on this machine."""
     seen, log = tmp_path / "seen", tmp_path / "log.txt"
     seen.mkdir()
-    settings = (*NODE8, f"run.root={tmp_path}")
-    table = printed("quickstart-smoke", settings)
     environment = os.environ | recording(seen)
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-m", "moerl", "train", "quickstart-smoke", *settings, "--run", "a"]
     with log.open("wb") as output:
         run = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
-        wait_for(seen, {"engine": 2, "trainer": 4}, run, log)
-        servers, ranks = environments(seen, "engine"), environments(seen, "trainer")
+        wait_for(seen, wanted, run, log)
+        return environments(seen, "engine"), environments(seen, "trainer")
     finally:
         run.send_signal(signal.SIGTERM)
         run.wait(patience(120))
+
+
+def test_engine_and_trainer_share_one_gpu(tmp_path: Path) -> None:
+    settings = ("cluster=gpu1", *NODE8[1:], f"run.root={tmp_path}")
+    table = printed("quickstart-smoke", settings)
+    assert table == {"engine 0": ["0"], "trainer ranks on all": ["0"]}
+    (server,), (rank,) = recorded(tmp_path, settings, {"engine": 1, "trainer": 1})
+    for process in (server, rank):
+        assert process["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert own_gpu(rank["environment"]) == "0"
+    assert server["job"]["args"]["mem_fraction_static"] == 0.8, "of what a trainer leaves"
+
+
+def test_every_process_of_one_node_has_the_printed_gpus(tmp_path: Path) -> None:
+    settings = (*NODE8, f"run.root={tmp_path}")
+    table = printed("quickstart-smoke", settings)
+    servers, ranks = recorded(tmp_path, settings, {"engine": 2, "trainer": 4})
     assert set(table) == {"engine 0", "engine 1", "trainer ranks on all"}
     found = sorted(one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers)
     assert found == [",".join(table["engine 0"]), ",".join(table["engine 1"])]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import te_modules
+from tests.helpers import group_calls, te_modules
 from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
 from tools import stub_driver
 from tools.stages import GPU_PROFILE, ROOT
@@ -62,7 +62,7 @@ def test_packages_are_those_of_the_lock() -> None:
     installed = json.loads(run("-c", f"{say} for d in m.distributions()}}))"))
     have = {name.lower().replace("_", "-"): version for name, version in installed.items()}
     lines = (ROOT / "requirements/gpu.lock").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = dict(line.split()[0].split("==") for line in lines if line and line[0] != "#")
     assert {name: have.get(name) for name in pins} == pins
 
 
@@ -81,6 +81,13 @@ def test_megatron_core_finds_what_it_wants_of_transformer_engine(driver: dict[st
     assert not gone & set(USED), gone & set(USED)
 
 
+def test_the_double_has_the_collectives_of_this_torch() -> None:
+    """Its own torch is the CPU profile's, which is another version."""
+    (torch,) = GPU_PROFILE.glob("lib/python3.*/site-packages/torch")
+    source = (torch / "distributed/distributed_c10d.py").read_text()
+    assert group_calls.unknown(source) == set()
+
+
 def test_every_module_of_ours_imports(driver: dict[str, str]) -> None:
     found = imported("moerl.*", **driver)
     assert found["failed"] == {}
@@ -96,7 +103,7 @@ def test_the_stand_in_has_the_arguments_of_transformer_engine(tmp_path: Path) ->
     file.write_text(file.read_text().replace("tp_size: int = 1,", "tp_size: int = 2,"))
     assert te_modules.differences(tmp_path) == ["GroupedLinear.__init__: tp_size"]
     lines = (ROOT / "requirements/gpu.lock").read_text().splitlines()
-    assert f"transformer-engine=={te_modules.VERSION}" in lines
+    assert f"transformer-engine=={te_modules.VERSION}" in [line.split(" ")[0] for line in lines]
 
 
 @pytest.mark.parametrize("recipe", [*CASES, *ADAPTED])

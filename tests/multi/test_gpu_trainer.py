@@ -1,5 +1,5 @@
 """The trainer on the device double: policy, reference, teacher and critic equal to the CPU's, their
-waits, blunders, offload, adapters.
+waits, blunders, offload, adapters, one GPU shared with an engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.full
 TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
 ADAPTERS = Module("on_lora.py")
+ONE_GPU = Module("on_one_gpu.py")
 
 
 @pytest.mark.parametrize("name", TRAINER.names())
@@ -28,3 +29,8 @@ def test_an_offloaded_optimizer(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTERS.names())
 def test_adapters(name: str) -> None:
     ADAPTERS.passed(name)
+
+
+@pytest.mark.parametrize("name", ONE_GPU.names())
+def test_one_gpu(name: str) -> None:
+    ONE_GPU.passed(name)

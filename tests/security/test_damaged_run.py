@@ -14,6 +14,7 @@ import pytest
 from moerl.config.schema import ClusterConfig
 from moerl.launch.train import outside_folder
 from tests.helpers.damage import empty, flip, shorten
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import Run, check_history, last_step, start, survivors
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -51,7 +52,7 @@ def damage_one(run: Run, damage: Callable[[Path], None]) -> int:
             before, names = names, {path.name for path in folder.glob("[!.]*")}
             if names and names == before:
                 break
-            time.sleep(3.0)
+            time.sleep(patience(3.0))
         path = max(folder.glob("[!.]*"), key=group_of)
         damage(path)
         return group_of(path)

@@ -31,7 +31,7 @@ from moerl.config.task_tables import EVALUATING
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
-from tests.helpers.episode_views import view
+from tests.helpers.episode_views import asked, view
 from tests.helpers.patience import Patience
 
 ROOT = Path(__file__).parents[2]
@@ -286,7 +286,7 @@ def scorer_of(
 
 
 def score(scorer: ProcessScorer, prompt: Prompt, *texts: str) -> list[Score | ScoreError]:
-    return asyncio.run(scorer.score_each(prompt, [view(text) for text in texts]))
+    return asyncio.run(scorer.score(asked(prompt, [view(text) for text in texts])))
 
 
 def marked() -> dict[int, list[str]]:
@@ -494,7 +494,7 @@ def test_control_each_of_these_scorers_runs_the_answer(tmp_path: Path) -> None:
         "from moerl.config.schema import TaskConfig\n"
         "from moerl.data.rewards import make_reward\n"
         "from moerl.core.types import Prompt\n"
-        "from tests.helpers.episode_views import view\n"
+        "from tests.helpers.episode_views import asked, view\n"
         "prompt = Prompt(0, (1,), '', None, {'seed': 1, 'item': 0})\n"
         "for name in sys.argv[2:]:\n"
         "    task = TaskConfig(name='reasoning_gym', dataset=name, dataset_args={'size': 20})\n"
@@ -516,12 +516,12 @@ def test_nothing_outlives_a_killed_scorer(scene: Scene, isolation: str) -> None:
     code = (
         "import asyncio, sys\n"
         "from moerl.core.types import Prompt\n"
-        "from tests.helpers.episode_views import view\n"
+        "from tests.helpers.episode_views import asked, view\n"
         "from tests.security.test_hostile_texts import ProcessScorer, task\n"
         "if __name__ == '__main__':\n"
         "    scorer = ProcessScorer(task(sys.argv[1]), 1, 60.0)\n"
         "    prompt = Prompt(7, (1,), '', None, {'secret': ''})\n"
-        "    ask = lambda text: scorer.score_each(prompt, [view(text)])\n"
+        "    ask = lambda text: scorer.score(asked(prompt, [view(text)]))\n"
         "    print(asyncio.run(ask('won = 1')), flush=True)\n"
         "    asyncio.run(ask(sys.argv[2]))\n"
     )

@@ -72,6 +72,21 @@ ATTACKS = {
     "kills everything": "os.kill(-1, 9); won = True",
     "kills the first process": "os.kill(1, 9); won = True",
     "starves the server": ("resource.prlimit(server, resource.RLIMIT_NOFILE, (0, 0)); won = True"),
+    "signals the server by its folder": (
+        "signal.pidfd_send_signal(os.open(f'/proc/{server}', os.O_RDONLY), 9); won = True"
+    ),
+    "the server gets the signals of a socket": (
+        "fcntl.fcntl(ours, 10, 9); fcntl.fcntl(ours, 8, server); made_async(); won = True"
+    ),
+    "a socket's owner is the server": "fcntl.fcntl(ours, 8, server); made_async(); won = True",
+    "a socket's owner is the server, by its kind": (
+        "fcntl.fcntl(ours, 15, struct.pack('ii', 1, server)); made_async(); won = True"
+    ),
+    "a socket's owner is the server, by ioctl": (
+        "fcntl.ioctl(ours, 0x8901, struct.pack('i', server)); made_async(); won = True"
+    ),
+    "the server is nice": "os.setpriority(os.PRIO_PROCESS, server, 19); won = True",
+    "the server reads last": "won = ctypes.CDLL(None).syscall(251, 1, server, 3 << 13) == 0",
     "traces the server": "won = ctypes.CDLL(None).ptrace(16, server, 0, 0) == 0",
     "memory of the server": "open(f'/proc/{server}/mem', 'r+b'); won = True",
     "descriptors of the server": "os.open(f'/proc/{server}/fd/3', os.O_RDWR); won = True",
@@ -112,13 +127,17 @@ class Prey:
     def program(self, code: str) -> str:
         """A program that prints "won" when the code gets there."""
         return (
-            "import ctypes, os, resource, socket, subprocess, sys, time\n"
+            "import ctypes, fcntl, os, resource, signal, socket, struct, subprocess, sys, time\n"
             f"secret, folder, port = {SECRET[::-1]!r}[::-1], {str(self.folder)!r}, {self.port}\n"
             f"abstract = {ABSTRACT!r}\n"
             "server, won = os.getppid(), False\n"
             "def holds(path):\n"
             "    try: return secret.encode() in open(path, 'rb').read(1 << 20)\n"
             "    except OSError: return False\n"
+            "ours, theirs = socket.socketpair()\n"
+            "def made_async():\n"
+            "    fcntl.fcntl(ours, fcntl.F_SETFL, os.O_ASYNC)\n"
+            "    theirs.send(b'x'); time.sleep(0.1)\n"
             f"{code}\n"
             "print('won' if won else 'lost')\n"
         )

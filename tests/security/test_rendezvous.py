@@ -161,12 +161,33 @@ def test_silent_strangers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = [socket.create_connection(where, timeout=5) for _ in range(2)]
     assert [len(one.recv(32)) for one in silent] == [32, 32]
     with socket.create_connection(where, timeout=5) as third:
-        assert third.recv(32) == b"", "sent away"
-    assert store.get("a") == b"1"
-    silent.pop().close()
-    TokenStore(server.server_address, timedelta(seconds=5)).set("b", "2")
+        assert len(third.recv(32)) == 32
+        assert silent[0].recv(32) == b"", "the oldest is sent away"
+        assert store.get("a") == b"1"
+        TokenStore(server.server_address, timedelta(seconds=5)).set("b", "2")
     server.close()
-    silent.pop().close()
+    for one in silent:
+        one.close()
+
+
+def test_silent_strangers_keep_no_caller_out() -> None:
+    """As many as a server takes, and as many again while ranks connect."""
+    server = StoreServer("127.0.0.1")
+    where = (server.server_address.host, server.server_address.port)
+    silent = [socket.create_connection(where, timeout=5) for _ in range(token_server._STRANGERS)]
+    limit = Patience(20)
+    while len(server._server._strangers) < token_server._STRANGERS:
+        assert not limit.over()
+        time.sleep(0.02)
+    for place in range(3):
+        begin = time.monotonic()
+        TokenStore(server.server_address, timedelta(seconds=5)).set("a", str(place))
+        assert time.monotonic() - begin < patience(3)
+        silent.append(socket.create_connection(where, timeout=5))
+    assert len(server._server._strangers) <= token_server._STRANGERS
+    server.close()
+    for one in silent:
+        one.close()
 
 
 def test_a_process_that_listens_in_place_of_ours_learns_nothing() -> None:

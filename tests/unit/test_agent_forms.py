@@ -12,7 +12,9 @@ import pytest
 
 from moerl.agents.gateway import event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesRequest
+from moerl.controller.shown_turns import shown_graph
 from moerl.core.errors import EngineError
+from moerl.core.types import Episode
 from tests.helpers.chat_tokenizer import END
 from tests.helpers.served_gateway import ADD, CALL, HELLO, Served, anthropic_client, ids, run, serve
 
@@ -27,6 +29,9 @@ async def check_one_branch(served: Served) -> None:
     assert [turn.origin for turn in done.turns] == ["first", "continued"]
     one, two = (turn.rollout.token_ids for turn in done.turns)
     np.testing.assert_array_equal(two[: len(one)], one)
+    assert [turn.tools for turn in done.graph] == [("add",), ()], "and a turn that calls none"
+    shown = shown_graph(Episode("e", (), graph=done.graph))
+    assert [turn["tools"] for turn in shown] == [("add",), ()], "as the report reads it"
 
 
 # --- Anthropic's messages -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from moerl.agents.gateway import event_streams
+from moerl.agents.gateway.gateway import Endpoint
 from moerl.core.errors import ConfigError, EngineError
 from tests.helpers.chat_tokenizer import END, call_text
 from tests.helpers.patience import patience
@@ -193,12 +194,12 @@ def test_a_bad_request_is_one_clear_error(body: dict[str, Any], status: int, cod
 def test_a_text_that_cannot_fit_is_not_tokenised(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 MB, which a body may have, would take a minute of the loop of all episodes."""
+    """7 MB, which a body may have, would take seconds of the loop of all episodes."""
     encoded = list[int]()
     real = TOKENS.encode
     monkeypatch.setattr(TOKENS, "encode", lambda text: encoded.append(len(text)) or real(text))
     path = "/chat/completions" if kind == "messages" else "/completions"
-    text = "x" * (8 << 20)
+    text = "x" * (7 << 20)
 
     async def work() -> None:
         async with serve([*ids("a"), END]) as served:
@@ -232,6 +233,48 @@ def test_an_endless_body_ends() -> None:
                 pass  # the connection is closed under a client that does not stop to write
 
     run(work)
+
+
+def test_bodies_of_an_episode_are_bounded_together() -> None:
+    """Those that are not answered; other episodes are not touched."""
+
+    def padded(size: int) -> bytes:
+        return json.dumps({"messages": HELLO}).encode().ljust(size)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b" " * 10_000
+
+    async def work() -> None:
+        async with serve(body_bytes=200_000) as served:
+            served.engine.hangs = True
+            first = asyncio.create_task(served.post(data=padded(150_000)))
+            while not served.engine.requests:
+                await asyncio.sleep(0.01)
+            for body in (padded(100_000), chunks()):  # with and without a length
+                answer = asyncio.create_task(served.post(data=body))
+                await asyncio.wait([answer], timeout=patience(10.0))
+                if not answer.done():
+                    first.cancel()
+                    answer.cancel()
+                status, reply, headers = await answer
+                assert (status, reply["error"]["code"]) == (429, "request_too_large")
+                assert "x-should-retry" not in headers, "clients try it again"
+            served.engine.hangs = False
+            served.engine.say([*ids("a"), END], [*ids("a"), END])
+            assert (await served.post(data=padded(40_000)))[0] == 200
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            async with asyncio.timeout(patience(10.0)):
+                while served.gateway._held:
+                    await asyncio.sleep(0.01)
+            assert (await served.post(data=padded(190_000)))[0] == 200
+
+    run(work)
+
+
+def test_what_an_episode_may_send() -> None:
+    assert Endpoint().body_bytes == 8 * 2**20
 
 
 def test_100_megabytes_are_refused_before_they_are_sent() -> None:

@@ -74,7 +74,7 @@ def test_a_request_goes_to_the_endpoint_with_its_name_and_key(route: str) -> Non
         assert (status, reply) == (200, completion())
         ((path, headers, body),) = stub.asked
         assert path == "/v1" + route
-        assert body == JUDGE | {"model": "big"}, "all else is the client's"
+        assert body == JUDGE | {"model": "big", "max_tokens": 16384}, "all else is the client's"
         assert headers["Authorization"] == f"Bearer {KEY}"
         assert served.episode.key not in str(headers), "the episode's key stays here"
         models = [model.id for model in (await served.client.models.list()).data]
@@ -107,6 +107,48 @@ def test_without_a_model_of_its_own_name_and_key_the_clients_name_is_sent_and_no
 
     with stub_model() as stub:
         judged(work, stub, model="", api_key="")
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ({}, {"max_tokens": 100}),
+        ({"n": 4}, {"n": 4, "max_tokens": 25}),
+        ({"n": None, "max_completion_tokens": 100}, {"n": None, "max_completion_tokens": 100}),
+        ({"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "max_tokens": 50}),
+        ({"prompt": [1, 2, 3]}, {"prompt": [1, 2, 3], "max_tokens": 100}),
+        ({"n": 101}, None),
+        ({"max_tokens": 101}, None),
+        ({"max_tokens": 1, "max_completion_tokens": 101}, None),
+        ({"n": 3, "max_tokens": 50}, None),
+        ({"best_of": 3, "max_tokens": 50}, None),
+        ({"prompt": ["a", "b"], "n": 2, "max_tokens": 50}, None),
+        ({"prompt": [[1], [2]], "max_tokens": 51}, None),
+    ],
+)
+def test_a_call_asks_for_a_bounded_number_of_tokens(asked: Any, passed: Any) -> None:
+    async def work(served: Served) -> None:
+        status, reply, _ = await served.post("/completions", json=JUDGE | asked)
+        if passed is not None:
+            assert (status, stub.asked[0][2]) == (200, JUDGE | {"model": "big"} | passed)
+            return
+        assert (status, reply["error"]["code"]) == (400, "token_limit_exceeded")
+        assert "task.agent.models.judge.max_tokens = 100 is" in reply["error"]["message"]
+        assert not stub.asked
+
+    with stub_model() as stub:
+        judged(work, stub, max_tokens=100)
+
+
+@pytest.mark.parametrize("bad", [{"n": 0}, {"n": "many"}, {"max_tokens": -1}, {"n": 1e30}])
+def test_an_amount_that_is_none_is_refused(bad: Any) -> None:
+    async def work(served: Served) -> None:
+        status, reply, _ = await served.post(json=JUDGE | bad)
+        assert (status, reply["error"]["code"]) == (400, "invalid_request")
+
+    with stub_model() as stub:
+        judged(work, stub)
+    assert not stub.asked
 
 
 # --- context, never loss -------------------------------------------------------------------------
@@ -193,11 +235,12 @@ def test_rows_that_are_not_the_graphs_are_refused(graph: Any) -> None:
 
 def test_the_journal_keeps_the_graph(tmp_path: Path) -> None:
     episode, world = played(), JournalWorld(tmp_path)
-    rows = Episode("7.0", episode.nodes("join"), graph=episode.graph)
+    graph = (replace(episode.graph[0], tools=("get", "add")), *episode.graph[1:])
+    rows = Episode("7.0", episode.nodes("join"), graph=graph)
     world.journal.began((PolicyVersion(0, 0),), 1, ())
     world.journal.admitted(EpisodeGroup(7, PROMPT, (rows,)))
     ((found,),) = (group.episodes for group in world.open().ready)
-    assert list(found.graph) == JUDGED
+    assert found.graph == graph
     assert [turn.trained for turn in found.graph] == [True, False, True, False]
 
 
@@ -429,7 +472,7 @@ def ask(model, messages):
 for _ in range(2):
     history.append({"role": "assistant", "content": ask("policy", history)})
     history.append({"role": "user", "content": ask("judge", history)})
-print(json.dumps({"reward": 1}))
+print(json.dumps({"reward": 1, "secret": task["secret"]}))
 """
 
 

@@ -19,6 +19,7 @@ from moerl.config import resolve
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
+from moerl.config.task_programs import TaskLimits
 from moerl.controller.controller import Controller
 from moerl.controller.engine_choice import EngineChoice
 from moerl.controller.shown_turns import shown_turns
@@ -41,6 +42,7 @@ from moerl.episodes.open_episode import (
 )
 from moerl.observe.report import _response
 from moerl.records.header_check import check as check_record
+from moerl.sandbox.limits import isolation_of
 from tests.helpers.agent_stubs import (
     AGENT,
     PROMPT,
@@ -67,7 +69,9 @@ V1 = PolicyVersion(0, 1)
 
 # --- programs ------------------------------------------------------------------------------------
 async def ran(task: TaskConfig, given: bytes = b"", end: asyncio.Event | None = None) -> ProgramEnd:
-    return await run_program(task, {"OPENAI_API_KEY": "k"}, given, end or asyncio.Event())
+    return await run_program(
+        task, isolation_of(task), {"OPENAI_API_KEY": "k"}, given, end or asyncio.Event()
+    )
 
 
 def test_a_program_gets_its_input_and_its_environment_only(monkeypatch: Any) -> None:
@@ -94,7 +98,9 @@ def test_what_a_program_started_ends_with_it(tmp_path: Path, how: str, sleep_s: 
 
     async def body() -> ProgramEnd:
         wall_s = 5.0 if how == "timeout" else 80.0
-        task = task_of("python", "-c", SPAWNS, str(file), str(sleep_s), wall_s=wall_s)
+        same = TaskLimits(user="same")  # it writes into a folder of ours
+        command = ("python", "-c", SPAWNS, str(file), str(sleep_s))
+        task = task_of(*command, wall_s=wall_s, limits=same)
         end = asyncio.Event()
         playing = asyncio.create_task(ran(task, end=end))
         while how == "ended" and not file.exists():
@@ -501,12 +507,16 @@ def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
     for override, sentence in (
         ("task.reward=position_steps", "rewards of steps have no place in branches"),
         ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
-        ("task.isolation=bwrap", r"task\.isolation = 'bwrap'.*task\.agent\.command.*use process"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(load_config("digits-by-agent", [override]))
     for override in (
-        *("task.isolation=process", "task.reward=exact_match", "task.reward=source"),
+        *(
+            "task.isolation=process",
+            "task.isolation=bwrap",
+            "task.reward=exact_match",
+            "task.reward=source",
+        ),
         *("task.chat_template=true", "task.system=Sort.", "rollout.group_quorum=2"),
     ):
         check(load_config("digits-by-agent", [override]))

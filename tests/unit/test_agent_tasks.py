@@ -20,8 +20,8 @@ from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_wei
 from moerl.core.errors import ConfigError
 from moerl.data.prompt_mixture import PromptMixture, TaskOrder, chairmen
 from moerl.data.tasks import PromptStream, load_tokenizer
-from moerl.scoring import ProcessScorer, TaskScorers
-from tests.helpers.episode_views import view
+from moerl.scoring import ProcessScorer, RunScorers
+from tests.helpers.episode_views import asked, view
 
 RECIPE = "digits-mixture"
 
@@ -235,9 +235,8 @@ def test_a_prompt_that_does_not_fit_names_its_entry(tokenizer: Any) -> None:
 def test_each_task_has_its_reward_and_environment(tokenizer: Any) -> None:
     rewards = ["tasks.three.reward=exact_match"]
     config = load_config(RECIPE, rewards)
-    scorers = TaskScorers(
-        {e.label: ProcessScorer(e, workers=1, timeout_s=10.0) for e in entries_of(config)}
-    )
+    every = {e.label: ProcessScorer(e, workers=1, timeout_s=10.0) for e in entries_of(config)}
+    scorers = RunScorers({(label, "reward"): one for label, one in every.items()}, every)
     stream = mixture(config, tokenizer)
     first = {prompt.task: prompt for prompt in map(stream.prompt, range(4))}
 
@@ -245,13 +244,14 @@ def test_each_task_has_its_reward_and_environment(tokenizer: Any) -> None:
         found = []
         for label in ("three", "five"):
             half = str(first[label].answer)[:-1] + "x"
-            scores = await scorers.score(first[label], [view(half)])
+            scores = await scorers.score(label, "reward", asked(first[label], [view(half)]))
             found.append(scores[0].reward)
         return found, await scorers.reply(first["turns"], ["xxxx"])
 
     try:
         (three, five), said = asyncio.run(ask())
     finally:
-        scorers.close()
+        for scorer in every.values():
+            scorer.close()
     assert (three, five) == (0.0, 0.8), "all or nothing, and the share of right positions"
     assert said.startswith("\n0 of 4")

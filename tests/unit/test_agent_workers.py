@@ -15,9 +15,10 @@ from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
-from moerl.config.task_programs import AgentConfig
+from moerl.config.task_programs import AgentConfig, TaskLimits
 from moerl.core.types import Prompt, Score
 from moerl.episodes.finished_episode import FinishedEpisode
+from moerl.sandbox.limits import isolation_of
 from tests.helpers.agent_stubs import is_alive, play, program_runner
 from tests.helpers.chat_tokenizer import SIZE, chat_tokenizer
 from tests.helpers.left_processes import left_children
@@ -32,26 +33,29 @@ held = []
 for line in sys.stdin:
     asked = json.loads(line)
     name, prompt = asked["episode"], asked["prompt"]
+    own = {"episode": name, "secret": asked["secret"]}
     if prompt == "die":
         sys.exit("lost")
     if prompt == "print":
         print("loading data")
     if prompt == "unknown":
-        print(json.dumps({"episode": "no-such", "reward": 1}), flush=True)
+        print(json.dumps(own | {"episode": "no-such", "reward": 1}), flush=True)
+    if prompt == "forged":
+        print(json.dumps({"episode": name, "secret": "x", "reward": 1}), flush=True)
     if prompt == "long":
         print("x" * 3_000_000, flush=True)
     if prompt == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        print(json.dumps({"episode": name, "reward": child.pid}), flush=True)
+        print(json.dumps(own | {"reward": child.pid}), flush=True)
     if prompt == "error":
-        print(json.dumps({"episode": name, "error": "ValueError: no luck"}), flush=True)
+        print(json.dumps(own | {"error": "ValueError: no luck"}), flush=True)
     if prompt == "text":
-        print(json.dumps({"episode": name, "reward": "high"}), flush=True)
+        print(json.dumps(own | {"reward": "high"}), flush=True)
     if prompt.startswith("h"):
-        held.append(name)
+        held.append(own)
     if prompt == "o":
-        for one in [name, *reversed(held)]:
-            print(json.dumps({"episode": one, "reward": os.getpid()}), flush=True)
+        for one in [own, *reversed(held)]:
+            print(json.dumps(one | {"reward": os.getpid()}), flush=True)
         held.clear()
     sys.stdout.flush()
 """
@@ -67,7 +71,7 @@ def with_workers(
 ) -> T:
     async def run() -> T:
         workers = AgentWorkers(task, logging.getLogger("workers"))
-        workers.start()
+        workers.start(isolation_of(task))
         try:
             async with asyncio.timeout(limit_s):
                 return await body(workers)
@@ -82,7 +86,7 @@ def with_workers(
 def ask(
     workers: AgentWorkers, name: str, prompt: str, end: asyncio.Event | None = None
 ) -> asyncio.Task[ProgramEnd]:
-    given = {"episode": name, "prompt": prompt}
+    given = {"episode": name, "secret": f"of {name}", "prompt": prompt}
     return asyncio.ensure_future(workers.play(name, given, end or asyncio.Event()))
 
 
@@ -121,6 +125,7 @@ def test_several_workers_share_the_episodes() -> None:
         ("die", "ended with exit code 1: lost"),
         ("print", "printed 'loading data' on standard output, which is for answers: "),
         ("unknown", "the episode is not open"),
+        ("forged", "the secret is not the episode's"),
         ("long", "printed a line of over 1048576 bytes on standard output"),
     ],
 )
@@ -179,7 +184,8 @@ def test_a_program_that_cannot_stay_is_started_with_growing_pauses(tmp_path: Pat
         await asyncio.sleep(1.2)
         return lost
 
-    assert said(with_workers(task_of(code), body)) == "ended with exit code 1: no data"
+    task = task_of(code, limits=TaskLimits(user="same"))  # it writes into a folder of ours
+    assert said(with_workers(task, body)) == "ended with exit code 1: no data"
     assert 1 <= len((tmp_path / "starts").read_text()) <= 3
 
 

@@ -130,8 +130,8 @@ class BadScorer(StubScorer):
         super().__init__()
         self.bad, self.times = bad, times
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        scores = await super().score(prompt, episodes)
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        scores = await super().rewards(prompt, episodes)
         if self.times == 0:
             return scores
         self.times -= 1
@@ -147,10 +147,9 @@ def raise_error(scores: list[Score]) -> list[Score]:
     [
         lambda scores: [Score(float("inf")) for _ in scores],
         lambda scores: [Score(float("nan")) for _ in scores],
-        lambda scores: scores[:-1],
         raise_error,
     ],
-    ids=["infinite", "nan", "missing", "raises"],
+    ids=["infinite", "nan", "raises"],
 )
 def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Score]]) -> None:
     async def body() -> None:
@@ -165,29 +164,42 @@ def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Sco
     asyncio.run(body())
 
 
-def test_a_scorer_that_hangs_drops_its_group(
+def test_a_scorer_that_hangs_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
+    monkeypatch.setattr("moerl.controller.scorer_queue._START_S", 0.0)
 
     class Hangs(StubScorer):
         def __init__(self) -> None:
             super().__init__()
             self.times = 1
 
-        async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]):
+        async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]):
             if self.times:
                 self.times -= 1
                 await asyncio.sleep(60)
-            return await super().score(prompt, episodes)
+            return await super().rewards(prompt, episodes)
 
     async def body() -> None:
-        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.1)
+        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.5)
         controller, reports = make(
             tmp_path, StubEngine(), replace(CONFIG, task=task), scorer=Hangs()
         )
-        await running(controller, train(controller, 4))
-        assert sum(r.metrics["scorer/failed"] for r in reports) == 1
+        plans = await running(controller, train(controller, 4))
+        assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
+        assert sum(r.metrics["scorer/failed"] for r in reports) == 0
+        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) >= 2
+
+    asyncio.run(body())
+
+
+def test_a_message_with_too_few_scores_is_asked_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        scorer = BadScorer(lambda scores: scores[:-1])
+        controller, reports = make(tmp_path, StubEngine(), scorer=scorer)
+        plans = await running(controller, train(controller, 4))
+        assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
+        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) > 0
 
     asyncio.run(body())
 

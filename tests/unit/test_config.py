@@ -547,8 +547,8 @@ def test_a_run_is_named_as_it_was_called(name: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--records", "none.jsonl", "an existing .jsonl or .npz file"),
-        ("--records", "README.md", "an existing .jsonl or .npz file"),
+        ("--records", "none.jsonl", "an existing .jsonl, .npz or .step file"),
+        ("--records", "README.md", "an existing .jsonl, .npz or .step file"),
         ("--page", "no/such/folder/x.html", "its folder does not exist"),
         ("--keep", "docs", "it exists; name a new folder"),
     ],

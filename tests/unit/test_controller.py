@@ -31,6 +31,7 @@ from moerl.core.types import (
     Prompt,
     Score,
 )
+from moerl.records.stream_files import StepFile, read_lines, surviving, whole_plan
 from tests.helpers.controllers import (
     CONFIG,
     EqualFor,
@@ -44,6 +45,7 @@ from tests.helpers.controllers import (
     with_rollout,
 )
 from tests.helpers.fake_clock import run_with_fake_clock
+from tests.helpers.streams import Writing
 from tests.helpers.stub_engine import StubEngine, always
 
 
@@ -255,10 +257,10 @@ class FailsFor(StubScorer):
         super().__init__()
         self.fails = fails
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
         if self.fails(prompt.index):
             raise ScoreError(f"prompt {prompt.index}: no answer within 10 s")
-        return await super().score(prompt, episodes)
+        return await super().rewards(prompt, episodes)
 
 
 def test_failed_scores_are_dropped_and_counted_by_default(tmp_path: Path) -> None:
@@ -509,11 +511,19 @@ def test_the_trainers_cause_ends_the_run(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_records_are_kept_when_asked(tmp_path: Path) -> None:
+def test_a_stream_has_what_was_trained_and_blobs_are_let_go(tmp_path: Path) -> None:
     async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine(), records=tmp_path / "records")
-        await running(controller, train(controller, 2))
-        assert len(list((tmp_path / "records").glob("step-*.msgpack"))) == 2
+        writing = Writing(tmp_path)
+        controller, reports = make(
+            tmp_path, StubEngine(), stream=writing.writer, blobs=writing.blobs
+        )
+        plans = await running(controller, train(controller, 2))
+        kept, _ = surviving(line for line, _ in read_lines(writing.folder.log))
+        told = [[str(group.group_id) for group in plan.groups] for plan in plans]
+        assert [list(line.groups) for line in kept] == told
+        again = [whole_plan(StepFile(writing.folder, line))[0] for line in kept]
+        assert [plan.rows for plan in again] == [plan.rows for plan in plans]
+        assert all(report.metrics["stream/bytes"] > 0 for report in reports)
 
     asyncio.run(body())
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from moerl import cli
 from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.config.engine_context import check_context, longest_sequence
@@ -26,6 +27,7 @@ from moerl.launch.line_checks import LineChecks
 GOOD = {"prompt": "12=", "answer": "12"}
 LONG = {"prompt": "1" * 20, "answer": "1"}
 BAD = {"prompt": "12="}
+OWN = "tests.helpers.reward_forms:three"
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +215,51 @@ def test_eight_seconds_are_the_most(tokenizer: Any, tmp_path: Path) -> None:
     assert one.read == 0
     one.go_on(1, float("inf"))
     assert one.read == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"prompt": "12=", "answer": None}, "line 2 has the answer None; sft needs a text"),
+        ({"prompt": "12="}, "line 2 has the answer None; sft needs a text"),
+        ({"prompt": "12=", "answer": 12}, "line 2 has the answer 12; sft needs a text"),
+        (GOOD | {"demonstration": ["a", "b"]}, "line 2 has the demonstration ['a', 'b']; a list"),
+        (GOOD | {"demonstration": ["a"]}, ""),
+        (GOOD, ""),
+    ],
+)
+def test_sft_finds_a_line_without_text_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: dict[str, Any], says: str
+) -> None:
+    started: list[str] = []
+
+    def guarded(arguments: Any, module: str = "train") -> int:
+        started.append(module)
+        return 0
+
+    monkeypatch.setattr(cli, "_guarded", guarded)
+    words = [*settings(tmp_path, GOOD, line), f"task.reward={OWN}"]
+    code, text = said("sft", *words)
+    assert says in text
+    assert (code, len(started)) == ((1, 0) if says else (0, 1))
+    assert said("train", *words)[0] == 0
+    assert started[-1] == "train", "control: a run needs no text"
+
+
+def test_lines_without_an_answer_for_an_own_reward_are_counted(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    none = GOOD | {"answer": None}
+    words = [*settings(tmp_path, GOOD, none, BAD), f"task.reward={OWN}"]
+    said_of_it = f"2 have no answer: {OWN} gets None (task.columns={{answer: ''}} says that this"
+    assert said_of_it in checked(tokenizer, words).summary()
+    code, text = said("data", *words)
+    assert code == 0
+    assert f"no answer   2: {OWN} gets None" in text
+    meant = [*words, "task.columns={answer: ''}"]
+    assert checked(tokenizer, meant).summary() == "", "control: it is meant"
+    words = [*settings(tmp_path, GOOD, GOOD), f"task.reward={OWN}"]
+    assert checked(tokenizer, words).summary() == "", "control: all have one"
 
 
 # --- memory ---------------------------------------------------------------------------------------

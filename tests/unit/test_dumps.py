@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import struct
+import tracemalloc
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from moerl.core.types import ModelShape
 from moerl.records.blob_store import BlobStore
 
 SHAPE = ModelShape(vocab_size=20, num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
+INF, NAN = float("inf"), float("nan")
 ROW: dict[str, Any] = {
     "id": "a",
     "token_ids": [5, 9, 7, 2],
@@ -28,6 +33,10 @@ ROW: dict[str, Any] = {
     "temperature": 0.7,
     "routing": [[[0, 5], [1, 2]], [[3, 5], [1, 7]], [[0, 4], [2, 6]]],
 }
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
 
 
 def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -116,6 +125,22 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0}),
     ("temperature", {"temperature": "hot"}),
     ("routes", {"routes": []}),
+    *(("temperature", {"temperature": bad}) for bad in (INF, NAN, 10**400, True, 1e9, None)),
+    *(("top_k", {"top_k": bad}) for bad in (INF, NAN, 10**400, 2.5, -2, [8])),
+    *(("top_p", {"top_p": bad}) for bad in (INF, NAN, 1.5, -0.1, "1")),
+    ("min_p", {"min_p": 2}),
+    ("logprob_finite", {"logprobs": [-INF, -1.0]}),
+    ("logprob_finite", {"logprobs": [-1e300, -1.0]}),
+    *(("lag", {"lag": bad}) for bad in (2**62, 2**64, 1_000_001, [1, [2, 3]], {"a": 1}, "x", -1)),
+    ("token_ids", {"token_ids": [5, 9, 7, 2**63]}),
+    ("token_ids", {"token_ids": [5, 9, 7, 10**30]}),
+    ("token_ids", {"token_ids": nested(80)}),
+    ("routing", {"routing": nested(80)}),
+    ("loss_mask", {"loss_mask": [0, 0, 0, 0], "prompt_len": ...}),
+    ("sampling_mask", {"loss_mask": [1, 0, 1, 0], "prompt_len": ...}),
+    ("prompt_len", {"prompt_len": [2]}),
+    ("sampling_mask", {"sampling_mask": [[7, 3], [2**32 + 2]]}),
+    ("ids", {"sampling_mask": [[7, 3], [[2]]]}),
 ]
 
 
@@ -123,7 +148,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 def test_bad_field_is_named_with_its_line(
     field: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = jsonl(tmp_path, ROW, ROW | change)
+    row = {name: value for name, value in (ROW | change).items() if value is not ...}
+    path = jsonl(tmp_path, ROW, row)
     with pytest.raises(RecordError) as error:
         read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)
     assert error.value.reason == "dump"
@@ -141,6 +167,18 @@ def test_bad_field_is_named_with_its_line(
         ("mask_offsets", {"mask_ids": None}),
         ("temperature", {"temperature": np.array([0.7])}),
         ("id", {"id": np.array([{}, {}], dtype=object)}),
+        ("id", {"id": np.array(["a"])}),
+        ("id", {"id": np.array("a")}),
+        ("routing", {"num_tokens": np.array([2**62, 2**62, 2**62, 2**62 + 9])}),
+        ("num_tokens", {"num_tokens": np.array([-1, 10])}),
+        ("mask_offsets", {"mask_offsets": np.array([0, 2**63 - 1, -(2**63), -1, 7, 8])}),
+        ("mask_offsets", {"mask_offsets": np.array([0, 2, 1, 4, 7, 8])}),
+        ("mask_offsets", {"mask_offsets": np.array([1, 2, 3, 4, 7, 8])}),
+        ("sampling_mask", {"mask_ids": np.array([3, 7, 2, 7, 2, 4, 19, 2**32 + 11])}),
+        ("lag", {"lag": np.array([2**62, 0, 0, 0, 0])}),
+        ("temperature", {"temperature": np.array([0.7, np.inf])}),
+        ("top_k", {"top_k": np.array(np.nan)}),
+        ("arr", {"arr": np.zeros(3)}),
     ],
 )
 def test_bad_array_is_named(field: str, change: dict[str, Any], tmp_path: Path) -> None:
@@ -148,6 +186,91 @@ def test_bad_array_is_named(field: str, change: dict[str, Any], tmp_path: Path) 
     with pytest.raises(RecordError, match="dump") as error:
         read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)
     assert field in str(error.value) or "pickle" in str(error.value)
+
+
+def zipped(path: Path, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(f"{name}.npy", data)
+    return path
+
+
+def npy(head: str, data: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
+    size = struct.pack("<H", len(head))
+    return b"\x93NUMPY" + version + size + head.encode() + data
+
+
+HEAD = "{'descr': '<i8', 'fortran_order': False, 'shape': (%s,), }"
+HOSTILE = {
+    "no archive": (b"x" * 100, "file"),
+    "no array": ({"token_ids": b"text"}, "token_ids"),
+    "a head of nothing": ({"token_ids": npy("")}, "token_ids"),
+    "a head that is code": ({"token_ids": npy("__import__('os')")}, "token_ids"),
+    "a nested head": ({"token_ids": npy("(" * 5000)}, "token_ids"),
+    "a long array": ({"token_ids": npy(HEAD % 10**15, bytes(8))}, "token_ids"),
+    "an array of 2^128": ({"token_ids": npy(HEAD % f"{2**64}, {2**64}", bytes(8))}, "token_ids"),
+    "a negative array": ({"token_ids": npy(HEAD % "-1, -1", bytes(8))}, "token_ids"),
+    "a short array": ({"token_ids": npy(HEAD % 1, bytes(64))}, "token_ids"),
+    "a later version": ({"token_ids": npy(HEAD % 1, bytes(8), b"\x03\x00")}, "token_ids"),
+    "another name": ({"a\nb": npy(HEAD % 1, bytes(8))}, r"'a\\nb'"),
+    "a path": ({"../token_ids": npy(HEAD % 1, bytes(8))}, "'../token_ids'"),
+}
+
+
+@pytest.mark.parametrize(("data", "field"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_archive_is_refused(data: Any, field: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    else:
+        zipped(path, **data)
+    check_refused(path, field)
+
+
+def check_refused(path: Path, field: str) -> None:
+    with pytest.raises(RecordError, match=rf"x\.npz: {field}: ") as error:
+        read_dump(path, BlobStore(path.parent / "b", "n"), SHAPE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", range(0, 3000, 97))
+def test_a_damaged_archive_is_refused_or_whole(place: int, tmp_path: Path) -> None:
+    path = npz(tmp_path, [ROW, longer()])
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] ^= 0xFF
+    path.write_bytes(data)
+    with contextlib.suppress(RecordError):
+        assert len(read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)) == 2
+
+
+@pytest.mark.parametrize("how", ["one array", "many arrays"])
+def test_a_small_file_of_many_bytes_is_not_unpacked(how: str, tmp_path: Path) -> None:
+    """640 MB in 3 MB."""
+    arrays = ["routing"] if how == "one array" else ["token_ids", "loss_mask", "logprobs", "lag"]
+    num = (640 << 20) // 8 // len(arrays)
+    path = tmp_path / "x.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name in arrays:
+            with file.open(f"{name}.npy", "w") as member:
+                member.write(npy(HEAD % num))
+                for _ in range(num // (1 << 17)):
+                    member.write(bytes(1 << 20))
+    tracemalloc.start()
+    try:
+        check_refused(path, arrays[0] if how == "one array" else "loss_mask")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_arrays_that_pack_well_are_read(tmp_path: Path) -> None:
+    """Control: more than a hundred times their file, and few."""
+    rows = [ROW | {"id": "a" * 20_000}, longer()]
+    path = npz(tmp_path, rows)
+    with np.load(path) as file:
+        np.savez_compressed(path, **dict(file))
+    assert len(read_dump(path, BlobStore(tmp_path / "b", "n"), SHAPE)) == 2
+    assert path.stat().st_size * 10 < 20_000 * 8
 
 
 def test_files_that_are_no_dump(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.core.types import GraphTurn, Prompt, Score
-from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, views_of
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.scoring import ProcessScorer
+from tests.helpers.episode_views import asked
 from tests.helpers.patience import patience
 from tests.helpers.recorded_turns import recorded, turn
 
@@ -41,7 +42,7 @@ def branched() -> tuple[RecordedTurn, ...]:
 def test_each_turn_has_what_was_read_and_said() -> None:
     judge = GraphTurn("7.0.t5", "", "judge", "other_model")
     episode = replace(played(*branched()), graph=(judge,))
-    (view,) = asyncio.run(views_of([episode], words))
+    view = episode.view(words)
     assert [turn.read for turn in view.turns] == ["the prompt", "42", "6", "8", "3"]
     assert view.responses == ["2 3", "5", "7", "9 9", "3"]
     assert [turn.token_ids for turn in view.turns] == [(2, 3), (5,), (7,), (9, 9), (3,)]
@@ -49,7 +50,7 @@ def test_each_turn_has_what_was_read_and_said() -> None:
     branches = [[turn.name[-2:] for turn in branch] for branch in view.branches]
     assert branches == [["t0", "t1", "t2"], ["t0", "t1", "t3"], ["t4"]]
     assert view.graph == (judge,)
-    (chain,) = asyncio.run(views_of([played(*branched()[:3])], words))
+    chain = played(*branched()[:3]).view(words)
     assert len(chain.branches) == 1, "control"
 
 
@@ -68,7 +69,7 @@ def test_a_reward_of_an_agent_gets_it_in_its_worker() -> None:
     scorer = ProcessScorer(TaskConfig(name="jsonl", agent=agent, reward=path), 1, patience(20.0))
     try:
         views = [episode.view(words), played(*branched()[:1]).view(words)]
-        whole, first = asyncio.run(scorer.score(PROMPT, views))
+        whole, first = asyncio.run(scorer.score(asked(PROMPT, views)))
     finally:
         scorer.close()
     counts = {"branches": 1.0, "longest": 3.0, "tool_said_42": 1.0, "judged": 1.0}

@@ -95,16 +95,16 @@ def test_an_evaluation_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """The next one takes place."""
-    monkeypatch.setattr("moerl.controller.scorer_timeout._START_S", 0.0)
+    monkeypatch.setattr("moerl.controller.evaluation._SCORE_S", 0.2)
 
     class SilentScorer(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if who == "scorer" and episodes[0].name.startswith("eval-0.0"):
                 await asyncio.Event().wait()
-            return await super().score(prompt, episodes)
+            return await super().rewards(prompt, episodes)
 
     async def scenario() -> None:
-        evaluation = replace(EVERY_TWO, hold_s=0.1)
+        evaluation = replace(EVERY_TWO, hold_s=0.3)
         task = replace(CONFIG.task, score_timeout_s=0.05)
         config = replace(CONFIG, evaluation=evaluation, task=task)
         hangs = "eval-0.0" if who == "engine" else "none"
@@ -115,7 +115,7 @@ def test_an_evaluation_that_hangs_is_given_up(
 
         async def work() -> None:
             await train(controller, 2)
-            await asyncio.sleep(0.5)  # nothing is trained meanwhile: no update ends it
+            await asyncio.sleep(1.0)  # nothing is trained meanwhile: no update ends it
             await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
             assert isinstance(await controller.handle(TakePlan(4, 60.0, 1)), Stop)
 
@@ -192,10 +192,10 @@ def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
             return replace(super().prompt(index), task="ab"[index % 2])
 
     class ByTask(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if prompt.task == "b":
                 return [Score(1.0) for _ in episodes]
-            return await super().score(prompt, episodes)
+            return await super().rewards(prompt, episodes)
 
     async def scenario() -> None:
         engine = StubEngine()

@@ -173,9 +173,9 @@ def test_an_evaluation_that_hangs_is_cancelled_behind_twice_hold_s(tmp_path: Pat
 
 def test_task_reward_scores_held_out_episodes(tmp_path: Path) -> None:
     class ByName(StubScorer):
-        async def score(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
             if not episodes[0].name.startswith("eval"):
-                return await super().score(prompt, episodes)
+                return await super().rewards(prompt, episodes)
             assert all(len(episode.turns) == 2 for episode in episodes)
             return [Score(0.25) for _ in episodes]
 
@@ -207,7 +207,8 @@ for line in sys.stdin:
     url = asked["base_url"] + "/chat/completions"
     reply = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
     json.load(reply)
-    print(json.dumps({"episode": asked["episode"], "reward": 1}), flush=True)
+    own = {name: asked[name] for name in ("episode", "secret")}
+    print(json.dumps(own | {"reward": 1}), flush=True)
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,6 +177,18 @@ def test_the_forecast_of_factors_is_what_their_plan_sends() -> None:
     ]
     assert report["factors"]["merged"] == max(map(sum, boxes))
     assert report["factors"]["largest"] == max(map(max, boxes))
+
+
+def test_the_command_says_how_long_an_engine_merges() -> None:
+    """Bytes of the largest rank's W0 over the rate of its place; none for adapter slots."""
+    found = {}
+    for base, rate in (("host", 50e9), ("device", 1250e9)):
+        text = run("qwen3-30b-a3b-node8", "lora.rank=32", f"lora.base={base}").stdout
+        match = re.search(r"merges up to ([\d,]+) weights,.* in ([\d.e-]+) s each", text)
+        assert match, text
+        weights, found[base] = int(match[1].replace(",", "")), float(match[2])
+        assert found[base] == pytest.approx(2 * weights / rate, rel=0.05)
+    assert found["device"] < found["host"]
 
 
 def test_an_engine_that_merges_keeps_w0_and_factors() -> None:

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 
 from moerl.cli import app
 from moerl.config import load_config, resolve
+from moerl.config.load import CONFIG_ROOT
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import check_planned_layout
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning import estimates
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do
@@ -66,8 +69,12 @@ def test_qwen3_30b_fits_one_node_with_its_optimizer_on_the_host() -> None:
     code, text = dry_run(recipe, NODE8)
     assert code == 0, text
     assert "DOES NOT FIT" not in text
-    host = r"weight snapshot of a publish 6\d.*, optimizer 4\d\d, copy of a checkpoint 4\d\d$"
+    host = r"weight snapshot of a publish 6\d.*, optimizer 4\d\d, copy of a checkpoint 6\d"
     assert re.search(host, text, re.M), text
+    (need,) = re.findall(r"^  all: (\d+)$", text, re.M)
+    about = (CONFIG_ROOT / f"recipes/{recipe}.yaml").read_text()
+    assert f"Host memory: {need} GB" in about, "the recipe says what it needs"
+    assert load_config(recipe).cluster.nodes["all"].memory_gb == 1000 > int(need)
     devices = text.split("devices, as CUDA_VISIBLE_DEVICES:\n")[1].splitlines()[:3]
     assert [line.rpartition(": ")[2].partition(";")[0] for line in devices] == [
         "0,1",
@@ -78,10 +85,19 @@ def test_qwen3_30b_fits_one_node_with_its_optimizer_on_the_host() -> None:
     assert "a trainer rank DOES NOT FIT" in on_device
 
 
-def test_host_memory_that_a_node_does_not_have() -> None:
-    config = resolve(load_config("qwen3-30b-a3b-node8", ("cluster.nodes.all.memory_gb=500",)))
-    text = describe(config, [])
-    assert re.search(r"host memory of \S+ DOES NOT FIT: 1\.\d+e\+03 GB of 500 GB", text), text
+def test_host_memory_that_a_node_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the cluster names, or on the node itself what it has."""
+    recipe, small = "qwen3-30b-a3b-node8", "cluster.nodes.all.memory_gb=500"
+    text = describe(resolve(load_config(recipe, (small,))), [])
+    assert re.search(r"host memory of \S+ DOES NOT FIT: 7\d\d GB of 500 GB", text), text
+    monkeypatch.setattr(estimates, "host_memory", lambda: 600 * 10**9)
+    for gpus, fits in ((0, True), (8, False)):
+        monkeypatch.setattr(estimates, "visible_gpus", lambda gpus=gpus: [80] * gpus)
+        text = describe(resolve(load_config(recipe)), [])
+        assert ("this machine has 600 GB" not in text) is fits
+        assert ("host memory of all DOES NOT FIT: 759 GB of 600 GB" not in text) is fits
+    slurm = describe(resolve(load_config("qwen3-30b-a3b")), [])
+    assert "this machine" not in slurm, "its nodes are others"
 
 
 @pytest.mark.parametrize("recipe", OTHERS)

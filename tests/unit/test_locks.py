@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +24,7 @@ def read_lock(name: str) -> dict[str, str]:
     pins: dict[str, str] = {}
     for line in (ROOT / "requirements" / name).read_text().splitlines():
         if line and not line.startswith("#"):
-            package, _, version = line.partition("==")
+            package, _, version = line.split()[0].partition("==")
             assert version, f"{name}: {line!r} is not of the form name==version"
             assert canonicalize_name(package) not in pins, f"{name}: {package} is named twice"
             pins[canonicalize_name(package)] = version
@@ -35,6 +42,75 @@ def unmet(pins: dict[str, str], requirements: list[str]) -> list[str]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             found.append(f"{text} (pinned: {version})")
     return found
+
+
+# --- hashes ---------------------------------------------------------------------------------------
+HASH = re.compile(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}")
+
+
+def without_hash(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [line for line in lines if not HASH.fullmatch(line)]
+
+
+@pytest.mark.parametrize("lock", ["cpu", "cpu-nodeps", "gpu", "clients"])
+def test_every_entry_has_the_hash_of_its_file(lock: str) -> None:
+    text = (ROOT / f"requirements/{lock}.lock").read_text()
+    assert without_hash(text) == []
+    hashes = re.findall(r"sha256:(\S+)", text)
+    assert len(hashes) == len(set(hashes)) == len(read_lock(f"{lock}.lock"))
+
+
+def test_locks_are_all_of_these() -> None:
+    found = {file.stem for file in (ROOT / "requirements").iterdir()}
+    assert found == {"cpu", "cpu-nodeps", "gpu", "clients"}
+
+
+@pytest.mark.parametrize("line", ["a==1", "a==1 --hash=sha256:00", "a --hash=sha256:" + "0" * 64])
+def test_an_entry_without_a_hash_is_found(line: str) -> None:
+    """Control."""
+    assert without_hash(f"# lock\n\n{line}\n") == [line]
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "test_env.sh"])
+def test_an_installation_asks_for_hashes(script: str) -> None:
+    """Each command of pip that reads a lock; pip itself refuses entries without one then."""
+    text = (ROOT / "tools" / script).read_text().replace("\\\n", " ")
+    reads = [line for line in text.splitlines() if "--requirement=" in line]
+    reads += [line for line in text.splitlines() if "#/--requirement=" in line]
+    assert reads
+    assert all("--require-hashes" in line for line in reads)
+
+
+def test_pip_refuses_another_file(tmp_path: Path) -> None:
+    """A wheel of ours whose bytes are not those of the lock's line."""
+    wheel = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(
+            "one-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n"
+        )
+        file.writestr("one-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        file.writestr("one-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+    def installed(value: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "lock").write_text(f"one==1.0 {value}".strip() + "\n")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--require-hashes",
+            "--no-index",
+        ]
+        where = ["--find-links", str(tmp_path), "--target", str(tmp_path / "to"), "--upgrade"]
+        command = [*pip, *where, f"--requirement={tmp_path / 'lock'}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+
+    assert installed(f"--hash=sha256:{digest}").returncode == 0
+    for other in (f"--hash=sha256:{'0' * 64}", ""):
+        assert installed(other).returncode != 0
 
 
 # --- the CPU profile ------------------------------------------------------------------------------

@@ -125,11 +125,11 @@ PRECISE = {"use_precision_aware_optimizer": True}
     [
         ("fp32", {}, 8, 0, 8),
         ("bf16", {}, 12, 0, 12),
-        ("bf16", OFFLOAD, 0, 16, 12),
-        ("bf16", PRECISE, 2 + 8, 0, 24),
-        ("bf16", PRECISE | {"store_param_remainders": False}, 12, 0, 24),
-        ("bf16", PRECISE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, 2 + 2 + 1, 0, 24),
-        ("bf16", PRECISE | {"main_params_dtype": "fp16"}, 2 + 8, 0, 24),
+        ("bf16", OFFLOAD, 0, 16, 0),
+        ("bf16", PRECISE, 2 + 8, 0, 12),
+        ("bf16", PRECISE | {"store_param_remainders": False}, 12, 0, 12),
+        ("bf16", PRECISE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, 2 + 2 + 1, 0, 12),
+        ("bf16", PRECISE | {"main_params_dtype": "fp16"}, 2 + 8, 0, 12),
     ],
     ids=str,
 )

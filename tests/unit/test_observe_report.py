@@ -213,12 +213,13 @@ def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
     sample = {"step": 1, "episode": "7.0", "version": "0.2", "reward": 0.5, "turns": turns}
     policy = {"name": "7.0.t1", "parent": "7.0.t0", "role": "policy", "versions": ["0.1", "0.2"]}
     judge = {"name": "7.0.t2", "role": "judge", "left_out": "other_model"}
-    run.samples.write_text(json.dumps(sample | {"graph": [policy | {"tokens": 4}, judge]}) + "\n")
+    policy |= {"tokens": 4, "tools": ["get", "add"]}
+    run.samples.write_text(json.dumps(sample | {"graph": [policy, judge]}) + "\n")
     text = " ".join(Page(report(run)).text.split())
     for shown in (
         "step 1, episode 7.0: reward 0.500",
         "2 turns in 2 rows; 7 tokens trained, 4 of context",
-        "7.0.t1 policy; continues 7.0.t0; version 0.1, 0.2; 4 tokens; trained",
+        "7.0.t1 policy; continues 7.0.t0; version 0.1, 0.2; 4 tokens; calls get, add; trained",
         "7.0.t2 judge; not trained: other model",
         "context, 2 tokens, not trained ask",
         "turn 1, version 0.1, 3 tokens, trained; lag 0; ended: stop one",
@@ -238,7 +239,9 @@ def test_hostile_episodes_are_shown_and_never_markup(run: RunDir) -> None:
     bad["pieces"] = [{"version": HOSTILE, "tokens": 1, "text": HOSTILE}]
     wrong = ([{"pieces": 7}], [7], "text", [turn("x", row=HOSTILE)], [{"pieces": [HOSTILE]}])
     lines = [{"step": HOSTILE, "episode": HOSTILE, "reward": HOSTILE, "turns": [bad, bad]}]
-    lines[0]["graph"] = [{"name": HOSTILE, "role": HOSTILE, "left_out": HOSTILE}]
+    lines[0]["graph"] = [
+        {"name": HOSTILE, "role": HOSTILE, "left_out": HOSTILE, "tools": [HOSTILE]}
+    ]
     lines += [{"step": 1, "turns": turns} for turns in wrong]
     shown = {"turns": [turn("a"), turn("b")], "reward": 0.25}
     lines += [shown | {"graph": graph} for graph in (7, [7], [{"name": 7}])]

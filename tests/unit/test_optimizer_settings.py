@@ -52,7 +52,7 @@ def test_without_megatron_core_refusals_hold_and_a_rank_compares_the_rest(
         check_optimizer_settings(trainer(optimizer_args={"optimizer": "muon"}))
 
 
-GPU = ["trainer.platform=cuda", "trainer.dtype=bf16", "trainer.optimizer.distributed=true"]
+GPU = ["cluster=gpu1", "trainer.optimizer.distributed=true"]
 OFFLOAD = "trainer.optimizer_args.optimizer_cpu_offload=true"
 PRECISE = "trainer.optimizer_args.use_precision_aware_optimizer=true"
 BAD = [

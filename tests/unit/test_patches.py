@@ -178,7 +178,7 @@ def is_test(name: str) -> bool:
 def pinned(package: str) -> str:
     locks = [ROOT / "requirements" / name for name in ("cpu.lock", "cpu-nodeps.lock")]
     text = "".join(lock.read_text() for lock in locks)
-    found = re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)
+    found = re.search(rf"^{package}==(\S+) ", text, re.MULTILINE)
     assert found, package
     return found.group(1)
 

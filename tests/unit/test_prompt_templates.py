@@ -26,6 +26,12 @@ STRICT = (
 CLOSED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 ALWAYS = CLOSED + "{% if messages[-1].role != 'assistant' %}[assistant]{% endif %}"
 PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+# As some templates of the field do: tools stand in the system message, if there is one
+BEHIND_SYSTEM = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.role == 'system' and tools %}{{ tools | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def stream(
@@ -71,6 +77,24 @@ def test_a_template_that_opens_no_answer_is_refused(tmp_path: Path) -> None:
         assert stream(tmp_path, [USER], template).prompt(0).token_ids
     tokenizer = chat_tokenizer()
     assert ChatTemplate(tokenizer).opens_answers
+
+
+def test_a_template_that_writes_no_tools_is_refused(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": {}}}
+    line = {"tools": [tool]}
+    for template, asked in ((ALWAYS, [USER]), (BEHIND_SYSTEM, [USER])):
+        with pytest.raises(LineError) as error:
+            stream(tmp_path, asked, template, line=line).line(0)
+        assert (error.value.kind, error.value.value) == ("tools", str(tmp_path / "x.jsonl"))
+        said = "line 2 has 'tools', and the model's chat template writes no tools"
+        assert said in str(error.value)
+        assert "task.columns={tools: ''} leaves the column to the reward" in str(error.value)
+    left = stream(tmp_path, [USER], ALWAYS, line=line, columns={"tools": ""}).line(0)
+    assert left.extra == line, "control: the way out"
+    assert stream(tmp_path, [USER], ALWAYS).line(0), "control: a line without tools"
+    system = {"role": "system", "content": "Use tools."}
+    for template, asked in (("", [USER]), (BEHIND_SYSTEM, [system, USER])):
+        assert '"get"' in stream(tmp_path, asked, template, line=line).line(0).text, "control"
 
 
 @pytest.mark.parametrize("last", [{"content": "1 + 1 is"}, {"content": " "}])

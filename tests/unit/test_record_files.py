@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from moerl.core.errors import RecordError
 from moerl.engine.plugin import record_output
 from moerl.engine.record_files import FIELD, RecordReader, RecordWriter, name_of
+from tests.helpers.patience import patience
 
 NAME = "3.1:0.0.17."
 WRITER = partial(RecordWriter, inline_bytes=0)
@@ -236,12 +239,49 @@ class Req:
     output_ids: list[int] = field(default_factory=lambda: [7])
 
 
+@dataclass
+class Sender:
+    """SGLang's SenderWrapper."""
+
+    folder: Path
+    socket: object = "a socket"
+    sent: list[Any] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+    files: list[set[str]] = field(default_factory=list)  # that were there
+
+    def send_output(self, output: Any, recv_obj: object = None) -> None:
+        self.files.append(set(os.listdir(self.folder)))
+        self.threads.append(threading.current_thread().name)
+        self.sent.append(output)
+
+
+@dataclass
+class Scheduler:
+    folder: Path
+    reader: RecordReader
+    writer: RecordWriter
+    sender: Sender
+    reports: bool = True
+
+    def stream(self, output: Any, *reqs: Req) -> None:
+        """As SGLang does: made, then sent."""
+        record_output.to_files(output, SimpleNamespace(output_reqs=list(reqs)), dp_rank=None)
+        self.sender.send_output(output)
+
+    def wait(self, number: int) -> None:
+        end = time.monotonic() + patience(10)
+        while len(self.sender.sent) < number:
+            assert time.monotonic() < end, f"{len(self.sender.sent)} of {number} outputs were sent"
+            time.sleep(0.002)
+
+
 @pytest.fixture
-def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    writer = WRITER(folder)
-    state = SimpleNamespace(reports=True, reader=RecordReader(folder), folder=folder)
-    monkeypatch.setattr(record_output, "_writer", lambda: writer)
+def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    state = Scheduler(folder, RecordReader(folder), WRITER(folder), Sender(folder))
+    replies = record_output.RecordedReplies(state.writer)
+    monkeypatch.setattr(record_output, "_replies", lambda: replies)
     monkeypatch.setattr(record_output, "_reports", lambda: state.reports)
+    record_output.send_recorded(None, SimpleNamespace(send_to_detokenizer=state.sender))
     return state
 
 
@@ -258,7 +298,7 @@ def test_masks_of_all_outputs_are_written_when_the_request_ends(scheduler: Any) 
     first = Output(
         [None, {"type": "stop"}], [None, routes], None, [chunk([5, 6]), chunk([8], [9, 4])]
     )
-    record_output.to_files(first, SimpleNamespace(output_reqs=[long, short]), dp_rank=None)
+    scheduler.stream(first, long, short)
     assert os.listdir(scheduler.folder) == [name_of("short")]
     read = scheduler.reader.take("short", first.finished_reasons[1][FIELD])
     np.testing.assert_array_equal(read["routes"], routes.numpy())
@@ -267,7 +307,7 @@ def test_masks_of_all_outputs_are_written_when_the_request_ends(scheduler: Any) 
     assert first.routed_experts == [None, None], "nothing of it is sent"
     assert all(len(c.lengths) == 0 for c in first.output_token_sampling_mask)
     last = Output([{"type": "abort"}], [routes], None, [chunk([1, 2, 3], [4])])
-    record_output.to_files(last, SimpleNamespace(output_reqs=[long]))
+    scheduler.stream(last, long)
     read = scheduler.reader.take("long", last.finished_reasons[0][FIELD])
     assert read["mask_lengths"].tolist() == [2, 3, 1]
     assert read["mask_ids"].tolist() == [5, 6, 1, 2, 3, 4]
@@ -279,7 +319,7 @@ def test_no_file_is_written_without_a_reply_that_names_it(scheduler: Any, how: s
     scheduler.reports = how != "silent rank"
     req = Req("a", [] if how == "no token" else [7])
     output = Output([{"type": "abort"}], [torch.zeros(2, 3, 2, dtype=torch.int32)], None, None)
-    record_output.to_files(output, SimpleNamespace(output_reqs=[req]))
+    scheduler.stream(output, req)
     assert os.listdir(scheduler.folder) == []
     assert output.finished_reasons == [{"type": "abort"}]
     assert output.routed_experts == [None]
@@ -289,9 +329,119 @@ def test_a_server_of_somebody_else_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_output.tempfile, "gettempdir", lambda: str(tmp_path))
-    record_output._writer.cache_clear()
+    record_output._replies.cache_clear()
     rows = torch.zeros(2, 3, 2, dtype=torch.int32)
     output = Output([{"type": "stop"}], [rows], None, None)
     record_output.to_files(output, SimpleNamespace(output_reqs=[Req("a")]))
-    record_output._writer.cache_clear()
+    sender = Sender(tmp_path)
+    record_output.send_recorded(None, SimpleNamespace(send_to_detokenizer=sender))
+    record_output._replies.cache_clear()
+    assert output.routed_experts is not None
     assert output.routed_experts[0] is rows
+    assert "send_output" not in vars(sender)
+
+
+# --- the thread that writes -----------------------------------------------------------------------
+LONG = torch.full((record_output.LOOP_BYTES // 4 + 1, 1, 1), 7, dtype=torch.int32)
+
+
+def ended(rows: torch.Tensor = LONG) -> Output:
+    return Output([{"type": "stop"}], [rows], None, None)
+
+
+@dataclass
+class HeldWriter:
+    """Writes when it is told to."""
+
+    own: RecordWriter
+    may: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, request_id: str, arrays: Any) -> str:
+        self.entered.set()
+        in_loop = threading.current_thread() is threading.main_thread()
+        assert self.may.wait(0 if in_loop else patience(10))
+        return self.own.write(request_id, arrays)
+
+
+@pytest.fixture
+def held(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> HeldWriter:
+    writer = HeldWriter(scheduler.writer)
+    monkeypatch.setattr(record_output.os, "_exit", lambda _status: None)
+    monkeypatch.setattr(record_output._replies(), "_writer", writer)
+    return writer
+
+
+def test_a_reply_is_sent_after_its_record_and_the_loop_goes_on(
+    scheduler: Scheduler, held: HeldWriter
+) -> None:
+    """Later outputs wait behind it, without records and with short ones."""
+    outputs = [ended(), Output([None], [None]), ended(LONG[:2]), ended()]
+    for name, output in zip("abcd", outputs, strict=True):
+        scheduler.stream(output, Req(name))
+    assert held.entered.wait(patience(10))
+    assert scheduler.sender.sent == [], "the loop went on, and no reply was sent"
+    assert os.listdir(scheduler.folder) == []
+    held.may.set()
+    scheduler.wait(4)
+    assert scheduler.sender.sent == outputs, "in their order"
+    files = [name_of(one) for one in "acd"]
+    assert scheduler.sender.files == [{*files[:n]} for n in (1, 1, 2, 3)], "each after its file"
+    assert set(scheduler.sender.threads) == {"moerl records"}
+    for name, output in (("a", outputs[0]), ("d", outputs[3])):
+        assert output.finished_reasons[0] is not None
+        read = scheduler.reader.take(name, output.finished_reasons[0][FIELD])
+        np.testing.assert_array_equal(read["routes"], LONG.numpy())
+
+
+def test_short_records_are_written_in_the_loop(scheduler: Scheduler) -> None:
+    """A thread would cost more; after a long one has gone, too."""
+    own = threading.current_thread().name
+    scheduler.stream(ended(LONG[:-1]), Req("a"))
+    assert scheduler.sender.threads == [own]
+    scheduler.stream(ended(), Req("b"))
+    scheduler.wait(2)
+    replies = record_output._replies()
+    assert replies is not None
+    replies._queue.join()
+    scheduler.stream(ended(LONG[:2]), Req("c"))
+    assert scheduler.sender.threads == [own, "moerl records", own]
+
+
+def test_a_thread_far_behind_holds_the_loop(
+    scheduler: Scheduler, held: HeldWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = record_output._replies()
+    assert replies is not None
+    monkeypatch.setattr(replies._queue, "maxsize", 2)
+    loop = threading.Thread(
+        target=lambda: [scheduler.stream(ended(), Req(str(n))) for n in range(5)]
+    )
+    loop.start()
+    assert held.entered.wait(patience(10))
+    loop.join(0.2)
+    assert loop.is_alive(), "one is written, two wait, the fourth finds no place"
+    held.may.set()
+    scheduler.wait(5)
+    loop.join()
+
+
+def test_a_thread_that_fails_ends_its_scheduler(
+    scheduler: Scheduler, held: HeldWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server then ends, too; without it its requests would wait for ever."""
+    status: list[int] = []
+    over = threading.Event()
+    monkeypatch.setattr(record_output.os, "_exit", lambda code: (status.append(code), over.set()))
+    monkeypatch.setattr(scheduler.writer, "write", lambda *_: 1 / 0)
+    held.may.set()
+    scheduler.stream(ended(), Req("a"))
+    assert over.wait(patience(10))
+    assert (status, scheduler.sender.sent) == ([1], [])
+
+
+def test_ranks_without_a_socket_send_as_before(scheduler: Scheduler) -> None:
+    silent = Sender(scheduler.folder, socket=None)
+    record_output.send_recorded(None, SimpleNamespace(send_to_detokenizer=silent))
+    assert "send_output" not in vars(silent)
+    assert "send_output" in vars(scheduler.sender)

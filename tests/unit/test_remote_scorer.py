@@ -24,6 +24,6 @@ def test_a_dead_scorer_fails_its_calls(is_restarted: bool, error: type[Exception
     actor: Any = SimpleNamespace(score=call, ask=call)
     scorer = RemoteScorer(actor, is_restarted=is_restarted)
     prompt = Prompt(0, (1,), "text", None, {})
-    for asked in (scorer.score(prompt, []), scorer.reply(prompt, [])):
+    for asked in (scorer.score("", "reward", []), scorer.reply(prompt, [])):
         with pytest.raises(error, match="the process of the scorer died"):
             asyncio.run(asked)

@@ -20,9 +20,9 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
-from moerl.scoring.process import _refusal
+from moerl.scoring.answers import refusal
+from tests.helpers.episode_views import asked, view
 from tests.helpers.episode_views import score_each as score_texts
-from tests.helpers.episode_views import view
 from tests.helpers.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_rewards_of_turns() -> None:
     turns = ProcessScorer(task, workers=1, timeout_s=patience(5.0))
     try:
         episodes = [view("1", "2.5"), view("3"), view("1", "few")]
-        two, one, few = asyncio.run(turns.score_each(PROMPT, episodes))
+        two, one, few = asyncio.run(turns.score(asked(PROMPT, episodes)))
     finally:
         turns.close()
     assert two == Score(3.5, turns=(1.0, 2.5))
@@ -123,22 +123,15 @@ def test_an_answer_of_a_worker_is_checked_again(number: float) -> None:
         Score(1.0, text_steps=((1, number),)),
         Score(1.0, turns=(number,)),
     ):
-        assert f"gave {number}, which " in _refusal(score, ["12"])
-    assert not _refusal(Score(1.0, text_steps=((1, 0.5),), turns=(1.0,)), ["12"])
-
-
-def test_score_raises_what_score_each_reports(scorer: ProcessScorer) -> None:
-    with pytest.raises(ScoreError, match="which is not finite"):
-        asyncio.run(scorer.score(PROMPT, [view("1"), view("nan")]))
-    both = asyncio.run(scorer.score(PROMPT, [view("1"), view("2")]))
-    assert both == [Score(1.25), Score(2.25)]
+        assert f"gave {number}, which " in refusal(score, ["12"])
+    assert not refusal(Score(1.0, text_steps=((1, 0.5),), turns=(1.0,)), ["12"])
 
 
 def test_a_hung_worker_is_replaced_and_the_loop_goes_on(scorer: ProcessScorer) -> None:
     async def run() -> tuple[int, list[Score | ScoreError]]:
         ticks, scored = (
             0,
-            asyncio.ensure_future(scorer.score_each(PROMPT, [view("hang")])),
+            asyncio.ensure_future(scorer.score(asked(PROMPT, [view("hang")]))),
         )
         while not scored.done():
             await asyncio.sleep(0.01)
@@ -169,7 +162,7 @@ def test_a_score_is_tried_again_when_its_worker_was_ended_from_outside(
 
     async def run() -> list[Score | ScoreError]:
         text = f"hang in {worker.pid}"
-        scored = asyncio.ensure_future(scorer.score_each(PROMPT, [view(text)]))
+        scored = asyncio.ensure_future(scorer.score(asked(PROMPT, [view(text)])))
         await asyncio.sleep(0.2)
         (worker.parent() if outside else worker).send_signal(15 if outside else 9)
         return await scored
@@ -199,8 +192,8 @@ def test_math_verify_works_inside_a_worker() -> None:
     scorer = ProcessScorer(TaskConfig(name="jsonl", reward="math_verify"), 1, 20.0)
     prompt = Prompt(0, (1,), "", "\\frac{1}{2}", {})
     episodes = [view(text) for text in ("so it is 0.5", "$\\frac{2}{4}$", "2", "no idea")]
-    rewards = [score.reward for score in asyncio.run(scorer.score(prompt, episodes))]
-    unreadable = asyncio.run(scorer.score_each(Prompt(1, (1,), "", "", {}), [view("1")]))
+    rewards = [score.reward for score in asyncio.run(scorer.score(asked(prompt, episodes)))]
+    unreadable = asyncio.run(scorer.score(asked(Prompt(1, (1,), "", "", {}), [view("1")])))
     scorer.close()
     assert rewards == [1.0, 1.0, 0.0, 0.0]
     assert isinstance(unreadable[0], ScoreError)
@@ -208,8 +201,8 @@ def test_math_verify_works_inside_a_worker() -> None:
 
 def test_close_leaves_no_worker_even_while_one_hangs() -> None:
     async def run() -> list[psutil.Process]:
-        (score,) = await scorer.score(PROMPT, [view("pid")])
-        hung = asyncio.ensure_future(scorer.score_each(PROMPT, [view("hang")]))
+        (score,) = await scorer.score(asked(PROMPT, [view("pid")]))
+        hung = asyncio.ensure_future(scorer.score(asked(PROMPT, [view("hang")])))
         await asyncio.sleep(0.1)
         worker = psutil.Process(int(score.reward))
         assert worker.is_running()
@@ -225,13 +218,13 @@ def test_close_leaves_no_worker_even_while_one_hangs() -> None:
 def test_workers_end_when_their_parent_is_killed() -> None:
     code = (
         "import asyncio\n"
-        "from tests.unit.test_scoring import PROMPT, TASK, ProcessScorer, view\n"
+        "from tests.unit.test_scoring import PROMPT, TASK, ProcessScorer, asked, view\n"
         "if __name__ == '__main__':\n"
         "    scorer = ProcessScorer(TASK, 1, 60.0)\n"
         "    async def run():\n"
-        "        (s,) = await scorer.score(PROMPT, [view('pid')])\n"
+        "        (s,) = await scorer.score(asked(PROMPT, [view('pid')]))\n"
         "        print(int(s.reward), flush=True)\n"
-        "        await scorer.score(PROMPT, [view('hang')])\n"
+        "        await scorer.score(asked(PROMPT, [view('hang')]))\n"
         "    asyncio.run(run())\n"
     )
     parent = subprocess.Popen(

@@ -8,15 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from moerl.controller.scoring_stage import place_steps
+from moerl.controller.episode_scores import placed
 from moerl.core.episode_view import EpisodeView
+from moerl.core.errors import ScoreError
 from moerl.core.types import Prompt, Score
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.records.blob_store import BlobStore
-from tests.helpers.controllers import StubScorer, make, running, train, with_rollout
+from tests.helpers.controllers import StubScorer, make, running, sibling, train, with_rollout
 from tests.helpers.random_rollouts import group, make_rollout
+from tests.helpers.recorded_turns import recorded, turn
 from tests.helpers.stub_engine import StubEngine
 
+PROMPT = Prompt(7, (1,), "p", "2", {})
 WORDS = {3: "ab", 4: "c", 5: ""}  # 5 is special: it ends a sequence and has no text
+
+
+def chain(*outputs: list[int]) -> FinishedEpisode:
+    """An episode of turns with these tokens, of which each continues the one before."""
+    turns: list[RecordedTurn] = []
+    for number, ids in enumerate(outputs):
+        before = turns[-1] if turns else None
+        read = before.token_ids.tolist() if before else [1]
+        turns.append(recorded(number, turn(read, ids), before))
+    return FinishedEpisode("7.0", PROMPT, tuple(turns))
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -33,20 +47,32 @@ def decode(ids: Sequence[int]) -> str:
     ],
 )
 def test_a_step_ends_with_the_token_of_its_last_character(text_steps: tuple, steps: tuple) -> None:
-    one = [[3, 4, 3, 5]]  # "ab" "c" "ab" ""
-    assert place_steps(Score(1.0, text_steps=text_steps), one, decode).steps == steps
+    one = chain([3, 4, 3, 5])  # "ab" "c" "ab" ""
+    assert placed(Score(1.0, text_steps=text_steps), one, decode).steps == steps
 
 
 def test_steps_belong_to_the_last_turn() -> None:
-    placed = place_steps(Score(1.0, text_steps=((3, 1.0),)), [[3, 4], [3, 4, 5]], decode)
-    assert placed.steps == ((3, 1.0),)
+    found = placed(Score(1.0, text_steps=((3, 1.0),)), chain([3, 4], [3, 4, 5]), decode)
+    assert found.steps == ((3, 1.0),)
 
 
 def test_a_turn_ends_with_its_last_token() -> None:
-    two = [[3, 4], [3, 4, 5]]
-    assert place_steps(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == ((1, 0.5), (4, -1.0))
+    two = chain([3, 4], [3, 4, 5])
+    assert placed(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == ((1, 0.5), (4, -1.0))
     both = Score(1.0, turns=(0.5, -1.0), text_steps=((1, 2.0), (5, 4.0)))
-    assert place_steps(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))
+    assert placed(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))
+
+
+def test_steps_of_branches_are_placed_unless_their_turns_are_side_by_side() -> None:
+    first = recorded(0, turn([1], [3, 4]))
+    left, right = (recorded(n, turn([1, 3, 4, n], [4]), first) for n in (1, 2))
+    three = Score(1.0, turns=(1.0, 2.0, 4.0))
+    found = placed(three, FinishedEpisode("7.0", PROMPT, (first, left, right)), decode)
+    assert found.steps == ((1, 1.0), (2, 2.0), (3, 4.0))
+    other = recorded(3, turn([1, 3, 4, 1, 4, 9], [4]), left)
+    mixed = FinishedEpisode("7.0", PROMPT, (first, left, right, other))
+    with pytest.raises(ScoreError, match="turns side by side"):
+        placed(Score(1.0, turns=(1.0,) * 4), mixed, decode)
 
 
 def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
@@ -70,8 +96,9 @@ def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
 class Tooling(StubScorer):
     """Of four siblings two are correct; one of them made many errors."""
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
-        return [Score(float(i < 2), errors=100.0 * (i == 1)) for i, _ in enumerate(episodes)]
+    async def rewards(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+        places = map(sibling, episodes)
+        return [Score(float(i < 2), errors=100.0 * (i == 1)) for i in places]
 
 
 def test_an_oversampled_group_keeps_clean_successes_and_the_proportion(tmp_path: Path) -> None:

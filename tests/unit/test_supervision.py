@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from moerl.core.episode_view import EpisodeView
+from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ConfigError
 from moerl.core.types import Prompt, Score
 from moerl.launch import train
 from moerl.launch.supervision.actors import RemoteScorer
 from moerl.runtime.process_tree import error_in, serving
 from moerl.runtime.stack_dump import stacks
-from tests.helpers.episode_views import view
+from tests.helpers.episode_views import asked, view
 
 HANGS = """
 import sys, time
 from pathlib import Path
 from moerl.runtime.stack_dump import write_on_request
-from tests.helpers.episode_views import view
+from tests.helpers.episode_views import asked, view
 
 def the_function_that_hangs():
     print("here", flush=True)
@@ -76,15 +76,15 @@ def test_a_journal_on_a_network_file_system_is_refused(
 def test_a_scorer_that_was_replaced_is_counted() -> None:
     processes = iter((7, 7, 8, 8, 9))
 
-    async def score(prompt: Prompt, episodes: list[EpisodeView]) -> Any:
-        return next(processes), [Score(1.0)] * len(episodes)
+    async def score(task: str, term: str, asked: list[ScoreRequest]) -> Any:
+        return next(processes), [Score(1.0)] * len(asked)
 
     actor = SimpleNamespace(score=SimpleNamespace(remote=score))
     scorer = RemoteScorer(actor)  # type: ignore[arg-type]
     prompt = Prompt(0, (1,), "", None, {})
 
     async def ask() -> int:
-        assert await scorer.score(prompt, [view("")]) == [Score(1.0)]
+        assert await scorer.score("", "reward", asked(prompt, [view("")])) == [Score(1.0)]
         return scorer.restarts
 
     assert [asyncio.run(ask()) for _ in range(5)] == [0, 0, 1, 1, 2]

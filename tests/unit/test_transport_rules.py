@@ -29,7 +29,8 @@ from moerl.core.errors import ConfigError, TransportError
 from moerl.engine.host.sglang_server import EngineServer
 from moerl.launch import run_context
 from moerl.launch.run_context import engine_environment, rank_environment
-from moerl.planning.dry_run import describe, model_shapes
+from moerl.planning.dry_run import describe
+from moerl.planning.estimates import model_shapes
 from moerl.planning.publish_forecast import auto_transport
 from moerl.weight_sync.transports import mooncake
 from moerl.weight_sync.transports.factory import make

@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import re
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -57,6 +58,7 @@ _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ALLOWED = "must be letters, digits, `.`, `_` and `-`, begin with one of the first two, and be new"
 
 _MESSAGES = "/messages"  # Anthropic's form
+_BODY = "moerl_body"  # key of a request
 Translated = TypeVar("Translated", ResponsesReply, MessagesReply)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,8 +69,9 @@ class Endpoint:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0 = any free one
+    socket: str = ""  # path of a Unix socket instead, which clients reach as this host and port
     model: str = POLICY  # name that clients see
-    body_bytes: int = 64 << 20
+    body_bytes: int = 8 << 20  # of a body, and of those of an episode that are not answered
     body_s: float = 60.0
 
 
@@ -88,12 +91,14 @@ class Gateway:
         self._others = others or OtherModels({})
         self._episodes: dict[str, ChatTurns] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys by name
+        self._held: Counter[str] = Counter()  # bytes of bodies, by episode
         self._nobody = secrets.token_urlsafe(24)  # key of episodes that do not exist
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         app = web.Application(
-            client_max_size=self._endpoint.body_bytes, middlewares=[_errors_in_the_form]
+            client_max_size=self._endpoint.body_bytes,
+            middlewares=[_errors_in_the_form, self._release_body],
         )
         base = "/episodes/{episode}/v1"
         app.router.add_post(f"{base}/chat/completions", self._chat)
@@ -107,7 +112,11 @@ class Gateway:
         # A client that hangs up cancels its handler, which ends the engine's request.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._endpoint.host, self._endpoint.port).start()
+        if path := self._endpoint.socket:
+            await web.UnixSite(self._runner, path).start()
+            os.chmod(path, 0o666)  # for the users of sandboxes; its folder keeps others out
+        else:
+            await web.TCPSite(self._runner, self._endpoint.host, self._endpoint.port).start()
 
     async def stop(self) -> None:
         """End all episodes and close the port."""
@@ -128,7 +137,9 @@ class Gateway:
     def base_url(self, name: str) -> str:
         """For OPENAI_BASE_URL; the key is the episode's."""
         assert self._runner is not None, "the gateway is not started"
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._endpoint.host, self._endpoint.port
+        if not self._endpoint.socket:
+            host, port = self._runner.addresses[0][:2]
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}/episodes/{name}/v1"
 
@@ -241,17 +252,44 @@ class Gateway:
 
     async def _body(self, request: web.Request) -> bytes:
         """It is read once, and kept by the request.  Raises ApiError."""
-        most, seconds = self._endpoint.body_bytes, self._endpoint.body_s
-        if (request.content_length or 0) > most:
-            raise _too_large(most)
+        if _BODY in request:
+            return cast(bytes, request[_BODY])
+        seconds = self._endpoint.body_s
+        self._check_size(request, request.content_length or 0)
+        name, data = request.match_info["episode"], bytearray()
+        request[_BODY] = data
         try:
             async with asyncio.timeout(seconds):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise _too_large(most) from error
+                async for part in request.content.iter_any():
+                    self._check_size(request, len(data) + len(part))
+                    data += part
+                    self._held[name] += len(part)
         except TimeoutError as error:
             message = f"the body did not arrive within {seconds:g} s"
             raise ApiError(408, "request_too_slow", message, retry=False) from error
+        request[_BODY] = bytes(data)
+        return cast(bytes, request[_BODY])
+
+    def _check_size(self, request: web.Request, size: int) -> None:
+        """size: of the body, as far as it is known.  Raises ApiError."""
+        most = self._endpoint.body_bytes
+        if size > most:
+            message = f"the body has over {most} bytes"
+            raise ApiError(413, "request_too_large", message, retry=False)
+        others = self._held[request.match_info["episode"]] - len(request.get(_BODY, b""))
+        if others + size > most:
+            message = f"requests that are not answered hold {others} bytes; {most} are allowed"
+            raise ApiError(429, "request_too_large", message)
+
+    @web.middleware
+    async def _release_body(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        finally:
+            if _BODY in request:
+                self._held[name := request.match_info["episode"]] -= len(request[_BODY])
+                if not self._held[name]:
+                    del self._held[name]
 
     def _check_logprobs(self, wanted: bool | None) -> None:
         if wanted and self._policy.logprobs is None:
@@ -334,7 +372,3 @@ def json_answer(
         headers=headers,
         content_type="application/json",
     )
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, "request_too_large", f"the body has over {most} bytes", retry=False)

@@ -2,8 +2,9 @@
 
     client --"model": NAME--> Gateway --POST base_url/chat/completions--> endpoint
 
-A request is passed on with another model's name and key; everything else in it, sampling too, is
-the client's.  The answer goes back as it came, when it is complete, also where it is a stream.
+A request is passed on with another model's name and key, and asks for `max_tokens` of its model at
+most; everything else in it, sampling too, is the client's.  The answer goes back as it came, when
+it is complete, also where it is a stream.
 
 Its tokens are not known and never in a row as the policy's own: where a client puts its text into a
 message to the policy, it is context as any other text.
@@ -12,6 +13,7 @@ message to the policy, it is context as any other text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -30,6 +32,25 @@ _STREAM = "text/event-stream"
 
 class _Named(msgspec.Struct):
     model: str | None = None
+
+
+_Amount = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Amounts(msgspec.Struct):
+    """Fields of a request that multiply its price."""
+
+    n: _Amount | None = None
+    best_of: _Amount | None = None
+    max_tokens: _Amount | None = None
+    max_completion_tokens: _Amount | None = None
+    prompt: Any = ""
+
+    @property
+    def prompts(self) -> int:
+        """A list of texts, or of lists of tokens, is answered each by each."""
+        given = self.prompt if isinstance(self.prompt, list) else []
+        return 1 if any(isinstance(one, int) for one in given) else max(1, len(given))
 
 
 class _Reply(msgspec.Struct):
@@ -76,6 +97,7 @@ class OtherModels:
         model = self._models[name]
         url = f"{model.base_url.rstrip('/')}/{route}"
         body = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        body |= _bounded(name, data, model.max_tokens)
         body["model"] = msgspec.Raw(msgspec.json.encode(model.model or name))
         try:
             return await connected(lambda: self._once(name, url, msgspec.json.encode(body)))
@@ -128,6 +150,23 @@ def _name_in(data: bytes) -> str:
         return msgspec.json.decode(data, type=_Named).model or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
+
+
+def _bounded(name: str, data: bytes, most: int) -> dict[str, msgspec.Raw]:
+    """Fields to add, so that all answers have `most` tokens at most.  Raises ApiError."""
+    try:
+        asked = msgspec.json.decode(data, type=_Amounts)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
+    answers = max(asked.n or 1, asked.best_of or 1) * asked.prompts
+    each = max(asked.max_tokens or 0, asked.max_completion_tokens or 0)
+    if answers * max(each, 1) > most:
+        message = (
+            f"the model {name}: {answers} answers of {each or 1} tokens; "
+            f"task.agent.models.{name}.max_tokens = {most} is allowed for all"
+        )
+        raise ApiError(400, "token_limit_exceeded", message, retry=False)
+    return {} if each else {"max_tokens": msgspec.Raw(b"%d" % (most // answers))}
 
 
 def _check_reply(name: str, answer: bytes) -> None:

@@ -1,7 +1,8 @@
 """One external program: started below a reaper, read to its end, and never left behind.
 
 The reaper (`moerl.runtime.reaper`) ends everything that the program started as soon as the program
-has ended or this process is gone, and applies `task.limits`.
+has ended or this process is gone, and applies `task.limits`.  With `task.isolation: bwrap` the
+program is in a sandbox, and `moerl.agents.programs.box_relay` is its way to the gateway.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from moerl.agents.programs import box_relay
 from moerl.config.episode_checks import program_path
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError
 from moerl.sandbox.isolation import Isolation
-from moerl.sandbox.limits import program_environment
+from moerl.sandbox.limits import DOOR, absolute_command
 
 _END_S = 15.0  # most seconds for a reaper to end its program
 _LIMIT = 2**16  # bytes of one read
 MOST_LINE = 2**20  # bytes of a line that is read as one
+BOX_PORT = 4700  # of 127.0.0.1 in a sandbox, which has a network of its own: the gateway
+_RELAY = str(Path(box_relay.__file__).resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +44,51 @@ class ProgramEnd:
     why: Literal["exit", "timeout", "ended", "error", "lost", "failed"]
 
 
-def program_of(command: Sequence[str]) -> list[str]:
-    """The command with the path of its program; `python` is moerl's own.  Raises ConfigError."""
+def program_of(command: Sequence[str], *, boxed: bool = False) -> list[str]:
+    """The command with the path of its program; `python` is moerl's own.  Raises ConfigError.
+
+    boxed: it starts in a sandbox, in another folder, behind the relay to the gateway.
+    """
     if (path := program_path(command[0])) is None:
         why = f"there is no program {command[0]!r} on PATH"
         raise ConfigError("task.agent.command", list(command), why)
-    return [path, *command[1:]]
+    if not boxed:
+        return [path, *command[1:]]
+    relay = [sys.executable, "-I", "-S", _RELAY, str(BOX_PORT), DOOR]
+    return [*relay, *absolute_command(command)]
 
 
 async def run_program(
     task: TaskConfig,
+    isolation: Isolation,
     variables: dict[str, str],
     given: bytes,
     end: asyncio.Event,
 ) -> ProgramEnd:
     """Run task.agent.command until it exits, its time is up, or `end` is set; then `end` is set.
 
-    variables: added to its environment; given: on its standard input.  Raises OSError when no
-    process can be started.
+    isolation: of the task; variables: added to its environment; given: on its standard input.
+    Raises OSError when no process can be started.
     """
-    async with kept_program(task, variables) as (process, control):
+    async with kept_program(task, isolation, variables) as (process, control):
         return await _watch(process, control, given, end, task)
 
 
 @contextlib.asynccontextmanager
 async def kept_program(
-    task: TaskConfig, variables: dict[str, str]
+    task: TaskConfig, isolation: Isolation, variables: dict[str, str]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
     """task.agent.command below its reaper; all that it started ends with the block.
 
     It ends earlier when the socket is closed.  Raises OSError when no process can be started.
     """
-    isolation = Isolation(task.limits, program_environment(task))
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
+            argv = program_of(task.agent.command, boxed=bool(isolation.wrapper))
+            cgroup = isolation.new_cgroup()
             process = await asyncio.create_subprocess_exec(
-                *isolation.command(program_of(task.agent.command), theirs.fileno()),
+                *isolation.command(argv, theirs.fileno(), cgroup),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -88,6 +102,8 @@ async def kept_program(
         finally:
             ours.close()  # the reaper ends everything
             await _reap(process)
+            if cgroup is not None:
+                await asyncio.to_thread(cgroup.end)
 
 
 async def _watch(

@@ -5,7 +5,10 @@ play many; remote workers are started by others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import logging
+import secrets
 from dataclasses import replace
 from functools import partial
 from logging.handlers import RotatingFileHandler
@@ -20,13 +23,15 @@ from moerl.agents.episode_types import Policy
 from moerl.agents.far_episode import FarEpisode, told_on
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
-from moerl.agents.programs.agent_process import ProgramEnd, run_program
+from moerl.agents.programs.agent_process import BOX_PORT, ProgramEnd, run_program
 from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.agents.programs.remote_workers import RemoteWorkers
 from moerl.config.schema import TaskConfig
 from moerl.core.types import Prompt, reward_problem
 from moerl.episodes.finished_episode import ENDED
 from moerl.episodes.open_episode import Outcome
+from moerl.sandbox.isolation import Isolation
+from moerl.sandbox.limits import isolation_of
 
 log = logging.getLogger(__name__)
 
@@ -44,31 +49,46 @@ class AgentPrograms(AgentRunner):
         policy: Policy,
         log_file: Path,
         remote: RemoteWorkers | None = None,
+        sockets: Path | None = None,
     ) -> None:
-        """remote: plays the episodes of a task with an agent.port."""
-        super().__init__(_ProgramTable(task, policy, log_file, remote))
+        """remote: plays the episodes of a task with an agent.port.
+
+        sockets: folder of this user alone, with a short path, for the gateway of sandboxes.
+        """
+        super().__init__(_ProgramTable(task, policy, log_file, remote, sockets))
 
 
 class _ProgramTable(EpisodeTable):
     """Gateway and running programs."""
 
     def __init__(
-        self, task: TaskConfig, policy: Policy, log_file: Path, remote: RemoteWorkers | None
+        self,
+        task: TaskConfig,
+        policy: Policy,
+        log_file: Path,
+        remote: RemoteWorkers | None,
+        sockets: Path | None,
     ) -> None:
         super().__init__()
         self._task, self._log, self._remote = task, _program_log(log_file), remote
         routes = remote.routes if remote is not None else ()
         endpoint = Endpoint(port=task.agent.port)
+        if task.agent.command and task.isolation == "bwrap":
+            endpoint = Endpoint(port=BOX_PORT, socket=f"{sockets}/{log_file.stem}.sock")
+        self._door = endpoint.socket
         self._gateway = Gateway(policy, endpoint, OtherModels(task.agent.models), routes)
         self._limits = policy.limits(task)
+        self._isolation: Isolation | None = None
         self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
 
     async def start(self) -> None:
         if self._remote is not None:
             self._remote.start()
         await self._gateway.start()
-        if self._workers is not None:
-            self._workers.start()
+        if self._task.agent.command:
+            self._isolation = isolation_of(self._task, self._door)
+        if self._workers is not None and self._isolation is not None:
+            self._workers.start(self._isolation)
 
     async def stop(self) -> None:
         if self._workers is not None:
@@ -83,16 +103,19 @@ class _ProgramTable(EpisodeTable):
     async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
         name, spec = episode.name, episode.spec
         turns = self._gateway.open_episode(episode, self._limits)
+        # Printed with the reward: the text of a policy, printed beside it, does not have it.  A
+        # remote worker submits its reward with its key.
+        secret = "" if self._remote is not None else secrets.token_urlsafe(16)
         try:
             given = self._given(name, spec.prompt) | {"held_out": spec.held_out}
-            ended = await self._run(name, given, turns, end)
+            ended = await self._run(name, given, secret, turns, end)
         except Exception as error:  # an error of one episode does not end the run
             log.exception("the episode %s failed", name)
             ended = ProgramEnd(-1, b"", repr(error).encode(errors="replace"), "failed")
         finally:
             await self._gateway.end_episode(name)
         self._log_end(name, ended)
-        reward = _reward(ended.out) if self._task.brings_reward else None
+        reward = _reward(ended.out, secret) if self._task.brings_reward else None
         has_turns = bool(turns.forest.turns)
         failure = _failure(self._task, ended, reward, has_turns=has_turns)
         outcome = turns.outcome(failure, reward, {})
@@ -101,7 +124,12 @@ class _ProgramTable(EpisodeTable):
         return replace(outcome, settled=told_on(partial(self._remote.settled, name)))
 
     async def _run(
-        self, name: str, given: dict[str, object], turns: ChatTurns, end: asyncio.Event
+        self,
+        name: str,
+        given: dict[str, object],
+        secret: str,
+        turns: ChatTurns,
+        end: asyncio.Event,
     ) -> ProgramEnd:
         """The program's part of an episode."""
         url, key = self._gateway.base_url(name), turns.key
@@ -109,7 +137,7 @@ class _ProgramTable(EpisodeTable):
         if self._remote is not None:
             return await self._remote.play(name, line, end, turns)
         if self._workers is not None:
-            return await self._workers.play(name, line, end)
+            return await self._workers.play(name, line | {"secret": secret}, end)
         text = msgspec.json.encode(given)
         variables = {
             "OPENAI_BASE_URL": url,
@@ -119,8 +147,11 @@ class _ProgramTable(EpisodeTable):
         }
         if len(text) <= _MOST_IN_ENVIRONMENT:
             variables["MOERL_PROMPT"] = text.decode()
+        assert self._isolation is not None, "start comes first"
+        # Not in the environment, which the programs that it starts inherit.
+        text = msgspec.json.encode(given | {"secret": secret})
         try:
-            return await run_program(self._task, variables, text, end)
+            return await run_program(self._task, self._isolation, variables, text, end)
         except OSError as error:
             return ProgramEnd(-1, b"", f"it cannot be started: {error}".encode(), "exit")
 
@@ -166,7 +197,8 @@ def _failure(
         return "no_turn", "asked for no turn that was finished"
     if task.brings_reward and reward is None:
         return "no_reward", (
-            'did not print {"reward": NUMBER} as its last line, but ' + repr(_last_line(ended.out))
+            'did not print {"reward": NUMBER, "secret": SECRET} with the secret of its input; its '
+            f"last line is {_last_line(ended.out)!r}"
         )
     return "", ""
 
@@ -178,13 +210,14 @@ def _last_line(printed: bytes) -> str:
 
 class _Reward(msgspec.Struct):
     reward: float
+    secret: str = ""
 
 
-def _reward(printed: bytes) -> float | None:
-    """Of the last line {"reward": x}; None where there is no finite number."""
-    lines = printed.strip().splitlines()
-    try:
-        found = msgspec.json.decode(lines[-1] if lines else b"", type=_Reward).reward
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return None if reward_problem(found) else found
+def _reward(printed: bytes, secret: str) -> float | None:
+    """Of the last line {"reward": x, "secret": ...}; None where there is no finite number."""
+    for line in reversed(printed.splitlines()):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            found = msgspec.json.decode(line, type=_Reward)
+            if hmac.compare_digest(found.secret.encode(), secret.encode()):
+                return None if reward_problem(found.reward) else found.reward
+    return None

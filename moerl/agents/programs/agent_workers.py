@@ -2,8 +2,8 @@
 
 A worker reads a JSON line for each episode and prints one when the episode has ended:
 
-    {"episode", "index", "held_out", "base_url", "api_key", "prompt", "messages", "extra", "answer"}
-    {"episode", "reward"}  or  {"episode", "error"}
+    {"episode", "secret", "index", "held_out", "base_url", "api_key", "prompt", "messages", ...}
+    {"episode", "secret", "reward"}  or  {"episode", "secret", "error"}
 
 An interpreter and its imports are paid once.  The price is that episodes share a process: when a
 worker ends, or prints a line that cannot be understood, its open episodes fail.  It is started
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,24 +26,27 @@ import msgspec
 
 from moerl.agents.programs.agent_process import MOST_LINE, ProgramEnd, kept_program
 from moerl.config.schema import TaskConfig
+from moerl.sandbox.isolation import Isolation
 
 _PAUSES_S = (0.5, 30.0)  # before a worker that has answered nothing is started again
 _MOST_LOGGED_KB = 1 << 20  # of what a worker prints in its life; the log itself rotates
 _EXIT_S = 2.0  # most seconds from the end of a program's output to its own
 _SHOWN = 200  # characters of a line in an error
-_ALLOWED = '{"episode": NAME, "reward": NUMBER} or {"episode": NAME, "error": TEXT}'
+_ALLOWED = '{"episode": NAME, "secret": TEXT, "reward": NUMBER}, or "error": TEXT for "reward"'
 
 
 class _Answer(msgspec.Struct):
     """The reward is read with those of other programs."""
 
     episode: str
+    secret: str
     error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _OpenEpisode:
     line: bytes
+    secret: str
     end: asyncio.Future[ProgramEnd]
     sent: bool = False
 
@@ -51,13 +55,12 @@ class AgentWorkers:
     """Used from one event loop."""
 
     def __init__(self, task: TaskConfig, log: logging.Logger) -> None:
-        limits = replace(task.limits, output_kb=_MOST_LOGGED_KB)
-        shared = replace(task, limits=limits)
-        self._workers = [_Worker(f"worker {i}", shared, log) for i in range(task.agent.workers)]
+        self._workers = [_Worker(f"worker {i}", task, log) for i in range(task.agent.workers)]
         self._running: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        self._running = [asyncio.create_task(worker.run()) for worker in self._workers]
+    def start(self, isolation: Isolation) -> None:
+        isolation = replace(isolation, limits=replace(isolation.limits, output_kb=_MOST_LOGGED_KB))
+        self._running = [asyncio.create_task(one.run(isolation)) for one in self._workers]
 
     async def play(self, name: str, given: Mapping[str, object], end: asyncio.Event) -> ProgramEnd:
         """One episode, in the worker that plays the fewest.
@@ -65,7 +68,7 @@ class AgentWorkers:
         It ends when the worker has answered, when task.wall_s are over, or when `end` is set.
         """
         worker = min(self._workers, key=lambda one: (one.retires, len(one.open)))
-        return await worker.play(name, msgspec.json.encode(given) + b"\n", end)
+        return await worker.play(name, given, end)
 
     async def close(self) -> None:
         for task in self._running:
@@ -86,9 +89,10 @@ class _Worker:
         self._answered = False
         self._last_words = b""
 
-    async def play(self, name: str, line: bytes, end: asyncio.Event) -> ProgramEnd:
+    async def play(self, name: str, given: Mapping[str, object], end: asyncio.Event) -> ProgramEnd:
         wall_s = self._task.wall_limit_s
-        one = self.open[name] = _OpenEpisode(line, asyncio.get_running_loop().create_future())
+        line, ended = msgspec.json.encode(given) + b"\n", asyncio.get_running_loop().create_future()
+        one = self.open[name] = _OpenEpisode(line, str(given["secret"]), ended)
         ending = asyncio.ensure_future(end.wait())
         either: tuple[asyncio.Future[Any], ...] = (one.end, ending)
         try:
@@ -105,14 +109,14 @@ class _Worker:
                 self._unwanted.add(name)
             self._changed.set()
 
-    async def run(self) -> None:
+    async def run(self, isolation: Isolation) -> None:
         """Keep the program running."""
         pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s)
             self._answered, self.retires = False, False
             self._unwanted.clear()
-            why = await self._live()
+            why = await self._live(isolation)
             self._log.info("%s %s", self._name, why)
             self._lose_open(why)
             shortest, longest = _PAUSES_S
@@ -124,10 +128,10 @@ class _Worker:
             if one.sent and not one.end.done():
                 one.end.set_result(ProgramEnd(-1, b"", why.encode(), "lost"))
 
-    async def _live(self) -> str:
+    async def _live(self, isolation: Isolation) -> str:
         """Start the program and hear it until it ends; the end of a sentence that says why."""
         try:
-            async with kept_program(self._task, {}) as (process, control):
+            async with kept_program(self._task, isolation, {}) as (process, control):
                 assert process.stdout is not None
                 assert process.stderr is not None
                 self._stdin, self._last_words = process.stdin, b""
@@ -190,6 +194,8 @@ class _Worker:
         one = self.open.get(answer.episode)
         if one is None or not one.sent or one.end.done():
             return f"{_printed(line)}: the episode is not open"
+        if not hmac.compare_digest(answer.secret.encode(), one.secret.encode()):
+            return f"{_printed(line)}: the secret is not the episode's"
         self._answered = True
         if answer.error is None:
             one.end.set_result(ProgramEnd(0, line, b"", "exit"))

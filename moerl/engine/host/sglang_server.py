@@ -280,6 +280,7 @@ class EngineServer:
         if self.config.host.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         if self.args.get("device") == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
             env |= cpu_kernels.environment_of(model_type_of(self._model_path))
         if self.args.get("device") == "cpu" and self.config.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_lists(

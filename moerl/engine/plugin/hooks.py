@@ -59,7 +59,7 @@ _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer._GenerationStreamAccumulator"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer"
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
@@ -110,7 +110,18 @@ HOOKS = (
         grammars.admit,
         When.ALWAYS,
     ),
-    Hook(f"{_STREAMER}.to_payload", "after", record_output.to_files, When.ALWAYS),
+    Hook(
+        f"{_STREAMER}._GenerationStreamAccumulator.to_payload",
+        "after",
+        record_output.to_files,
+        When.ALWAYS,
+    ),
+    Hook(
+        f"{_STREAMER}.SchedulerOutputStreamer.__post_init__",
+        "after",
+        record_output.send_recorded,
+        When.ALWAYS,
+    ),
     Hook(
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         "around",

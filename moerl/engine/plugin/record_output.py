@@ -4,14 +4,25 @@ Masks of a request come in pieces, one piece for each of its outputs; all record
 it ends.  Every rank makes the outputs, and the ranks that have a socket to the HTTP process send
 them: rank 0, or with data-parallel attention one rank of each group, all on the node of the host.
 
-Read at 0.5.23: srt/managers/scheduler_components/output_streamer.py, scheduler.py
+A long record costs milliseconds, in which the scheduler's loop would launch no step.  A thread
+writes it and then sends the output with the reply that names it; later outputs keep their order.
+
+Rejected: replies that go ahead of their records (the host would wait for files, and a full disk
+could not be told).
+Read at 0.5.23: srt/managers/scheduler_components/output_streamer.py, output_sender.py, scheduler.py
 (init_ipc_channels), srt/sampling/sampling_mask.py.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
 import tempfile
-from functools import cache
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +32,86 @@ from moerl.core.types import Array
 from moerl.engine.record_files import FIELD, FOLDER, RecordWriter
 from moerl.weight_sync.receiver_names import SCRATCH
 
+LOOP_BYTES = 65536  # of the arrays of one output: up to here a thread would cost more
+_MOST_BEHIND = 64  # outputs; then the scheduler's loop waits
+
 
 def to_files(output: Any, batch: Any, **_fields: object) -> None:
     """AFTER _GenerationStreamAccumulator.to_payload: the requests of one output."""
-    writer = _writer()
-    if output is None or writer is None:
+    replies = _replies()
+    if output is None or replies is None:
         return
     for place, req in enumerate(batch.output_reqs):
         arrays = _taken(output, place, req)
         reason = output.finished_reasons[place]
         if reason is not None and arrays and req.output_ids and _reports():
-            reason[FIELD] = writer.write(req.rid, arrays)
+            replies.ended.append(_Ended(reason, req.rid, arrays))
+
+
+def send_recorded(_result: None, streamer: Any) -> None:
+    """AFTER SchedulerOutputStreamer.__post_init__: the way of its outputs is through `_replies`."""
+    replies, sender = _replies(), streamer.send_to_detokenizer
+    if replies is not None and sender.socket is not None:
+        sender.send_output = partial(replies.send, sender.send_output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A request that ended, in the output that is sent next."""
+
+    reason: dict[str, Any]  # of its reply
+    request_id: str
+    arrays: dict[str, Array]
+
+
+class RecordedReplies:
+    """Outputs of one scheduler process, each sent after its records are written."""
+
+    def __init__(self, writer: RecordWriter) -> None:
+        self.ended: list[_Ended] = []
+        self._writer = writer
+        self._queue: queue.Queue[tuple[list[_Ended], Callable[[], None]]]
+        self._queue = queue.Queue(_MOST_BEHIND)
+        self._thread: threading.Thread | None = None
+
+    def send(self, original: Callable[..., None], *output: object) -> None:
+        """In place of the sender's `send_output`, in the thread of the scheduler's loop.
+
+        While the thread has something, it alone uses writer and socket.
+        """
+        ended, self.ended = self.ended, []
+        send = partial(original, *output)
+        size = sum(array.nbytes for one in ended for array in one.arrays.values())
+        if size <= LOOP_BYTES and not self._queue.unfinished_tasks:
+            self._deliver(ended, send)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="moerl records", daemon=True)
+            self._thread.start()
+        self._queue.put((ended, send))
+
+    def _deliver(self, ended: list[_Ended], send: Callable[[], None]) -> None:
+        for one in ended:
+            one.reason[FIELD] = self._writer.write(one.request_id, one.arrays)
+        send()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._deliver(*self._queue.get())
+                self._queue.task_done()
+        except BaseException:  # its replies would never come
+            logging.getLogger(__name__).exception("records of ended requests")
+            os._exit(1)
 
 
 @cache
-def _writer() -> RecordWriter | None:
+def _replies() -> RecordedReplies | None:
     """None in a server that no host of ours has started."""
     scratch = Path(tempfile.gettempdir())
     folder = scratch / FOLDER
     ours = scratch.name.startswith(SCRATCH) and folder.is_dir()
-    return RecordWriter(folder) if ours else None
+    return RecordedReplies(RecordWriter(folder)) if ours else None
 
 
 def _reports() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from moerl.config.clusters import (
     placement,
     visible_devices,
 )
+from moerl.config.task_mixture import entries_of
 from moerl.runtime.process_tree import end_descendants
 from moerl.runtime.run_dir import RunDir
 
@@ -46,7 +48,7 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
         return
     common |= {
         "address": "local",  # never another run's cluster
-        "num_cpus": 0,
+        "num_cpus": _cores(config),
         "include_dashboard": False,
         "object_store_memory": _OBJECTS,
         "_temp_dir": str(scratch / "ray"),
@@ -63,6 +65,12 @@ def start_ray(config: Config, run: RunDir, scratch: Path) -> None:
     own["num_gpus"] = len(offered)
     _patiently(common | own)
     run.endpoints.post_ray(f"{address}:{port}", os.environ["RAY_AUTH_TOKEN"])
+
+
+def _cores(config: Config) -> int:
+    """Cores that scorers reserve; all other actors reserve none."""
+    terms = (term for entry in entries_of(config) for term in entry.terms)
+    return math.ceil(sum(term.cpus * term.workers for term in terms))
 
 
 def _patiently(options: dict[str, Any]) -> None:

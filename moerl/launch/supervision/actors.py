@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import ray
@@ -24,25 +24,33 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config import Config
-from moerl.config.clusters import is_local, placement, visible_devices
+from moerl.config.clusters import is_local, is_shared, placement, visible_devices
+from moerl.config.task_mixture import entries_of
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
-from moerl.core.episode_view import EpisodeView
-from moerl.core.errors import ConfigError, EngineError, MoerlError, ScoreError
+from moerl.core.episode_view import ScoreRequest
+from moerl.core.errors import ConfigError, EngineError, MoerlError, ScoreError, ScorerDown
 from moerl.core.messages import Engine, Message
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import Prompt, Score
 from moerl.engine.node_span import Follower
 from moerl.launch.nodes.ray_nodes import ENGINE_SLOT, this_node
 from moerl.launch.run_context import RunContext, engine_environment
-from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout, own_errors
+from moerl.launch.supervision.ray_proxy import (
+    ActorProxy,
+    ActorServer,
+    CallTimeout,
+    log_to,
+    own_errors,
+)
+from moerl.launch.supervision.reward_actors import actor_scorer
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
 from moerl.observe.metrics import MetricsWriter, SampleWriter
 from moerl.observe.sinks import open_sinks
-from moerl.runtime.stack_dump import write_on_request
 from moerl.runtime.trace import Tracer
+from moerl.scoring import make_scorers
 
 log = logging.getLogger(__name__)
 # Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
@@ -50,14 +58,6 @@ log = logging.getLogger(__name__)
 _CALLS = 1000
 Plain = TypeVar("Plain")
 _RETRIES = 3  # of a call whose actor died: the call may be what ends it
-
-
-def log_to(path: Path) -> None:
-    """Log this process to a file; standard output belongs to the console."""
-    logging.basicConfig(
-        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    write_on_request(path)
 
 
 def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
@@ -195,19 +195,21 @@ class ScorerActor(ActorServer):
     def __init__(self, context: RunContext) -> None:
         log_to(context.run.logs / "scorer.log")
         log.info("the scorer is process %d", os.getpid())
-        self._scorer, self._tracer = context.scorer(), Tracer(context.run.trace, "scorer")
-        super().__init__(self._scorer)
+        self._scorers = make_scorers(entries_of(context.config), partial(actor_scorer, context))
+        self._tracer = Tracer(context.run.trace, "scorer")
+        super().__init__(self._scorers)
 
     async def score(
-        self, prompt: Prompt, episodes: Sequence[EpisodeView]
-    ) -> tuple[int, list[Score]]:
-        """(pid of this process, scores): the pid shows when Ray has restarted the actor."""
-        with self._tracer.span("score", group=prompt.index, episodes=len(episodes)):
-            return os.getpid(), await self._scorer.score(prompt, episodes)
+        self, task: str, term: str, asked: Sequence[ScoreRequest]
+    ) -> tuple[int, list[Score | ScoreError]]:
+        """(pid of this process, answers): the pid shows when Ray has restarted the actor."""
+        groups = " ".join(dict.fromkeys(request.key.partition(".")[0] for request in asked))
+        with self._tracer.span("score", term=term, groups=groups, requests=len(asked)):
+            return os.getpid(), list(await self._scorers.score(task, term, asked))
 
 
 class RemoteScorer:
-    """The `Scorer` protocol over an actor handle."""
+    """The `Scorers` protocol over an actor handle."""
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
         """Ask the scorer of an actor.
@@ -218,9 +220,11 @@ class RemoteScorer:
         self._pid = 0
         self.restarts = 0
 
-    async def score(self, prompt: Prompt, episodes: Sequence[EpisodeView]) -> list[Score]:
+    async def score(
+        self, task: str, term: str, asked: Sequence[ScoreRequest]
+    ) -> list[Score | ScoreError]:
         with self._score_errors():
-            pid, scores = await self._actor.score.remote(prompt, list(episodes))
+            pid, scores = await self._actor.score.remote(task, term, list(asked))
         if self._pid not in (0, pid):
             self.restarts += 1
             log.warning("the scorer died and was restarted as process %d", pid)
@@ -239,7 +243,7 @@ class RemoteScorer:
         except EngineError as error:
             if not self._is_restarted:
                 raise
-            raise ScoreError(str(error)) from error
+            raise ScorerDown(str(error)) from error
 
 
 class ControllerActor(ActorServer):
@@ -290,7 +294,7 @@ class ControllerActor(ActorServer):
             encode=context.encode,
             blobs=context.blobs(),
             journal=context.journal(),
-            records=context.records,
+            stream=context.stream(),
             saved_steps=lambda: (context.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
@@ -413,9 +417,10 @@ class EngineGpus:
         placed = placement(config)
         self._planned = {slot.engine: slot.devices for slot in placed.engines}
         node = placed.engines[0].node
+        trainers = () if is_shared(config.cluster) else placed.trainers
         others = {
             device
-            for slot in (*placed.trainers, *placed.ref_models)
+            for slot in (*trainers, *placed.ref_models)
             if slot.node is node
             for device in slot.devices
         }

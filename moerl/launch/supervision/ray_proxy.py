@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from moerl.core.errors import EngineError, MoerlError
+from moerl.runtime.stack_dump import write_on_request
+
+
+def log_to(path: Path) -> None:
+    """Log this process to a file; standard output belongs to the console."""
+    logging.basicConfig(
+        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    write_on_request(path)
 
 
 class CallTimeout(EngineError):

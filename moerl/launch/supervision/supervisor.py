@@ -23,7 +23,9 @@ calls to actors and handles their answers when they arrive (`RemoteCalls`).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +42,7 @@ from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
 from moerl.launch.supervision.engine_supervisor import EngineSupervisor
 from moerl.launch.supervision.live_report import LiveReport, start_nice
+from moerl.launch.supervision.ray_proxy import CallTimeout
 from moerl.launch.supervision.restarts import Restarts
 from moerl.launch.supervision.supervisor_context import (
     POLL_S,
@@ -170,11 +173,21 @@ class Supervisor:
         self._report.poll(self._context.restarts.has_steps)
 
     def _ping_scorer(self) -> None:
-        """For its pid: waiting for a score has a deadline."""
+        """For its pid, and whether it answers at all."""
         now = self._clock()
         if now >= self._next_scorer_pid:
             self._next_scorer_pid = now + self._context.ping_s
-            self._context.ask_pid("scorer", self._scorer)
+            self._context.ask_pid("scorer", self._scorer, self._end_hung_scorer)
+
+    def _end_hung_scorer(self, error: MoerlError) -> None:
+        """End a scorer that does not answer: Ray starts it again and repeats its calls."""
+        if not isinstance(error, CallTimeout):
+            return
+        pid = self._context.pids.pop("scorer", None)  # unknown until it answers again
+        if pid is not None:
+            self._context.say("the scorer does not answer: it is restarted")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _write_pids(self) -> None:
         """Write pids.json when it changed, for users and for tests that end a process."""

@@ -153,11 +153,16 @@ class SupervisorContext:
         """Time between two questions for a pid."""
         return self.answer_s / _PINGS
 
-    def ask_pid(self, name: str, actor: Any) -> None:
+    def ask_pid(
+        self,
+        name: str,
+        actor: Any,
+        failed: Callable[[MoerlError], None] = lambda error: None,
+    ) -> None:
         def note(pid: int) -> None:
             self.pids[name] = pid
 
-        self.calls.send(actor.pid.remote(), name, note, lambda _: None, self.answer_s)
+        self.calls.send(actor.pid.remote(), name, note, failed, self.answer_s)
 
     def say(self, text: str) -> None:
         log.info("%s", text)

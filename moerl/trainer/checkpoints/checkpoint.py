@@ -92,7 +92,8 @@ def save(
         "consumed_groups": len(IdSet(progress.consumed)),
         "saved_s": time.time(),
     }
-    writer.save(progress.version.step, state, manifest)
+    is_offloaded = bool(learner.config.trainer.optimizer_args.get("optimizer_cpu_offload"))
+    writer.save(progress.version.step, state, manifest, is_offloaded=is_offloaded)
 
 
 def load_newest(

@@ -7,6 +7,9 @@ crash or a failed write leaves a hidden folder, which the next writer removes, a
 unchanged; failed writes are counted and told.  On a full disk the copy is written again until there
 is room; the next checkpoint waits for it, and after the limit the run ends.
 
+The state of an offloaded optimizer is in host memory and would not fit twice: it is written from
+there, one tensor at a time, and the next update waits until it is on the disk.
+
 Megatron's own writers fork the trainer, with its sockets, threads and CUDA context, and pass
 results through a manager process; torch's need a process group that training uses as well.  So this
 one has a thread and its own gloo group.
@@ -96,6 +99,7 @@ class CheckpointWriter:
         self._parallel, self._tracer = parallel, tracer
         self._group = dist.new_group(backend="gloo", timeout=parallel.timeout)
         self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._holds_update = False  # the state that is being written is not a copy
         self._thread: threading.Thread | None = None
         self._ended: dict[str, float] = {}  # metrics of the last finished write
         self._error = ""  # error of that write
@@ -105,10 +109,18 @@ class CheckpointWriter:
         if parallel.is_first:
             self._store.clean()
 
-    def save(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        manifest: Mapping[str, Any],
+        *,
+        is_offloaded: bool = False,
+    ) -> None:
         """Copy `state` (Megatron's sharded form) and start to write it; it may change afterwards.
 
-        manifest: readable without torch (`moerl.runtime.run_dir.read_manifest`).  Waits for the
+        manifest: readable without torch (`moerl.runtime.run_dir.read_manifest`).  is_offloaded: the
+        optimizer's state is in host memory; it may change after `before_update`.  Waits for the
         previous checkpoint.  Raises NonRetryableError when that one found no room.
         """
         self.wait()
@@ -117,7 +129,8 @@ class CheckpointWriter:
         begin, hidden = time.time(), self._store.hidden(step)
         failed = self._make_folder(step)
         dist.barrier(self._group)
-        strategy = _StateCopy(self._group, self._buffers, self._plan)
+        self._holds_update = is_offloaded
+        strategy = _StateCopy(self._group, self._buffers, self._plan, self._parallel.device.type)
         self._plan = strategy.copy_from(state, hidden)
         copied = time.time()
         self._tracer.add("checkpoint copy", begin, copied, step=step)
@@ -148,6 +161,19 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def before_update(self) -> None:
+        """Call before the optimizer's state changes: waits while it is written from its own memory.
+
+        The wait counts as pause of that checkpoint.
+        """
+        if not self._holds_update:
+            return
+        begin = time.time()
+        self.wait()
+        self._holds_update = False
+        if self._ended:
+            self._ended["checkpoint/pause_s"] += time.time() - begin
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last finished checkpoint, returned once; empty during a write."""
@@ -313,9 +339,15 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
     """Megatron's strategy with our writer: plans over our group and copies, without writing."""
 
     def __init__(
-        self, group: dist.ProcessGroup, buffers: dict[MetadataIndex, Tensor], previous: _Plan | None
+        self,
+        group: dist.ProcessGroup,
+        buffers: dict[MetadataIndex, Tensor],
+        previous: _Plan | None,
+        device: str,
     ) -> None:
+        """device: type of the trainer's device."""
         super().__init__(BACKEND, FORMAT, thread_count=1)
+        self._device = device
         self._group, self._buffers, self._known = group, buffers, previous
         self.metadata: Metadata | None = None  # metadata of all ranks, on rank 0
         self.common = b""  # state without model tensors, as torch.save writes it, on rank 0
@@ -342,7 +374,7 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
         known = self._known if self._is_known(planner.create_local_plan()) else None
         if known is None:
             validate_sharding_integrity(determine_global_metadata(sharded, self._group)[1])
-        self.writer = _Writer(str(folder), self._buffers)
+        self.writer = _Writer(str(folder), self._buffers, self._device)
         (_, metadata, _), central, local, *_ = save_state_dict_async_plan(
             source,
             self.writer,
@@ -364,28 +396,34 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
 class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
     """Copies its rank's part, and writes it to one file when `write` is called."""
 
-    def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor]) -> None:
+    def __init__(self, folder: Any, buffers: dict[MetadataIndex, Tensor], device: str) -> None:
         super().__init__(folder, thread_count=1)
-        self._buffers = buffers
+        self._buffers, self._device = buffers, device
         self._copied: list[tuple[WriteItem, Any]] = []
         self._name = ""
         self.sums: Sums = {}  # of the file that `write` wrote
-        self.num_bytes = 0  # of the copied tensors
+        self.num_bytes = 0  # of all tensors
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged: the folder exists, or its disk is full."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take the copy: objects are pickled, tensors are copied to host buffers."""
+        """Take the copy: objects are pickled, tensors of the device are copied to host buffers.
+
+        A GPU's trainer has tensors in host memory where its optimizer is offloaded, or where they
+        were made for this checkpoint.
+        """
         self._name = f"{plan.storage_data.prefix}0.distcp"
         found = [(item, planner.resolve_data(item)) for item in plan.items]
-        live = {item.index: data.detach() for item, data in found if isinstance(data, Tensor)}
+        tensors = {item.index: data.detach() for item, data in found if isinstance(data, Tensor)}
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        live = {i: tensor for i, tensor in tensors.items() if tensor.device.type == self._device}
         self._fit(live)
         for index, tensor in live.items():
             self._buffers[index].copy_(tensor, non_blocking=True)
-        self._copied = [(item, self._buffers.get(item.index, data)) for item, data in found]
-        self.num_bytes = sum(tensor.nbytes for tensor in self._buffers.values())
+        held = tensors | self._buffers
+        self._copied = [(item, held.get(item.index, data)) for item, data in found]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies to pinned memory are asynchronous
 
@@ -404,7 +442,12 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             summed: Any = SummedStream(stream)  # torch calls `write`, `tell` and `flush` only
             results = [
                 _write_item(
-                    self.transforms, summed, data, item, self._name, SerializationFormat.TORCH_SAVE
+                    self.transforms,
+                    summed,
+                    _alone(data),
+                    item,
+                    self._name,
+                    SerializationFormat.TORCH_SAVE,
                 )
                 for item, data in self._copied
             ]
@@ -412,6 +455,13 @@ class _Writer(FileSystemWriterAsync):  # type: ignore[misc]  # untyped
             os.fsync(stream.fileno())
         self.sums = {self._name: summed.sum()}
         return results
+
+
+def _alone(data: Any) -> Any:
+    """The tensor with a storage of its own size: torch saves the whole storage."""
+    if isinstance(data, Tensor) and data.untyped_storage().nbytes() > data.nbytes:
+        return data.clone()
+    return data
 
 
 def _form(

@@ -1,14 +1,17 @@
 """The tensors of a `torch_dist` checkpoint, read by box: no process group, no model.
 
 `.metadata` is unpickled with the classes that describe tensors and no others, and of the data
-files only bytes of tensors are read, so a folder of another user can run no code here.
+files, which are regular files of the folder, only bytes of tensors are read: a folder of another
+user can run no code here, and names no other file.
 A box is read in bands of rows: peak memory is the result and BAND_BYTES.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -86,6 +89,7 @@ class TorchDistFiles:
             if isinstance(stored, TensorStorageMetadata)
         }
         self._places = described.storage_data
+        self._files: set[str] = set()  # whose names have been checked
         self._index: dict[str, _ChunkIndex] = {}
         self._data: dict[tuple[str, int], _Data] = {}
 
@@ -125,9 +129,21 @@ class TorchDistFiles:
             place = self._places.get(MetadataIndex(name, chunk.offsets))
             if place is None:
                 raise ModelError(f"{self.path}: {name} has a part without a place in the files")
+            self._check_file(place.relative_path)
             ranges = zip(chunk.offsets, chunk.sizes, strict=True)
             box = tuple(range(first, first + size) for first, size in ranges)
             yield _Chunk(box, place.relative_path, place.offset, place.length)
+
+    def _check_file(self, file: object) -> None:
+        """Raises ModelError unless it is the plain name of a regular file of the folder."""
+        if not isinstance(file, str) or file != Path(file).name or "\0" in file:
+            raise ModelError(f"{self.path}: names {file!r}, which is no plain name of a file")
+        if file in self._files:
+            return
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG((self.path / file).lstat().st_mode):
+                raise ModelError(f"{self.path / file}: is no regular file")
+        self._files.add(file)
 
     def _read_part(self, out: Tensor, name: str, chunk: _Chunk, part: Box, box: Box) -> None:
         file = self.path / chunk.file

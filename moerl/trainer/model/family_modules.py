@@ -32,6 +32,7 @@ from torch import Tensor
 from moerl.core.errors import TrainerError
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.gated_delta_net import DeltaOrAttention
+from moerl.trainer.model.packed_rows import RotaryOnHostEnds
 
 
 class AllHeadsNorm(torch.nn.RMSNorm):
@@ -106,7 +107,11 @@ class SinkAttention(DotProductAttention):  # type: ignore[misc]  # untyped
         setattr(self.softmax_offset, "tensor_model_parallel", True)  # noqa: B010
 
 
-class UncompressedQueryAttention(MLASelfAttention):  # type: ignore[misc]  # untyped
+class LatentAttention(RotaryOnHostEnds, MLASelfAttention):  # type: ignore[misc]  # untyped
+    """Latent attention of a model that compresses its queries."""
+
+
+class UncompressedQueryAttention(LatentAttention):
     """Latent attention of a model that does not compress its queries.
 
     It has no norm of queries.  megatron-core 0.19 asks for a norm of keys and queries by
@@ -230,7 +235,9 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         layer.submodules.self_attention.params["longest"] = spec.longest
         if spec.qk_l2_norm:
             attention.q_layernorm = attention.k_layernorm = L2Norm
-    if spec.kv_lora and not spec.q_lora:
+    if spec.kv_lora and spec.q_lora:
+        layer.submodules.self_attention.module = LatentAttention
+    elif spec.kv_lora:
         layer.submodules.self_attention.module = UncompressedQueryAttention
         attention.q_layernorm = IdentityOp  # one that is not used is refused
     if spec.kv_lora and on_cpu:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moerl.core.errors import ConfigError
+from moerl.trainer.model.packed_rows import lengths
 
 _QUERY_BLOCK = 1024
 
@@ -101,11 +102,11 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
         if packed_seq_params is None:
             return self._attend(query, key, value).flatten(2)
         cp = 1 if self.cp_group is None else self.cp_group.size()
-        lengths = [length // cp for length in _lengths(packed_seq_params)]
-        assert sum(lengths) == len(query), f"{sum(lengths)} packed tokens, {len(query)} queries"
+        sizes = [length // cp for length in lengths(packed_seq_params)]
+        assert sum(sizes) == len(query), f"{sum(sizes)} packed tokens, {len(query)} queries"
         outputs, at = [], 0
         by_rank_k, by_rank_v = (x.unflatten(0, (cp, len(query))) for x in (key, value))
-        for length in lengths:
+        for length in sizes:
             part = slice(at, at + length)
             k, v = (x[:, part].flatten(0, 1)[:, None] for x in (by_rank_k, by_rank_v))
             outputs.append(self._attend(query[part, None], k, v)[:, 0])
@@ -153,12 +154,3 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return out_BHSD.permute(2, 0, 1, 3)
-
-
-def _lengths(packed: PackedSeqParams) -> list[int]:
-    """Of the packed rollouts, padding included; the first layer reads them and keeps them."""
-    kept = vars(packed)
-    if "lengths" not in kept:
-        kept["lengths"] = packed.cu_seqlens_q_padded.diff().tolist()
-    lengths: list[int] = kept["lengths"]
-    return lengths

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError, ModelError
 from moerl.distributed import numa
 from moerl.layout import LayerSpec
@@ -38,13 +40,28 @@ class Platform:
     layers: LayerSpec  # te | local
 
 
-def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te") -> Platform:
+def rank_threads(
+    trainer: TrainerConfig, place: Platform, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Threads of a rank's host computations, once it is bound to its cores.
+
+    Where the optimizer is offloaded, Adam is one of them: then a rank has its share of the cores.
+    """
+    if place.name == "cpu" or not trainer.optimizer_args.get("optimizer_cpu_offload"):
+        return trainer.cpu_threads
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return max(trainer.cpu_threads, len(os.sched_getaffinity(0)) // ranks)
+
+
+def prepare(
+    requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec = "te", share: float = 1.0
+) -> Platform:
     """Choose the platform and make megatron-core importable on it.
 
     Call it before any module that imports megatron.  The launcher sets OMP_NUM_THREADS and
     GLOO_SOCKET_IFNAME.  On the CPU nothing is compiled (megatron would compile its expert-bias
     update: a compiler and 20 s cold); on CUDA its fusions are.  layers: on CUDA; the CPU has local
-    layers.
+    layers.  share: of the GPU's memory, the most that torch allocates.
     Raises ConfigError for a platform this machine does not have, ModelError for a megatron-core
     version the patches were not tested with.
     """
@@ -60,6 +77,8 @@ def prepare(requested: str = "auto", *, local_rank: int = 0, layers: LayerSpec =
             raise ConfigError("trainer.platform", "cuda", "no CUDA device is visible; use cpu")
         numa.bind(numa.of_rank(local_rank))
         torch.cuda.set_device(local_rank)
+        if share < 1.0:
+            torch.cuda.set_per_process_memory_fraction(share)
         if layers == "local":
             cpu_patches.apply("te")
         return Platform("cuda", torch.device("cuda", local_rank), "nccl", layers)

@@ -28,6 +28,9 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
     _get_backend_spec_provider,
     get_dsa_module_spec_for_backend,
 )
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+)
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +40,7 @@ from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import DuplicatedLinear
 from moerl.trainer.model.layer_calls import Key, LayerCalls, Mode
 from moerl.trainer.model.local_modules import RMSNorm
+from moerl.trainer.model.packed_rows import RotaryOnHostEnds
 
 Read = Callable[[int], Tensor]  # layer -> [B, S, K] key numbers, -1 = none
 
@@ -71,6 +75,10 @@ class RecordedSparseAttention(DSAttention):  # type: ignore[misc]  # untyped
         return {}
 
 
+class SparseLatentAttention(RotaryOnHostEnds, AbsorbedMLASelfAttention):  # type: ignore[misc]
+    """Around `RecordedSparseAttention`."""
+
+
 class IndexerNorm(torch.nn.LayerNorm):
     """LayerNorm of the indexer's key; Megatron's builders pass their config."""
 
@@ -92,6 +100,7 @@ def sparse_attention(config: TransformerConfig, *, on_cpu: bool) -> ModuleSpec:
     """Attention of a layer whose indexer chooses positions."""
     backend = _LocalSpecs() if on_cpu else _get_backend_spec_provider(config)
     spec = get_dsa_module_spec_for_backend(config, backend)
+    spec.module = SparseLatentAttention
     spec.submodules.core_attention.module = RecordedSparseAttention
     return spec
 

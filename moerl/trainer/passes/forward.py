@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -35,6 +34,7 @@ from moerl.data.grid import Grid, Span
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
+from moerl.trainer.model.packed_rows import PackedRows
 from moerl.trainer.model.parallel import Parallel
 
 
@@ -184,14 +184,15 @@ def _input_rows(
     return hidden_SBH.flatten(0, 1).index_select(0, places_M)[:, None], None
 
 
-def _packed(batch: Microbatch, device: torch.device) -> PackedSeqParams | None:
+def _packed(batch: Microbatch, device: torch.device) -> PackedRows | None:
     if batch.cu_seqlens is None:
         return None
     # the rotary table must be as long as the longest rollout, not as the row: megatron-core takes
     # a table of the row's length for one of positions counted over the whole row
     longest = int(batch.cu_seqlens.diff().max())
     ends = upload(batch.cu_seqlens, device)
-    return PackedSeqParams(
+    return PackedRows(
+        host_ends=batch.cu_seqlens,
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,

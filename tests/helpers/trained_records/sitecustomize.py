@@ -1,10 +1,9 @@
 """Copies the records of each trained step, before the controller deletes them.
 
 Python imports a module of this name at its start when its folder is on PYTHONPATH, so a test needs
-no setting of the run (`rollout.keep_records` would switch deletion off).  `MOERL_TEST_TRAINED`
-names the folder; below it, for each run:
+no setting of the run.  `MOERL_TEST_TRAINED` names the folder; below it, for each run:
 
-    RUN/INCARNATION/step-N.msgpack   groups of a step, as with rollout.keep_records
+    RUN/INCARNATION/step-N.msgpack   groups of a step
     RUN/blobs/NAME                   their blobs, unchanged
     RUN/unnamed.jsonl                after each step: blobs in the store, and those without a group
 """
@@ -21,13 +20,14 @@ HOOKED = "moerl.controller.trainer_handler"
 
 
 def hook(module: ModuleType) -> None:
-    kept = module.TrainerHandler._keep_records
+    added = module.TrainerHandler._add_row
 
-    def keep(self, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]
-        kept(self, step, groups)
-        copy(self, step, groups)
+    async def add_row(self, report) -> None:  # type: ignore[no-untyped-def]
+        await added(self, report)
+        if groups := self._batches.planned.get(report.step):  # not the row of an evaluation
+            copy(self, report.step, groups)
 
-    module.TrainerHandler._keep_records = keep
+    module.TrainerHandler._add_row = add_row
 
 
 def copy(handler, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]

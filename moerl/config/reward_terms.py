@@ -1,0 +1,44 @@
+"""Settings of the terms of a reward: `task.rewards`, one scorer each (docs/scoring.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moerl.config.bounds import Count, Natural, NonNegative, Positive
+
+Unit = Literal["step", "turn", "episode", "group"]
+Where = Literal["function", "actors", "http", "judge", "own"]
+Need = Literal["text", "messages", "tokens", "graph"]
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """A term of the reward of a task, and the scorer that gives it."""
+
+    name: str = ""  # in metrics: reward/NAME, scorer/.../NAME
+    weight: float = 1.0  # the reward is the sum of weight x term
+    # function: in isolated processes, actors: in Ray actors, http: by a service, judge: by a model
+    # on an engine of its own, own: by the task's program or environment object
+    where: Where = "function"
+    function: str = ""  # function, actors: as task.reward; actors: also package.module:Class
+    url: str = ""  # http: of the service
+    api_key: str = field(default="", repr=False)  # http: sent as bearer token
+    # Asked about: a step of a turn, a turn, an episode when it has ended, a closed group at once
+    unit: Unit = "episode"
+    separator: str = "\n\n"  # unit=step: text that ends a step
+    needs: list[Need] = field(default_factory=lambda: ["text"])  # parts of an episode that it gets
+    timeout_s: NonNegative = 0.0  # of a request; 0 = task.score_timeout_s
+    retries: Natural = 2  # of a request that was not answered; of a function that raised: none
+    batch: Count = 16  # most requests in a message
+    in_flight: Count = 8  # most messages at once
+    per_second: NonNegative = 0.0  # most messages; 0 = any number
+    queue: Count = 4096  # requests; more of them keep groups from starting
+    down_s: Positive = 600.0  # without any answer; then what waits cannot be scored
+    workers: Count = 1  # function: processes, actors: actors, judge: engines
+    cpus: NonNegative = 0.0  # actors: cores that Ray reserves for each
+    gpus: NonNegative = 0.0  # actors, judge: GPUs of each
+    model: str = ""  # judge: folder of the model
+    prompt: str = ""  # judge: text with {prompt}, {answer}, {response}; unit=group: {other}
+    choices: dict[str, float] = field(default_factory=dict)  # judge: its answers, and rewards
+    engine: dict[str, Any] = field(default_factory=dict)  # judge: as engine

@@ -1,0 +1,107 @@
+"""Checks of the terms of a reward: `task.rewards`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from moerl.config.reward_checks import check_reward
+from moerl.config.reward_terms import RewardTerm, Where
+from moerl.config.schema import Config
+from moerl.config.task_kinds import SOURCE
+from moerl.config.task_mixture import TaskEntry
+from moerl.config.task_tables import REWARD_NAMES, SOURCES, STEP_REWARDS
+
+Problem = tuple[str, object, str]
+_NAME = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)
+_TAKEN = ("mean", "std", "zero_var_frac")  # metrics reward/... of moerl
+# Fields that only some homes read
+_HOMES: dict[str, tuple[Where, ...]] = {
+    "function": ("function", "actors"),
+    "url": ("http",),
+    "api_key": ("http",),
+    "workers": ("function", "actors", "judge"),
+    "cpus": ("actors",),
+    "gpus": ("actors", "judge"),
+    "model": ("judge",),
+    "prompt": ("judge",),
+    "choices": ("judge",),
+    "engine": ("judge",),
+}
+
+
+def check_terms(config: Config, task: TaskEntry) -> Iterator[Problem]:
+    """Faults of `task.rewards`."""
+    if not task.rewards:
+        return
+    if task.reward:
+        yield "task.reward", task.reward, "task.rewards has all terms; use one of both"
+    names = [term.name for term in task.rewards]
+    for place, term in enumerate(task.rewards):
+        field = f"task.rewards.{place}"
+        if not _NAME.fullmatch(term.name) or term.name in _TAKEN:
+            allowed = "a term needs a name: a letter, then letters, digits, _ and -"
+            yield f"{field}.name", term.name, f"{allowed}; not {', '.join(_TAKEN)}"
+        if names.count(term.name) > 1:
+            yield f"{field}.name", term.name, "use each name once"
+        default = RewardTerm()
+        for name, homes in _HOMES.items():
+            if getattr(term, name) != getattr(default, name) and term.where not in homes:
+                value = "(hidden)" if name == "api_key" else getattr(term, name)
+                yield f"{field}.{name}", value, f"only where={' or '.join(homes)} reads it"
+        yield from _of_home(config, task, term, field)
+
+
+def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> Iterator[Problem]:
+    if term.unit == "step" and not term.separator:
+        yield f"{field}.separator", "", "a text that ends a step is needed"
+    if term.unit == "group" and term.where in ("function", "actors", "own"):
+        yield f"{field}.unit", "group", f"{term.where} sees one episode; use http or judge"
+    if term.where in ("function", "actors"):
+        yield from _of_function(task, term, field)
+    elif term.where == "own":
+        if not task.kind.speaks_messages:
+            allowed = "only a program or an environment object brings a reward"
+            yield f"{field}.where", "own", allowed
+        if term.unit != "episode":
+            yield f"{field}.unit", term.unit, "where=own has unit=episode"
+    elif term.where == "http":
+        if not term.url.startswith(("http://", "https://")):
+            yield f"{field}.url", term.url, "it begins with http:// or https://"
+        if "@" in term.url:
+            yield f"{field}.url", "(hidden)", "it has no login; use api_key"
+    else:
+        yield from _of_judge(term, field)
+    if term.gpus and not config.cluster.ray:
+        yield f"{field}.gpus", term.gpus, "it needs cluster.ray, whose nodes offer free GPUs"
+
+
+def _of_function(task: TaskEntry, term: RewardTerm, field: str) -> Iterator[Problem]:
+    name = term.function
+    if term.where == "actors" and task.isolation == "bwrap":
+        yield f"{field}.where", "actors", "Ray actors are not isolated; use function, or process"
+    if not name:
+        yield f"{field}.function", "", "name a function"
+    elif name == SOURCE and not SOURCES[task.name].reward and task.name != "reasoning_gym":
+        yield f"{field}.function", name, f"the prompts of {task.name} bring no reward"
+    elif name not in REWARD_NAMES and not _is_class(term):
+        check_reward(f"{field}.function", name, REWARD_NAMES)
+    if name in STEP_REWARDS and term.unit != "episode":
+        yield f"{field}.unit", term.unit, f"{name} scores the steps of an ended episode itself"
+
+
+def _is_class(term: RewardTerm) -> bool:
+    return term.where == "actors" and term.function.rpartition(":")[2][:1].isupper()
+
+
+def _of_judge(term: RewardTerm, field: str) -> Iterator[Problem]:
+    if not (Path(term.model) / "config.json").is_file():
+        yield f"{field}.model", term.model, "a model folder with config.json is needed"
+    allowed = ("{response}", "{turns}", "{step}")
+    if not any(one in term.prompt for one in allowed):
+        yield f"{field}.prompt", term.prompt, f"it must show {' or '.join(allowed)}"
+    if term.unit == "group" and "{other}" not in term.prompt:
+        yield f"{field}.prompt", term.prompt, "unit=group compares {response} with {other}"
+    if len(term.choices) < 2:
+        yield f"{field}.choices", term.choices, "name two answers or more, with their rewards"

@@ -1,0 +1,330 @@
+"""The scores of episodes: each term of a reward is asked for by its unit, and the terms are added.
+
+Steps and turns are asked about while their episode goes on, an episode when it has ended, and a
+group when it has closed; a group waits for its last answer, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from moerl.config.reward_terms import RewardTerm
+from moerl.config.task_mixture import TaskEntry
+from moerl.controller.scorer_queue import Answer, ScorerQueue
+from moerl.controller.step_metrics import StepMetrics
+from moerl.controller.task_group import TaskGroup
+from moerl.core.episode_view import EpisodeView, ScoreRequest, TurnView
+from moerl.core.errors import ScoreError
+from moerl.core.messages import Scorers
+from moerl.core.types import Prompt, Score, reward_problem
+from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
+from moerl.episodes.finished_episode import view_of_turn as viewed
+from moerl.episodes.open_episode import OpenEpisode, TurnCall
+
+Asked = asyncio.Future[list[Answer]]
+_REASON = 2000  # most characters of a reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A step or a turn that was asked about."""
+
+    turn: str
+    token: int  # of the turn's sampled tokens, with which it ends
+    answer: Asked
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """The open questions about one episode."""
+
+    views: dict[str, TurnView] = field(default_factory=dict)  # of ended turns, by name
+    cut: dict[str, int] = field(default_factory=dict)  # characters in whole steps, by turn
+    parts: dict[str, list[_Part]] = field(default_factory=dict)  # by term
+    whole: asyncio.Task[dict[str, Answer]] | None = None  # by term
+
+    def answers(self) -> list[asyncio.Future[Any]]:
+        found: list[asyncio.Future[Any]] = [
+            part.answer for parts in self.parts.values() for part in parts
+        ]
+        return found if self.whole is None else [*found, self.whole]
+
+
+class EpisodeScores:
+    """Used from the controller's event loop."""
+
+    def __init__(
+        self,
+        entries: Sequence[TaskEntry],
+        scorers: Scorers,
+        decode: Decode,
+        step_metrics: StepMetrics,
+        tasks: TaskGroup,
+    ) -> None:
+        self._decode = decode
+        self._terms = {entry.label: entry.terms for entry in entries}
+        self._episodes: dict[str, _Episode] = {}  # by name
+        self._queues: dict[tuple[str, str], ScorerQueue] = {}
+        for entry in entries:
+            for term in entry.terms:
+                if term.where != "own":
+                    name = f"{entry.label}.{term.name}" if entry.label else term.name
+                    self._queues[entry.label, term.name] = ScorerQueue(
+                        name,
+                        term,
+                        entry.timeout_of(term),
+                        partial(scorers.score, entry.label, term.name),
+                        step_metrics.scorers[name],
+                        tasks,
+                    )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a scorer has so many requests that no further group should start."""
+        return any(queue.is_full for queue in self._queues.values())
+
+    def watches(self, task: str) -> bool:
+        """Whether a scorer of this task is asked while an episode goes on."""
+        return any(term.unit in ("step", "turn") for term in self._terms[task])
+
+    # --- while an episode goes on -----------------------------------------------------------------
+    def sampled(self, episode: OpenEpisode, call: TurnCall) -> None:
+        """Ask about the steps that are whole by now."""
+        turn, prompt = call.turn, episode.spec.prompt
+        for term in self._terms[prompt.task]:
+            if term.unit == "step":
+                text = self._decode(turn.output_ids.tolist())
+                view = TurnView(turn.name, "", "", text, tuple(turn.output_ids.tolist()), "")
+                self._ask_steps(episode.name, prompt, term, view, is_over=False)
+
+    def turn_ended(self, episode: OpenEpisode, turn: RecordedTurn) -> None:
+        """Ask about a turn and its last steps."""
+        self._ask_turn(episode.name, episode.spec.prompt, turn)
+
+    def _ask_turn(self, name: str, prompt: Prompt, turn: RecordedTurn) -> None:
+        one = self._of(name)
+        view = one.views[turn.name] = viewed(prompt, turn, self._decode)
+        for term in self._terms[prompt.task]:
+            if term.unit == "step":
+                self._ask_steps(name, prompt, term, view, is_over=True)
+            elif term.unit == "turn":
+                turns = tuple(one.views.values())
+                self._ask_part(name, prompt, term, turns, len(view.token_ids) - 1)
+
+    def _ask_steps(
+        self, name: str, prompt: Prompt, term: RewardTerm, view: TurnView, *, is_over: bool
+    ) -> None:
+        one, text = self._of(name), view.response
+        begin = one.cut.get(view.name, 0)
+        for end in step_ends(text, begin, term.separator, is_over=is_over):
+            ids = view.token_ids
+            token = last_token_of(ids, end, self._decode) if end < len(text) else len(ids) - 1
+            turns = [turn for turn in one.views.values() if turn.name != view.name]
+            cut = replace(view, response=text[:end], token_ids=ids[: token + 1])
+            self._ask_part(name, prompt, term, (*turns, cut), token, begin)
+            begin = one.cut[view.name] = end
+
+    def _ask_part(
+        self,
+        name: str,
+        prompt: Prompt,
+        term: RewardTerm,
+        turns: tuple[TurnView, ...],
+        token: int,
+        step_begin: int = -1,
+    ) -> None:
+        view, key = EpisodeView(name, turns).only(term.needs), turns[-1].name
+        key = key if step_begin < 0 else f"{key}:{len(turns[-1].response)}"
+        answer = self._queues[prompt.task, term.name].put(
+            ScoreRequest(key, prompt, view, step_begin)
+        )
+        parts = self._of(name).parts.setdefault(term.name, [])
+        parts.append(_Part(turns[-1].name, token, answer))
+
+    def _of(self, name: str) -> _Episode:
+        return self._episodes.setdefault(name, _Episode())
+
+    # --- ended episodes ---------------------------------------------------------------------------
+    def ended(self, episode: FinishedEpisode) -> None:
+        """Ask about an episode; a second call asks nothing."""
+        one = self._of(episode.episode_id)
+        if one.whole is not None:
+            return
+        if self.watches(episode.prompt.task):
+            for turn in episode.turns:
+                if turn.name not in one.views:  # nobody watched it
+                    self._ask_turn(episode.episode_id, episode.prompt, turn)
+        asks: Coroutine[Any, Any, dict[str, Answer]] = self._whole(episode)
+        one.whole = asyncio.get_running_loop().create_task(asks)
+
+    async def _whole(self, episode: FinishedEpisode) -> dict[str, Answer]:
+        task, found = episode.prompt.task, dict[str, Answer]()
+        asked: dict[str, Asked] = {}
+        try:
+            terms = [term for term in self._terms[task] if term.unit == "episode"]
+            for term in terms:
+                if term.where == "own":
+                    lacks = ScoreError(f"{episode.episode_id} brought no reward of its own")
+                    found[term.name] = episode.own_score or lacks
+            others = [term for term in terms if term.where != "own"]
+            view = await self._view(episode) if others else EpisodeView(episode.episode_id, ())
+            for term in others:
+                request = ScoreRequest(view.name, episode.prompt, view.only(term.needs))
+                asked[term.name] = self._queues[task, term.name].put(request)
+            for name, answer in asked.items():
+                (found[name],) = await answer
+            return found
+        finally:
+            for answer in asked.values():
+                answer.cancel()
+
+    async def _view(self, episode: FinishedEpisode) -> EpisodeView:
+        """Long conversations are decoded in a thread."""
+        if len(episode.turns) > 1:
+            return await asyncio.to_thread(episode.view, self._decode)
+        return episode.view(self._decode)
+
+    async def of(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
+        """The scores of the episodes of one group.  Raises ScoreError."""
+        for episode in episodes:
+            self.ended(episode)
+        together = await self._of_groups(episodes)
+        found = []
+        for place, episode in enumerate(episodes):
+            one = self._episodes[episode.episode_id]
+            assert one.whole is not None, "it was asked above"
+            terms: dict[str, Answer] = dict(await one.whole)
+            terms |= {name: answers[place] for name, answers in together.items()}
+            for name, parts in one.parts.items():
+                terms[name] = await _of_parts(episode, parts)
+            found.append(self._sum(episode, terms))
+        return found
+
+    async def _of_groups(self, episodes: Sequence[FinishedEpisode]) -> dict[str, list[Answer]]:
+        """Of the terms that score a whole group, by term."""
+        prompt, asked = episodes[0].prompt, dict[str, Asked]()
+        terms = [term for term in self._terms[prompt.task] if term.unit == "group"]
+        if not terms:
+            return {}
+        views = [await self._view(episode) for episode in episodes]
+        for term in terms:
+            requests = [
+                ScoreRequest(f"{v.name}:group", prompt, v.only(term.needs), group=views[0].name)
+                for v in views
+            ]
+            asked[term.name] = self._queues[prompt.task, term.name].put(*requests)
+        try:
+            return {name: await answer for name, answer in asked.items()}
+        finally:
+            for answer in asked.values():
+                answer.cancel()
+
+    def forget(self, name: str) -> None:
+        """An episode's scores are not wanted any more."""
+        if (one := self._episodes.pop(name, None)) is not None:
+            for answer in one.answers():
+                answer.cancel()
+
+    def _sum(self, episode: FinishedEpisode, found: Mapping[str, Answer]) -> Score:
+        """The weighted sum of the terms, with steps at sampled tokens.  Raises ScoreError."""
+        terms, scores = self._terms[episode.prompt.task], []
+        for term in terms:
+            answer = found[term.name]
+            if isinstance(answer, ScoreError):
+                raise answer
+            scores.append(placed(answer, episode, self._decode))
+        total = scores[0]
+        if len(terms) > 1 or terms[0].weight != 1.0:
+            total = weighted(terms, scores, sum(turn.num_sampled for turn in episode.turns))
+        if problem := reward_problem(total.reward):
+            raise ScoreError(f"{episode.episode_id}: the reward {total.reward} {problem}")
+        return total
+
+
+async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
+    """The score of a term from those of its steps or turns, at the tokens with which they end."""
+    begins, steps, reasons = _begins(episode), dict[int, float](), []
+    for part in parts:
+        (answer,) = await part.answer
+        if isinstance(answer, ScoreError):
+            return answer
+        if part.turn in begins:  # it was not left out meanwhile
+            token = begins[part.turn] + part.token
+            steps[token] = steps.get(token, 0.0) + answer.reward
+            reasons += [answer.reason] if answer.reason else []
+    return Score(
+        sum(steps.values()), tuple(sorted(steps.items())), reason="; ".join(reasons)[:_REASON]
+    )
+
+
+def weighted(terms: Sequence[RewardTerm], scores: Sequence[Score], num_sampled: int) -> Score:
+    """The sum of several terms.  A term without steps counts at the last token beside one with."""
+    has_steps, steps = any(score.steps for score in scores), dict[int, float]()
+    metrics: dict[str, float] = {}
+    for term, score in zip(terms, scores, strict=True):
+        whole = ((max(0, num_sampled - 1), score.reward),)
+        for token, reward in score.steps or (whole if has_steps else ()):
+            steps[token] = steps.get(token, 0.0) + term.weight * reward
+        metrics[term.name] = score.reward
+        metrics |= {f"{term.name}.{name}": value for name, value in score.metrics.items()}
+    pairs = list(zip(terms, scores, strict=True))
+    return Score(
+        sum(term.weight * score.reward for term, score in pairs),
+        tuple(sorted(steps.items())),
+        errors=sum(score.errors for score in scores),
+        metrics=metrics,
+        reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
+    )
+
+
+def step_ends(text: str, begin: int, separator: str, *, is_over: bool) -> list[int]:
+    """Characters of a text before the end of each whole step behind `begin`.
+
+    is_over: the rest of the text is a step, too.
+    """
+    found, end = [], begin
+    while (at := text.find(separator, end)) >= 0:
+        end = at + len(separator)
+        found.append(end)
+    if is_over and (end < len(text) or not text):
+        found.append(len(text))
+    return found
+
+
+def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
+    """Process rewards at sampled tokens instead of turns and characters of the last response.
+
+    A turn's reward is at its last token, a step's at the token with its last character; rewards at
+    one token are added.  Raises ScoreError for turns whose rows are not in the order of time.
+    """
+    if not score.text_steps and not score.turns:
+        return score
+    begins, last = _begins(episode), episode.turns[-1]
+    found: dict[int, float] = {}
+    for turn, reward in zip(episode.turns if score.turns else (), score.turns, strict=True):
+        found[begins[turn.name] + turn.num_sampled - 1] = reward
+    for end, reward in score.text_steps:
+        token = begins[last.name] + last_token_of(last.output_ids.tolist(), end, decode)
+        found[token] = found.get(token, 0.0) + reward
+    return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
+
+
+def last_token_of(ids: Sequence[int], end: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """The token that holds the last of the first `end` characters."""
+    return bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
+
+
+def _begins(episode: FinishedEpisode) -> dict[str, int]:
+    """Sampled tokens of an episode before each turn, by its name.  Raises ScoreError."""
+    if not episode.rows_in_order:
+        raise ScoreError(f"{episode.episode_id} has turns side by side, and rewards of its steps")
+    begins, at = {}, 0
+    for turn in episode.turns:
+        begins[turn.name] = at
+        at += turn.num_sampled
+    return begins
