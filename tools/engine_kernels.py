@@ -38,8 +38,7 @@ from tools import stub_driver
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = (90, 100)  # sm_90a and sm_100a
 _WORKER_S = 3000.0
-_DRIVEN = ("sgl_kernel/**/*.so", "torch/lib/*.so", "deep_gemm/*.so", "flash_mla/**/*.so")
-_DRIVEN += ("deep_ep/**/*.so",)
+_DRIVEN = ("sgl_kernel", "torch/lib", "deep_gemm", "flash_mla", "deep_ep")
 # DeepGEMM asks the runtime library itself.
 _DEVICE = """#include <cstring>
 #include <cuda_runtime_api.h>
@@ -78,13 +77,13 @@ def compile_all(
     """Rows of all recipes: recipe, arch, kind, name, seconds, error, and whether it was kept."""
     with tempfile.TemporaryDirectory(prefix="engine-kernels-") as folder:
         (site,) = Path(sys.prefix).glob("lib/python3.*/site-packages")
-        libraries = [library for pattern in _DRIVEN for library in site.glob(pattern)]
+        libraries = [library for part in _DRIVEN for library in (site / part).rglob("*.so")]
         stub_driver.write(Path(folder), libraries, succeed=("cuTensorMapEncodeTiled",))
         for arch in architectures:
             _write_device(Path(folder), arch)
         pairs = [(recipe, arch) for recipe in recipes for arch in architectures]
         with ThreadPoolExecutor(workers) as pool:
-            found = pool.map(lambda pair: list(_of_recipe(*pair, out, Path(folder))), pairs)
+            found = pool.map(lambda pair: _of_recipe(pair[0], pair[1], out, Path(folder)), pairs)
             rows = []
             for (recipe, arch), each in zip(pairs, found, strict=True):
                 print(f"{recipe}, sm_{arch}a: {len(each)} modules", file=sys.stderr, flush=True)
@@ -96,11 +95,11 @@ def _write_device(folder: Path, arch: int) -> None:
     source = folder / f"device{arch}.cpp"
     source.write_text(_DEVICE)
     include = Path(sys.prefix, FOLDER, "include")
-    command = ["c++", "-shared", "-fPIC", f"-DCAPABILITY={arch}", f"-I{include}", source]
-    subprocess.run([*command, "-o", source.with_suffix(".so")], check=True)
+    command = ["c++", "-shared", "-fPIC", f"-DCAPABILITY={arch}", f"-I{include}", str(source)]
+    subprocess.run([*command, "-o", str(source.with_suffix(".so"))], check=True)
 
 
-def _of_recipe(recipe: str, arch: int, out: Path, folder: Path) -> Iterator[dict[str, Any]]:
+def _of_recipe(recipe: str, arch: int, out: Path, folder: Path) -> list[dict[str, Any]]:
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -129,7 +128,8 @@ def _of_recipe(recipe: str, arch: int, out: Path, folder: Path) -> Iterator[dict
         if done.returncode:
             log.seek(0)
             rows.append({"kind": "start", "name": recipe, "error": log.read()[-3000:]})
-    yield from ({"recipe": recipe, "arch": arch, "seconds": 0.0, "error": ""} | row for row in rows)
+    shared = {"recipe": recipe, "arch": arch, "seconds": 0.0, "error": ""}
+    return [shared | row for row in rows]
 
 
 def report(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -271,7 +271,7 @@ def start(recipe: str, capability: int, rows: Path) -> None:
 
 def _model_folder(config: Config, folder: Path) -> Path:
     """The recipe's config.json with two layers, one of them dense where the model has such."""
-    from moerl.planning.dry_run import model_shapes
+    from moerl.planning.estimates import model_shapes
 
     model = dict(model_shapes(config)) | {"num_hidden_layers": 2}
     if model.get("first_k_dense_replace"):

@@ -75,7 +75,7 @@ class Idle(TorchDispatchMode):
     """
 
     def __init__(self, deep_gemm: Callable[[Any, Any, Any], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.deep_gemm = deep_gemm
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +111,9 @@ class OnGpu(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def without(one: Any) -> Any:
             is_device = isinstance(one, torch.device)
             return torch.device("meta") if is_device else getattr(one, "meta", one)
@@ -163,9 +165,9 @@ def answer_for(capability: int) -> None:
     """Answer questions about the device before anybody asks."""
     major, minor = divmod(capability, 10)
     properties = types.SimpleNamespace(
-        name=NAMES[capability], major=major, minor=minor, total_memory=MEMORY,
-        multi_processor_count=132 if capability == 90 else 148, uuid="GPU-0", warp_size=32,
-        is_integrated=False, gcnArchName="", L2_cache_size=50 * 2**20, regs_per_multiprocessor=65536,
+        name=NAMES[capability], major=major, minor=minor, total_memory=MEMORY, uuid="GPU-0",
+        multi_processor_count=132 if capability == 90 else 148, warp_size=32, gcnArchName="",
+        is_integrated=False, L2_cache_size=50 * 2**20, regs_per_multiprocessor=65536,
         shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
         max_threads_per_multi_processor=2048,
     )  # fmt: skip
@@ -200,7 +202,8 @@ def answer_for(capability: int) -> None:
         answers[name] = lambda *_args, **_kwargs: None
     for name, value in answers.items():
         setattr(torch.cuda, name, value)
-    torch.cuda.streams.Stream = torch.Stream = Whatever  # type: ignore[misc]
+    for place in (torch.cuda.streams, torch):
+        setattr(place, "Stream", Whatever)  # noqa: B010
 
 
 def call_python_directly() -> None:
@@ -266,10 +269,12 @@ def fake_groups() -> None:
     def new(ranks: Any = None, *_args: Any, **_kwargs: Any) -> Any:
         return group(ranks, backend="fake")
 
-    dist.init_process_group, dist.new_group = init, new
+    idle = lambda *_args, **_kwargs: None  # noqa: E731
+    replaced = {"init_process_group": init, "new_group": new, "barrier": idle}
+    for name, function in (replaced | {"monitored_barrier": idle}).items():
+        setattr(dist, name, function)
     pynvml.nvmlInit = pynvml.nvmlShutdown = lambda: None
     shm_broadcast.MessageQueue.wait_until_ready = lambda _self: None
     custom_all_reduce_v2.can_use_custom_all_reduce_v2 = lambda **_pair: True
     custom_all_reduce_v2.CustomAllReduceV2.__init__ = _request_all_reduce
     pynccl_wrapper.NCCLLibrary.NCCL_CHECK = lambda _self, _result: None
-    dist.barrier = dist.monitored_barrier = lambda *_args, **_kwargs: None
