@@ -8,7 +8,8 @@
 # Called by tools/quickstart and tools/test before they do anything; a good environment costs a few
 # file reads.  Without --gpu, a .venv with a CUDA build of torch is left as it is.
 #
-# The GPU profile needs no CUDA toolkit: compiler, headers and libraries come as wheels.  It compiles
+# The GPU profile needs no CUDA toolkit: compiler, headers and libraries come as wheels, and .venv/cuda
+# is one folder of links to them, which engines and trainers compile their kernels with.  It compiles
 # the torch part of Transformer Engine, which has no wheel, for the torch that was just installed (30
 # minutes on one core), keeps that wheel in build/wheels or $MOERL_WHEELS, and builds our kernels.
 #
@@ -119,6 +120,7 @@ packages_gpu() {
   grep -v "^$source_package==" requirements/gpu.lock >"$wheels"
   grep "^$source_package==" requirements/gpu.lock >"$source"
   run_pip "$(grep -c == "$wheels") pinned packages" --require-hashes "--requirement=$wheels"
+  link_cuda
   use_packaged_cuda
   local folder made
   folder=${MOERL_WHEELS:-build/wheels}/torch-$(pinned torch)
@@ -138,15 +140,31 @@ packages_gpu() {
   run_pip "Transformer Engine" "$made"
 }
 
-# The compiler, headers and libraries of the CUDA wheels, for Transformer Engine.
+# .venv/cuda: the compiler of the wheels in the folders where programs look for it.  The wheels have
+# `lib` in place of `lib64`, libraries under their full version alone, and none of the driver, which
+# some kernels are linked with: an empty one of its name serves the linker.
+link_cuda() {
+  local packaged=$site/nvidia/cu13 home=$venv/cuda part library name
+  [[ -x $packaged/bin/nvcc ]] ||
+    fail "$packaged/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
+  rm -rf "$home/lib64"
+  mkdir -p "$home/lib64/stubs"
+  for part in bin include nvvm; do ln -sfnr "$packaged/$part" "$home/$part"; done
+  for library in "$packaged"/lib/lib*.so.*; do
+    name=$(basename "$library")
+    ln -sr "$library" "$home/lib64/$name"
+    ln -sfr "$library" "$home/lib64/${name%%.so.*}.so"
+  done
+  cc -shared -x c /dev/null -Wl,-soname,libcuda.so.1 -o "$home/lib64/stubs/libcuda.so"
+}
+
+# What Transformer Engine is compiled with.
 use_packaged_cuda() {
-  local packaged=$site/nvidia part
-  [[ -x $packaged/cu13/bin/nvcc ]] ||
-    fail "$packaged/cu13/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
-  export CUDA_HOME=$packaged/cu13 PATH=$packaged/cu13/bin:$PATH
+  local part
+  export CUDA_HOME=$venv/cuda PATH=$venv/cuda/bin:$PATH
   for part in cu13 cudnn nccl; do
-    CPATH=$packaged/$part/include${CPATH:+:$CPATH}
-    LIBRARY_PATH=$packaged/$part/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
+    CPATH=$site/nvidia/$part/include${CPATH:+:$CPATH}
+    LIBRARY_PATH=$site/nvidia/$part/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
   done
   export CPATH LIBRARY_PATH
 }
@@ -186,6 +204,9 @@ find_python() {
       continue
     if [[ $has != "$version" ]]; then
       met="$candidate is $has"
+    elif [[ $profile == gpu ]] && ! "$candidate" -c 'import os, sysconfig as s, sys
+sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))'; then
+      met="$candidate lacks Python.h, which Triton compiles with (on Debian: python$version-dev)"
     elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
       met="$candidate lacks the modules venv and ensurepip (on Debian: the package python$version-venv)"
     else

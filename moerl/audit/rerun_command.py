@@ -46,8 +46,8 @@ from moerl.runtime.run_dir import RunDir, refuse_foreign
 
 # Settings that place the same sum on other ranks or microbatches: weights agree, not bitwise.
 _LAYOUT = ("trainer.parallel.", "trainer.max_tokens_per_microbatch", "trainer.packing")
-# ... to this relative difference of a gradient norm over so many steps: sums of another order differ
-# in their last bits, and training on the outcome makes such a difference grow without end.
+# ... to this relative difference of a gradient norm over so many steps: sums of another order
+# differ in their last bits, and training on them makes such a difference grow without end.
 LAYOUT_BOUND, LAYOUT_STEPS = 1e-2, 20
 _POLL_S = 0.1
 
@@ -303,8 +303,7 @@ def _told(request: RerunRequest, recorded: RecordedSteps, played: RecordedRun, r
     if request.settings:
         _say(
             f"largest relative difference of the gradient norm in {LAYOUT_STEPS} steps "
-            f"{played.largest:.3g}"
-            + (f" (bound {LAYOUT_BOUND:g})" if request.keeps_loss else "")
+            f"{played.largest:.3g}" + (f" (bound {LAYOUT_BOUND:g})" if request.keeps_loss else "")
         )
         _say("rewards are those of the recorded rollouts: no policy was sampled")
     _say(f"curves beside each other  {page}")

@@ -250,13 +250,13 @@ def check_gpu(facts: GpuFacts) -> Iterator[tuple[str, str, str]]:
         named = ", ".join(f"{name} {version}" for name, version in parts.items())
         yield "Transformer Engine", f"versions differ: {named}", SETUP
     yield "libraries", f"torch for CUDA {cuda}, {', '.join(present)}", ""
-    if not facts.nvcc:  # engines compile at their start
-        yield "nvcc", "not found", f"{SETUP}, or install CUDA's compiler"
+    if facts.compile_error:  # engines compile at their start
+        yield "CUDA compiler", facts.compile_error, f"{SETUP}, or install CUDA's compiler"
     elif _major(facts.nvcc) != _major(cuda):
         remedy = f"put nvcc of CUDA {_major(cuda)} first on PATH"
-        yield "nvcc", f"{facts.nvcc}, torch is built for CUDA {cuda}", remedy
+        yield "CUDA compiler", f"{facts.nvcc}, torch is built for CUDA {cuda}", remedy
     else:
-        yield "nvcc", facts.nvcc, ""
+        yield "CUDA compiler", f"{facts.nvcc} compiles and links", ""
 
 
 def _major(version: str) -> int:

@@ -9,7 +9,8 @@
                             all-reduce, then 8 MiB to the next rank; print the speed as JSON
 
 The two `hold` jobs end when their input says so, or after a while.  No job changes the node or uses
-a GPU.  Versions are read from installed distributions and from the programs nvidia-smi and nvcc.
+a GPU.  Versions are read from installed distributions and from nvidia-smi; the CUDA compiler proves
+itself on one kernel.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import psutil
 
 from moerl.core.errors import ModelError
 from moerl.core.json_files import read_json
+from moerl.runtime.cuda_folder import compiler_environment
 from moerl.runtime.file_systems import file_system
 from moerl.runtime.machine import torch_cuda
 
@@ -54,7 +56,18 @@ FIRST_PORT, LAST_PORT = 20000, 31999  # `moerl.engine.host.sglang_server.free_po
 END = "end\n"  # ends a `hold` job
 _HOLD_S, _CONNECT_S, _PROGRAM_S = 20.0, 3.0, 20.0  # nvidia-smi wakes an idle driver
 _LINK_BYTES = 8 * 2**20
-_NVCC = ("nvcc", "/usr/local/cuda/bin/nvcc")
+# As SGLang builds its kernels.  The header refuses a compiler that is not of the headers' version.
+_KERNEL = """#include <cuda/std/cstdint>
+__global__ void add_one(cuda::std::int32_t* numbers) { ++numbers[threadIdx.x]; }
+extern "C" void launch(cuda::std::int32_t* numbers) { add_one<<<1, 32>>>(numbers); }
+"""
+_BUILD = """rule compile
+  command = {home}/bin/nvcc -std=c++20 -arch=sm_90a -Xcompiler -fPIC -c $in -o $out
+rule link
+  command = c++ $in -shared -L{home}/lib64 -lcudart -o $out
+build kernel.o: compile kernel.cu
+build kernel.so: link kernel.o
+"""
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,7 @@ class GpuFacts:
     driver_cuda: str = ""  # newest CUDA that the driver runs
     torch_cuda: str = ""  # CUDA that torch is built for; empty for a CPU build
     nvcc: str = ""
+    compile_error: str = ""  # why a kernel could not be compiled and linked
     libraries: dict[str, str] = field(default_factory=dict)  # by purpose
 
 
@@ -193,25 +207,47 @@ def _try_sandbox() -> str:
 
 # --- GPU parts -----------------------------------------------------------------------------------
 def gpu_facts() -> GpuFacts:
-    smi, built_for = _output("nvidia-smi"), torch_cuda()
+    smi, built_for, home = _output("nvidia-smi"), torch_cuda(), _cuda_home()
     major = built_for.partition(".")[0]
     libraries = {use: _version(name.format(major=major)) for use, name in GPU_PACKAGES.items()}
     return GpuFacts(
         driver=_match(r"Driver Version: ([\d.]+)", smi),
         driver_cuda=_match(r"CUDA Version: ([\d.]+)", smi),
         torch_cuda=built_for,
-        nvcc=_nvcc(major),
+        nvcc=_match(r"release ([\d.]+)", _output(f"{home}/bin/nvcc", "--version")),
+        compile_error=compile_error(home),
         libraries=libraries,
     )
 
 
-def _nvcc(major: str) -> str:
-    """Version of the compiler on PATH, else of the CUDA wheels."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    packaged = [f"{folder}/cu{major}/bin/nvcc" for folder in folders]
-    program = next((path for name in (*_NVCC, *packaged) if (path := shutil.which(name))), None)
-    return _match(r"release ([\d.]+)", _output(program, "--version")) if program else ""
+def _cuda_home() -> str:
+    """Folder of the compiler that an engine of this environment takes."""
+    found = os.environ | compiler_environment(os.environ)
+    nvcc = shutil.which("nvcc", path=found["PATH"]) or "/usr/local/cuda/bin/nvcc"
+    return found.get("CUDA_HOME") or found.get("CUDA_PATH") or str(Path(nvcc).parents[1])
+
+
+def compile_error(home: str) -> str:
+    """Why CUDA's compiler in a folder cannot compile and link one kernel; empty when it can."""
+    environment = os.environ | compiler_environment(os.environ)
+    ninja = shutil.which("ninja", path=environment["PATH"])
+    if ninja is None:
+        return "ninja is not on PATH"
+    with tempfile.TemporaryDirectory(prefix="moerl-doctor-") as folder:
+        Path(folder, "kernel.cu").write_text(_KERNEL)
+        Path(folder, "build.ninja").write_text(_BUILD.format(home=home))
+        try:
+            done = subprocess.run(
+                [ninja, "-C", folder], env=environment, capture_output=True, text=True,
+                timeout=_PROGRAM_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"nothing was compiled in {_PROGRAM_S:g} s"
+    if not done.returncode:
+        return ""
+    said = done.stdout.partition("FAILED:")[2].splitlines()[2:]  # behind target and command
+    lines = [line for line in said if re.search("error|cannot|not found", line)]
+    return (lines or said or [f"ninja ended with {done.returncode}"])[0]
 
 
 def _match(pattern: str, text: str) -> str:

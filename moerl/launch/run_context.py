@@ -39,6 +39,7 @@ from moerl.layout import ModelSpec, model_spec
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs, cluster_reader
+from moerl.runtime.cuda_folder import compiler_environment
 from moerl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -331,13 +332,14 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     Of this process's own variables only those that ranks read: no token of Ray, W&B, Hugging Face
     or a cloud.
     """
+    env = _allowed(os.environ) | transport_environment(config, slot.node.group)
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     gpus = visible_devices((*slot.devices, *mapped))
     if config.trainer.platform == "cpu":
         gpus = {VISIBLE: ""}
     return (
-        _allowed(os.environ)
-        | transport_environment(config, slot.node.group)
+        env
+        | compiler_environment(env)
         | gpus
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),

@@ -1,7 +1,8 @@
-"""The lock of the GPU profile resolves: uv finds the same set from the `gpu` extra, or none."""
+"""The lock of the GPU profile: uv resolves the extra to it, and its compiler fits its headers."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,23 @@ def uv(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, UV]
     subprocess.run(pip, check=True, timeout=patience(280))
     return folder / "bin/uv"
+
+
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
+
+
+def minors(lock: str) -> dict[str, str]:
+    """CUDA's version without its patch, by package of compiler and headers."""
+    pins = dict(line.split("==") for line in lines(lock))
+    return {name: pins[name].rpartition(".")[0] for name in COMPILER}
+
+
+def test_the_compiler_has_the_version_of_the_headers() -> None:
+    """CCCL, which kernels of SGLang include, refuses others.  Control: the newest compiler."""
+    lock = (ROOT / "requirements/gpu.lock").read_text()
+    assert set(minors(lock).values()) == {"13.0"}
+    newer = re.sub(r"(?m)^nvidia-cuda-nvcc==.*$", "nvidia-cuda-nvcc==13.5.37", lock)
+    assert set(minors(newer).values()) == {"13.0", "13.5"}
 
 
 def lines(text: str) -> set[str]:

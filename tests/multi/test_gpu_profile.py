@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import group_calls, stub_driver, te_modules
+from tests.helpers import group_calls, te_modules
 from tests.helpers.meta_ranks import ADAPTED, CASES, check, ranks
+from tools import stub_driver
 from tools.stages import GPU_PROFILE, ROOT
 
 pytestmark = [pytest.mark.gpu_profile, pytest.mark.timeout(600)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,12 @@ from moerl.doctor.doctor import check_gpu, examine
 from moerl.doctor.node import GpuFacts, gpu_facts
 
 SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1} |"
-NVCC = "Cuda compilation tools, release {0}, V{0}.88"
+# Stands for nvcc: writes its output, and says its version.
+NVCC = """#!/bin/sh
+test "$1" = --version && echo 'Cuda compilation tools, release {0}, V{0}.88' && exit
+while test "$1" != -o; do shift; done
+echo 'void launch(void) {{}}' | cc -fPIC -x c -c - -o "$2"
+"""
 WHOLE = GpuFacts(
     driver="580.65.06",
     driver_cuda="13.0",
@@ -33,15 +39,30 @@ WHOLE = GpuFacts(
 
 
 def program(folder: Path, name: str, says: str, code: int = 0) -> None:
-    (folder / name).write_text(f"#!/bin/sh\necho '{says}'\nexit {code}\n")
-    (folder / name).chmod(0o755)
+    script(folder / name, f"#!/bin/sh\necho '{says}'\nexit {code}\n")
+
+
+def script(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def compiler(home: Path, version: str) -> None:
+    """A folder like CUDA's, with an empty runtime library."""
+    (home / "bin").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    script(home / "bin/nvcc", NVCC.format(version))
+    library = home / "lib64/libcudart.so"
+    subprocess.run(["cc", "-shared", "-x", "c", os.devnull, "-o", library], check=True)
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is the PATH and has the distributions of a GPU node, with torch for CUDA 13."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(module, "_NVCC", ("nvcc",))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{tmp_path}/toolkit/bin:/bin:/usr/bin")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
     for name in ("torch", "nvidia"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -55,31 +76,49 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
     program(tmp_path, "nvidia-smi", SMI.format("580.65.06", "13.0"))
-    program(tmp_path, "nvcc", NVCC.format("13.0"))
+    compiler(tmp_path / "toolkit", "13.0")
     return tmp_path
 
 
 def test_facts_come_from_programs_and_distributions(node: Path) -> None:
     found = gpu_facts()
     assert (found.driver, found.driver_cuda) == ("580.65.06", "13.0")
-    assert (found.torch_cuda, found.nvcc) == ("13.0", "13.0")
+    assert (found.torch_cuda, found.nvcc, found.compile_error) == ("13.0", "13.0", "")
     assert found.libraries == {
         **{"cuDNN": "9.1", "NCCL": "9.1", "Transformer Engine": "2.20.2"},
         **{"Transformer Engine core": "2.20.2", "Transformer Engine torch": "2.20.2"},
     }
 
 
-def test_a_compiler_of_the_wheels_is_found(node: Path) -> None:
-    (node / "nvcc").unlink()
-    packaged = node / "nvidia/cu13/bin"
-    packaged.mkdir(parents=True)
-    program(packaged, "nvcc", NVCC.format("13.5"))
-    assert gpu_facts().nvcc == "13.5"
+def test_the_compiler_of_the_environment_goes_first(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before CUDA_HOME and PATH; control: without the folder CUDA_HOME is taken."""
+    compiler(node / "other", "12.8")
+    monkeypatch.setenv("CUDA_HOME", str(node / "other"))
+    assert gpu_facts().nvcc == "12.8"
+    compiler(node / "environment/cuda", "13.5")
+    assert (gpu_facts().nvcc, gpu_facts().compile_error) == ("13.5", "")
+
+
+def test_a_compiler_that_cannot_build_a_kernel_is_found_out(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linker, headers of another version, no compiler, no ninja."""
+    monkeypatch.setenv("CUDA_HOME", str(node / "toolkit"))
+    (node / "toolkit/lib64/libcudart.so").unlink()
+    assert "cannot find -lcudart" in gpu_facts().compile_error
+    program(node / "toolkit/bin", "nvcc", "error: compiler and headers are incompatible", code=1)
+    assert gpu_facts().compile_error == "error: compiler and headers are incompatible"
+    (node / "toolkit/bin/nvcc").unlink()
+    assert "nvcc: not found" in gpu_facts().compile_error
+    monkeypatch.setenv("PATH", str(node))
+    assert gpu_facts().compile_error == "ninja is not on PATH"
 
 
 def test_programs_that_fail_are_not_believed(node: Path) -> None:
     program(node, "nvidia-smi", SMI.format("580.65.06", "13.0"), code=9)
-    (node / "nvcc").unlink()
+    program(node / "toolkit/bin", "nvcc", "Cuda compilation tools, release 13.0", code=9)
     (node / "torch/version.py").write_text("cuda: str | None = None\n")
     found = gpu_facts()
     assert (found.driver, found.driver_cuda, found.torch_cuda, found.nvcc) == ("", "", "", "")
@@ -91,7 +130,7 @@ def wrong(facts: GpuFacts) -> list[str]:
 
 def test_a_whole_node_has_nothing_wrong() -> None:
     assert wrong(WHOLE) == []
-    assert {part for part, _, _ in check_gpu(WHOLE)} == {"driver", "libraries", "nvcc"}
+    assert {part for part, _, _ in check_gpu(WHOLE)} == {"driver", "libraries", "CUDA compiler"}
 
 
 @pytest.mark.parametrize(
@@ -103,8 +142,14 @@ def test_a_whole_node_has_nothing_wrong() -> None:
             "driver: 550.54, for CUDA up to 12.4 -> install a driver for CUDA 13.0",
         ),
         ({"torch_cuda": ""}, "CUDA: torch is missing or built for the CPU -> run tools/setup.sh"),
-        ({"nvcc": ""}, "nvcc: not found"),
-        ({"nvcc": "12.8"}, "nvcc: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13"),
+        (
+            {"compile_error": "no -lcudart"},
+            "CUDA compiler: no -lcudart -> run tools/setup.sh --gpu",
+        ),
+        (
+            {"nvcc": "12.8"},
+            "CUDA compiler: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13",
+        ),
     ],
 )
 def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:

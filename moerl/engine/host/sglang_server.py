@@ -43,6 +43,7 @@ from moerl.engine.weight_layout import (
     check_model,
     engine_layout,
 )
+from moerl.runtime.cuda_folder import compiler_environment
 from moerl.weight_sync.receiver_names import keys_path, socket_path
 
 _POLL_S = 0.1
@@ -260,7 +261,7 @@ class EngineServer:
 
     def _environment(self) -> dict[str, str]:
         threads = str(self.config.cpu_threads)
-        env = dict(os.environ)
+        env = os.environ | compiler_environment(os.environ)
         for name in ("SGLANG_USE_CPU_ENGINE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
             env.pop(name, None)
         env |= {

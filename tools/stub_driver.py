@@ -18,8 +18,11 @@ _BY_NAME = ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuGetProcAddres
 _OF_DRIVER = re.compile(r"^ *U (cu(?!File)[A-Z]\w*)(?:@.*)?$", re.MULTILINE)
 
 
-def write(folder: Path, libraries: Iterable[Path]) -> int:
-    """Compile it into the folder, with the functions that the libraries want; returns how many."""
+def write(folder: Path, libraries: Iterable[Path], succeed: Iterable[str] = ()) -> int:
+    """Compile it into the folder, with the functions that the libraries want; returns how many.
+
+    succeed: functions that say nothing of devices and do nothing.
+    """
     listed = [
         subprocess.run(
             ["nm", "--dynamic", "--undefined-only", library],
@@ -27,9 +30,12 @@ def write(folder: Path, libraries: Iterable[Path]) -> int:
         ).stdout
         for library in libraries
     ]  # fmt: skip
-    names = sorted({*_BY_NAME, *_OF_DRIVER.findall("\n".join(listed))})
+    names = {*_BY_NAME, *_OF_DRIVER.findall("\n".join(listed))} - {*succeed}
+    answers = dict.fromkeys(sorted(names), NO_DEVICE) | dict.fromkeys(succeed, 0)
     source = folder / "driver.c"
-    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names))
+    source.write_text(
+        "".join(f"int {name}(void) {{ return {n}; }}\n" for name, n in answers.items())
+    )
     out = folder / "libcuda.so.1"
     subprocess.run(
         ["cc", "-shared", "-fPIC", f"-Wl,-soname,{out.name}", source, "-o", out], check=True
