@@ -86,7 +86,8 @@ STAGES = (
         "layouts",
         14,
         "multi/test_layout_*.py multi/test_gpu_[!e]*.py multi/test_convert_torchrun.py"
-        " multi/test_head_logprob_tp.py multi/test_hf_weights.py multi/test_model_*.py"
+        " multi/test_engine_kernels.py multi/test_head_logprob_tp.py multi/test_hf_weights.py"
+        " multi/test_model_*.py"
         " multi/test_object_collectives.py multi/test_optimizer_shards.py"
         " multi/test_rank_server.py multi/test_transports.py",
         _WEIGHTS,
