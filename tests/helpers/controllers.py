@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from moerl.core.errors import (
     EngineError,
     ScoreError,
 )
-from moerl.core.ids import Ranges, ranges
+from moerl.core.ids import Ranges, ranges, without_life
 from moerl.core.messages import (
     CommitUpdate,
     Hello,
@@ -71,7 +70,7 @@ CONFIG = Config(
 
 def sibling(episode: EpisodeView) -> int:
     """Its number in its group."""
-    return int(re.findall(r"\d+", episode.name.rpartition(".")[2])[0])
+    return int(without_life(episode.name).split(".")[1])
 
 
 class StubScorer:
