@@ -242,6 +242,8 @@ def rerun(request: RerunRequest) -> int:
     config = _config(request)
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
+    if recorded.first != request.first:
+        _say(f"begins at step {recorded.first}, the newest checkpoint up to --from {request.first}")
     # Tokens of every trainer of the history are older than this one's weights.
     newest = max(recorded.starts)
     context = replace(prepare(config, run, resume=False), incarnation=newest)
