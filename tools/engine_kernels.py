@@ -144,7 +144,8 @@ def report(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         recipes = ", ".join(sorted(set(row["recipes"])))
         yield f"{kind:10} sm_{arch}a {row['seconds']:6.1f} s  {name}  ({recipes})"
         if row["error"]:
-            yield f"FAILED {row['error'].strip()[-1500:]}"
+            error = row["error"].strip()
+            yield f"FAILED {error if len(error) < 2000 else f'{error[:500]} ... {error[-1500:]}'}"
     for kind in sorted({kind for kind, _, _ in modules}):
         mine = [row for (one, _, _), row in modules.items() if one == kind]
         seconds, failed = sum(r["seconds"] for r in mine), sum(bool(r["error"]) for r in mine)
@@ -256,9 +257,10 @@ def start(recipe: str, capability: int, rows: Path) -> None:
     idle_gpu.answer_for(capability)
     idle_gpu.idle_triton(capability)
     idle_gpu.call_python_directly()
-    idle_gpu.fake_groups()
     compiling = Compiling(rows)
     compiling.install()
+    idle_gpu.fake_groups()
+    idle_gpu.keep_shapes()
     compiling.leave_downloads()
     config = resolve(load_config(recipe))
     with (

@@ -93,8 +93,10 @@ class Idle(TorchDispatchMode):
         returns = func._schema.returns
         if func._schema.name == "sgl_kernel::fwd":  # attention: heads of queries, width of values
             given = [args[0].new_zeros((*args[0].shape[:-1], args[2].shape[-1]))]
-        made = tuple(torch.zeros_like(given[0]) for _ in returns) if given else ()
-        return made[0] if len(returns) == 1 else made if returns else None
+        if not given:  # settings, which no device is asked for
+            return func(*args, **kwargs)
+        made = tuple(torch.zeros_like(given[0]) for _ in returns)
+        return made[0] if len(returns) == 1 else made or None
 
 
 class OnGpu(torch.Tensor):
@@ -211,6 +213,23 @@ def call_python_directly() -> None:
     from sglang.srt.utils import custom_op
 
     custom_op._call_directly_in_eager = lambda function, _operator: function
+
+
+def keep_shapes() -> None:
+    """Where SGLang looks at what kernels made: at scales of block fp8, and at counts of pages."""
+    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.mem_cache.allocator import paged, swa
+
+    count = paged.get_num_new_pages
+
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # its tensors must be the host's, and are
+            return count(*args, **kwargs)
+
+    paged.get_num_new_pages = swa.get_num_new_pages = on_host
+
+    transform = fp8_utils.transform_scale_ue8m0
+    fp8_utils.transform_scale_ue8m0 = lambda sf, mn, *_own: transform(sf, mn, True)
 
 
 def idle_triton(capability: int) -> None:

@@ -67,6 +67,20 @@ def test_modules_of_every_recipe_compile_and_link() -> None:
         assert f"  {name}  (" in said, f"{name} was not asked for"
 
 
+@pytest.mark.timeout(900)
+def test_a_copied_folder_saves_the_compiler(tmp_path: Path) -> None:
+    """SGLang's modules, where it may not compile.  Control: an empty folder."""
+    words = (PYTHON, "-m", "tools.engine_kernels", "olmoe-1b-7b", "--arch", "90", "--out")
+    code, said = hidden(*words, KERNELS, seconds=280)
+    assert code == 0, said[-3000:]
+    shutil.copytree(KERNELS, tmp_path / "copied")
+    code, said = hidden(*words, tmp_path / "copied", seconds=280, SGLANG_CRASH_ON_JIT_COMPILE="1")
+    assert code == 0, said[-3000:]
+    code, said = hidden(*words, tmp_path / "empty", seconds=280, SGLANG_CRASH_ON_JIT_COMPILE="1")
+    assert code != 0
+    assert "no usable cached build" in said
+
+
 def one_module(home: Path, cache: Path) -> tuple[int, str]:
     found = {"CUDA_HOME": str(home), "SGLANG_JIT_CACHE_DIR": str(cache)}
     path = f"{GPU_PROFILE}/bin:{os.environ['PATH']}"
