@@ -70,7 +70,7 @@ CONFIG = Config(
 
 def sibling(episode: EpisodeView) -> int:
     """Its number in its group."""
-    return int(without_life(episode.name).split(".")[1])
+    return int(without_life(episode.name).split(".")[1].partition("-")[0])
 
 
 class StubScorer:
