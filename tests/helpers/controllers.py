@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ CONFIG = Config(
 
 def sibling(episode: EpisodeView) -> int:
     """Its number in its group."""
-    return int(without_life(episode.name).split(".")[1].partition("-")[0])
+    return int(re.findall(r"\d+", without_life(episode.name).rpartition(".")[2])[0])
 
 
 class StubScorer:
