@@ -345,7 +345,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A policy that the trained one learns from: a model folder, or an earlier version of itself."""
+    """A policy that the trained one learns from: a folder, or an earlier version of itself."""
 
     name: str = "teacher"  # in metrics; of several teachers each has its own
     path: str = ""  # Hugging Face folder with the student's vocabulary
