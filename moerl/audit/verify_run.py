@@ -167,7 +167,7 @@ def _plan_differences(
 
 def _teacher_differences(start: StartLine, line: StepLine, plan: BatchPlan) -> Iterator[str]:
     """Teachers that follow the policy have the step's version, in the plan and in every score."""
-    algorithm = read_section(AlgorithmConfig, start.settings["algorithm"], "algorithm.")
+    algorithm = read_section(AlgorithmConfig, start.settings.get("algorithm", {}), "algorithm.")
     want = teachers_at(algorithm, start.begins, line.step)
     for what, found in (
         ("the plan", plan.teachers),

@@ -213,6 +213,11 @@ def followers_of(a: AlgorithmConfig) -> dict[str, TeacherConfig]:
     return {teacher.name: teacher for teacher in teachers_of(a) if teacher.follows}
 
 
+def ref_field(role: str) -> str:
+    """The setting of a model that only scores, for messages."""
+    return "algorithm.reference" if role == "reference" else f"algorithm.teachers.{role}"
+
+
 def borrows_policy(config: Config, teacher: TeacherConfig) -> bool:
     """Whether a teacher is the trained model with the adapters of another version."""
     on_trainer = config.ref_models.placement == "trainer"
@@ -254,7 +259,7 @@ def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
 
 def _check_folders(config: Config) -> None:
     a = config.algorithm
-    found = {f"algorithm.teachers.{t.name}.path": t.path for t in teachers_of(a) if t.path}
+    found = {f"{ref_field(t.name)}.path": t.path for t in teachers_of(a) if t.path}
     found |= {"algorithm.reference": a.reference} if a.reference else {}
     for field, folder in found.items():
         if not Path(folder, "config.json").is_file():
@@ -438,7 +443,7 @@ def _check_teachers(config: Config) -> None:
         raise ConfigError("algorithm.teachers", [], "distill_coef needs at least one")
     labels = [entry.label for entry in entries_of(config)]
     for teacher in teachers_of(a):
-        name, field = teacher.name, f"algorithm.teachers.{teacher.name}"
+        name, field = teacher.name, ref_field(teacher.name)
         if name in seen or not _NAME.fullmatch(name) or name in _ROLES:
             allowed = f"a name of its own: letters, digits, _ and -, not {' or '.join(_ROLES)}"
             raise ConfigError("algorithm.teachers.name", name, allowed)

@@ -28,7 +28,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moerl.config.algorithms import followers_of, ref_models_of
+from moerl.config.algorithms import followers_of, ref_field, ref_models_of
 from moerl.config.schema import Config
 from moerl.core.errors import ConfigError
 from moerl.core.types import PolicyVersion
@@ -52,7 +52,7 @@ def open_ref_models(config: Config, vocab_size: int, parallel: Parallel) -> dict
     follows = followers_of(config.algorithm)
     return {
         role: RefModel(
-            f"algorithm.{role}", folder, vocab_size, config, parallel, follows=role in follows
+            ref_field(role), folder, vocab_size, config, parallel, follows=role in follows
         )
         for role, folder in ref_models_of(config).items()
     }
