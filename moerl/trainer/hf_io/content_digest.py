@@ -8,7 +8,7 @@ a bijection of the bits: one changed element always changes the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,26 @@ def content_digest(
     tensors: of this rank by local name, laid out as `tiles`.  shapes: of the whole Hugging Face
     tensors.  group: of gloo.
     """
-    own: dict[str, int] = {}  # a box of a tensor -> its sum
+    own = box_sums(tensors, tiles, shapes)
+    return joined(all_gather_values(own, dict[str, int], group))
+
+
+def joined(ranks: Iterable[Mapping[str, int]]) -> str:
+    """The digest, from `box_sums` of all ranks."""
+    every = {box: number for own in ranks for box, number in own.items()}
+    return f"{sum(every.values()) % 2**64:016x}"
+
+
+def box_sums(
+    tensors: Mapping[str, Tensor], tiles: Named, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Name and box of each part of a Hugging Face tensor on a rank -> its sum."""
+    found = {}
     for name, local in tiles.items():
         for tile in local.tiles:
             part = tensors[name][at(tile.box)].reshape([len(span) for span in tile.hf_box])
-            own[f"{tile.hf} {tile.hf_box}"] = _sum(part, tile.hf, tile.hf_box, shapes[tile.hf])
-    every: dict[str, int] = {}
-    for part_of_rank in all_gather_values(own, dict[str, int], group):
-        every |= part_of_rank
-    return f"{sum(every.values()) % 2**64:016x}"
+            found[f"{tile.hf} {tile.hf_box}"] = _sum(part, tile.hf, tile.hf_box, shapes[tile.hf])
+    return found
 
 
 def _sum(part: Tensor, name: str, box: Box, shape: tuple[int, ...]) -> int:
