@@ -71,7 +71,7 @@ class Kept:
     def weights(self, version: object) -> dict[str, torch.Tensor]:
         return load_file(self.run.dir.versions / str(version) / "model.safetensors")
 
-    def mean(self, versions: Sequence[PolicyVersion]) -> dict[str, torch.Tensor]:
+    def mean(self, versions: Sequence[str]) -> dict[str, torch.Tensor]:
         """Of MEAN, from the versions at multiples of 3."""
         found = self.weights(versions[0])
         for version in versions[1:]:
@@ -156,15 +156,7 @@ def _compare(run: Run) -> dict[str, Any]:
             other = kept.scores(kept.weights(before), plan, blobs)
             found["control"] = max(found["control"], _gap(plan, "slow", other))
         if "mean" in want:
-            steps = range(0, want["mean"].step + 1, 3)
-            line = [
-                next(
-                    PolicyVersion(i, s)
-                    for i in (0, 1, 2)
-                    if str(PolicyVersion(i, s)) in _lineage(begin.begins, s)
-                )
-                for s in steps
-            ]
+            line = [_lineage(begin.begins, s) for s in range(0, want["mean"].step + 1, 3)]
             values = kept.scores(kept.mean(line), plan, blobs)
             found["gap"] = max(found["gap"], _gap(plan, "mean", values))
     return found

@@ -20,6 +20,7 @@ from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.audit.verify_run import _teacher_differences
 from moerl.config import load_config
 from moerl.config.algorithms import check_algorithm, followers_of, ref_models_of
+from moerl.config.clusters import placement
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import (
     AlgorithmConfig,
@@ -37,6 +38,8 @@ from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import received
 from moerl.data.teacher_versions import teacher_folder, teacher_step, teachers_at, version_at
 from moerl.layout import at, check_parallel, hf_shapes, megatron_tiles
+from moerl.planning.estimates import estimates
+from moerl.planning.memory import Training, trainer_memory, with_teachers
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.content_digest import box_sums, joined
@@ -330,3 +333,16 @@ def test_folders_have_names_of_versions(tmp_path: Path) -> None:
         AlgorithmConfig(distill_coef=1.0, teachers=[SLOW]), [PolicyVersion(0, 0)], 7
     )["slow"]
     assert teacher_folder(RunDir(tmp_path), "slow", version) == tmp_path / "teachers/slow/0.6"
+
+
+def test_a_dry_run_names_teachers_and_their_memory() -> None:
+    settings = ["algorithm.distill_coef=1", "ref_models.placement=separate"]
+    teachers = "[{follows: policy, lag: 2, every: 4},{name: mean, follows: policy, ema: 0.5}]"
+    config = load_config("quickstart", [*settings, f"algorithm.teachers={teachers}"])
+    text = "\n".join(estimates(config, placement(config)))
+    assert "teacher teacher: version t - 2 of the policy, exchanged every 4; on reference" in text
+    assert "mean with ema 0.5" in text
+    rank = trainer_memory(SPECS["qwen3_moe"], ParallelConfig(), Training(dtype="fp32"))[0]
+    (found,) = with_teachers([rank], Training(dtype="fp32"), config.algorithm.teachers)
+    assert found.teachers == 8 * rank.parameters, "a copy, and one mean"
+    assert found.host - rank.host == found.teachers
