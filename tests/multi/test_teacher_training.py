@@ -33,6 +33,8 @@ from moerl.runtime.run_dir import RunDir
 from tests.helpers.fake_controller import FakeController, run_gang
 from tests.helpers.trainer_support import make_model, make_plan
 
+pytestmark = pytest.mark.full
+
 STEPS = 6
 SLOW = TeacherConfig(name="slow", follows="policy", lag=1, every=2)
 MEAN = TeacherConfig(name="mean", follows="policy", ema=0.5, weight=0.5)
