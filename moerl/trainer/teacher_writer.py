@@ -186,6 +186,7 @@ class TeacherWriter:
             shutil.rmtree(folder, ignore_errors=True)
             publish_teacher(fresh, folder, digest)
             log.info("teacher %s: version %s, digest %s", name, version, digest)
+        dist.barrier(self._group)  # the others' `wait` ends when the folder is there
 
     def _mean(
         self, name: str, teacher: TeacherConfig, own: Mapping[str, Tensor]

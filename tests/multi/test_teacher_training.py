@@ -22,6 +22,7 @@ from moerl.config.schema import (
     RefModelsConfig,
     ReplayConfig,
     RunConfig,
+    SyncConfig,
     TeacherConfig,
     TrainerConfig,
 )
@@ -55,7 +56,8 @@ class Bench:
         self.config = Config(
             run=RunConfig(root=str(root), name="run", steps=STEPS),
             model=ModelConfig(path=str(model)),
-            engine=EngineConfig(count=0),
+            engine=EngineConfig(count=1),
+            sync=SyncConfig(transport="shm", bucket_bytes=20_000, timeout_s=30.0),
             replay=ReplayConfig(routing="off"),
             algorithm=algorithm,
             checkpoint=CheckpointConfig(every=3, keep_versions=True),

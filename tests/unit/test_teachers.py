@@ -208,6 +208,8 @@ def test_a_digest_is_equal_under_every_layout_and_sees_one_element(family: str) 
     place = tuple(size // 2 for size in spoiled.shape)
     spoiled[place] = torch.nextafter(spoiled[place], torch.tensor(torch.inf))
     assert digest(whole | {name: spoiled}, {}) not in found, "control: one element, one bit"
+    turned = whole[name].flatten().flip(0).view(whole[name].shape)
+    assert digest(whole | {name: turned}, {}) not in found, "control: the same elements elsewhere"
 
 
 def test_loaded_weights_with_another_digest_are_refused(tmp_path: Path) -> None:

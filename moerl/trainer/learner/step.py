@@ -241,7 +241,12 @@ class Learner:
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
             for role, policy in self.ref_models.items():
-                self._keep(scores, role, self._scored(role, policy.model, batches))
+                if self._is_exact_teacher(role):
+                    scores.supports[role] = teacher_supports(
+                        policy.model, config.algorithm, batches
+                    )
+                else:
+                    scores.logprobs[role] = policy.logprobs(batches)
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
