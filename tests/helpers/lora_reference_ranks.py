@@ -1,5 +1,5 @@
-"""Worker of test_lora_reference: the reference of a run with adapters, a second model, and a teacher
-that is a version of the adapters.
+"""Worker of test_lora_reference: the reference of a run with adapters, a second model, and a
+teacher that is a version of the adapters.
 
 lora_reference_ranks.py --model DIR --work DIR --sizes JSON [--lora JSON] [--dtype bf16]
 """
