@@ -101,9 +101,11 @@ class RefScoreQueue:
 
         None: all are scored for which the teachers' versions are written.
         """
+        if self._follows and not self._lineage.begins:
+            return None  # no trainer has said hello
         limit, groups = self._config.rollout.groups_per_step, list[EpisodeGroup]()
         teachers: dict[str, PolicyVersion] = {}
-        for step, group in self._live() if self._lineage.begins or not self._follows else ():
+        for step, group in self._live():
             of_step = self.teachers(step)
             if self._is_scored(group, of_step) or not self._are_written(of_step):
                 continue
