@@ -32,7 +32,7 @@ from moerl.data.teacher_versions import teachers_at
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.fake_controller import FakeController, run_gang
-from tests.helpers.trainer_support import make_model, make_plan
+from tests.helpers.trainer_support import make_model, make_plan, replan
 
 pytestmark = pytest.mark.full
 
@@ -65,14 +65,21 @@ class Bench:
         )
         save_config(self.config, self.run.config)
         self.begins = [PolicyVersion(0, 0)]
+        self.until = STEPS
+        self.made: dict[int, BatchPlan] = {}
 
     def plan(self, step: int) -> BatchPlan | None:
         if step >= self.until:
             return None
-        plan = make_plan(self.store, seed=step, step=step, dp_size=2)
         version = PolicyVersion(self.begins[-1].incarnation, step)
         teachers = teachers_at(self.config.algorithm, self.begins, step)
-        return replace(plan, version=version, teachers=teachers)
+        return replace(replan(self.records(step), 2), version=version, teachers=teachers)
+
+    def records(self, step: int) -> BatchPlan:
+        """For one rank, the same every time."""
+        if step not in self.made:
+            self.made[step] = make_plan(self.store, seed=step, step=step)
+        return self.made[step]
 
     def train(self, until: int = STEPS, checkpoint: Path | None = None) -> tuple[str, list[dict]]:
         """(errors, metrics of the steps)"""
@@ -170,9 +177,8 @@ LAYOUTS = {"stages": ParallelConfig(pp=2), "tensor": ParallelConfig(tp=2, etp=2)
 
 
 def _one_rank(bench: Bench, step: int) -> BatchPlan:
-    plan = make_plan(bench.store, seed=step, step=step, dp_size=1)
     teachers = teachers_at(bench.config.algorithm, bench.begins, step)
-    return replace(plan, teachers=teachers)
+    return replace(bench.records(step), teachers=teachers)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,8 +205,7 @@ def _check(bench: Bench, scored: Scored, version: str) -> None:
     path = str(bench.run.versions / version)
     algorithm = replace(bench.config.algorithm, teachers=[TeacherConfig(name="slow", path=path)])
     frozen.config = replace(bench.config, algorithm=algorithm)
-    frozen.store = bench.store
-    step = int(version[2:]) + 1
+    frozen.store, step = bench.store, int(version[2:]) + 1
     plan = replace(_one_rank(bench, step), teachers={})
     errors, (want,) = frozen.score(ParallelConfig(), plan)
     assert not errors, errors[-4000:]

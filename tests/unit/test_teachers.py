@@ -200,7 +200,9 @@ def test_a_digest_is_equal_under_every_layout_and_sees_one_element(family: str) 
 
     found = set()
     for axes in MESHES:
-        with contextlib.nullcontext() if not axes else contextlib.suppress(ConfigError, LayoutError):
+        with (
+            contextlib.nullcontext() if not axes else contextlib.suppress(ConfigError, LayoutError)
+        ):
             found.add(digest(whole, axes))  # some families cannot be cut so
     assert len(found) == 1
     name = sorted(whole)[len(whole) // 2]
