@@ -49,6 +49,11 @@ class RefScoreQueue:
         self._run = RunDir(Path(config.run.root) / config.run.name)
         self._follows = bool(followers_of(config.algorithm))
 
+    @property
+    def in_use(self) -> bool:
+        """Whether plans have scores of separate ranks."""
+        return bool(self._roles)
+
     async def wait(self, step: int, timeout_s: float, is_current: Callable[[], bool]) -> float:
         """Wait until the groups of a planned step are scored; returns the seconds waited.
 
