@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from moerl.records.stream_files import (
     surviving,
     whole_plan,
 )
+from tests.helpers.patience import patience
 from tests.helpers.train_runs import ENOUGH, Run, last_step, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -213,3 +216,30 @@ def test_with_adapters_a_teacher_is_its_factors(tmp_path: Path) -> None:
     print({name: value for name, value in found.items() if name != "versions"})
     assert found["gap"] <= GATE
     assert found["control"] > 100 * GATE, "control: an older version misses"
+
+
+def _rerun(source: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "moerl", "rerun", str(source), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_rerun_makes_the_teachers_of_the_trainers_ranks_again(tmp_path: Path) -> None:
+    own = [item for item in OWN if not item.startswith(("ref_models", "checkpoint.every"))]
+    teachers = f"algorithm.teachers=[{SLOW},{MEAN}]"
+    settings = [*ENOUGH, *own, teachers, "run.steps=6", "checkpoint.every=3"]
+    run = start(tmp_path, "quickstart", *settings, name="x")
+    try:
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    rows = run.rows()
+    assert [row["teacher/slow/version"] for row in rows] == [0, 0, 1, 2, 3, 4]
+    assert [row["teacher/mean/version"] for row in rows] == [0, 0, 0, 3, 3, 3]
+    assert any(row["loss/kl_teacher"] for row in rows)
+    code, text = _rerun(run.dir.root)
+    assert code == 0, text
+    assert "6 of 6 steps ended with the recorded weights" in text
+    code, text = _rerun(run.dir.root, "--from", "4")
+    assert code != 0
+    assert "versions before step 3 are not in the stream: rerun from step 0" in text, text
