@@ -142,7 +142,9 @@ class BorrowedPolicy:
         """As `RefModel.take`, the adapters alone."""
         self.version, spec = None, self._model.spec
         self._factors = load_adapter(folder, spec, self._lora)
-        parts, sizes = self._model.parts_of(self._factors), self._parallel.sizes
+        own, parts = self._model.factors(), self._model.parts_of(self._factors)
+        parts = {name: part.to(own[name].dtype) for name, part in parts.items()}
+        sizes = self._parallel.sizes
         found = factors_digest(parts, spec, self._lora, sizes, self._parallel.control)
         check_digest(folder, found)
         self.version = version
