@@ -43,6 +43,7 @@ from moerl.config.algorithms import (
     borrows_policy,
     exact_distillation,
     followers_of,
+    teachers_of,
 )
 from moerl.config.schema import Config
 from moerl.core.errors import NonRetryableError, TrainerError
@@ -137,7 +138,7 @@ class Learner:
             name: BorrowedPolicy(model, config, parallel, lambda: self.before_update())
             for name in (
                 *(["reference"] if base_is_reference(config) else []),
-                *(t.name for t in config.algorithm.teachers if borrows_policy(config, t)),
+                *(t.name for t in teachers_of(config.algorithm) if borrows_policy(config, t)),
             )
         }
         routers_move = bool(model.spec.moe_layers) and not model.adapters
