@@ -12,8 +12,9 @@ The list of modules is SGLang's: its model runner is made with the arguments of 
 as rank 0 of its world, with two layers, captures its graphs and samples once, over a GPU that
 answers questions and does nothing else (tools/idle_gpu.py).  Compiled and linked are the modules of
 `load_jit` and FlashInfer's; kernels of the CUTLASS DSL, which every start compiles in memory; and
-the first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes, and
-attention that FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`).
+the first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes,
+attention that FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`), and kernels
+of the CUTLASS DSL inside operators (rows `operator`).
 """
 
 from __future__ import annotations
@@ -228,14 +229,19 @@ class Compiling:
             if name.startswith("flashinfer") and hasattr(module, "get_trtllm_gen_fmha_module"):
                 module.get_trtllm_gen_fmha_module = get  # type: ignore[attr-defined]
 
-    def deep_gemm(self, operator: Any, args: Any, kwargs: Any) -> None:
-        """Call DeepGEMM's own kernel, which compiles and then finds no device to load it on."""
+    def operator(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """One without a kernel for the CPU.
+
+        DeepGEMM's own kernel is called: it compiles, and then finds no device to load it on.
+        """
         import torch
 
         from tools.idle_gpu import on_gpu
 
-        name = operator._schema.name.partition("::")[2]
-        if "gemm" not in name:
+        namespace, _, name = operator._schema.name.partition("::")
+        if namespace == "sglang":  # its kernel is compiled in the call, which needs a device
+            self.build("operator", name, lambda: None)
+        if namespace != "deep_gemm" or "gemm" not in name:
             return
 
         def make() -> None:
@@ -266,7 +272,7 @@ def start(recipe: str, capability: int, rows: Path) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         idle_gpu.Pretend(),
-        idle_gpu.Idle(compiling.deep_gemm),
+        idle_gpu.Idle(compiling.operator),
     ):
         _run(config, _model_folder(config, Path(folder)))
 
