@@ -1,8 +1,8 @@
 """A scorer as an HTTP service: questions in, scores out (docs/scoring.md).
 
-    python examples/score_service.py 8800 &
-    moerl train quickstart run.steps=40 \
-      'task.rewards=[{name: sorted, where: http, url: "http://127.0.0.1:8800/"}]'
+    python examples/score_service.py 8800
+
+A run asks it with 'task.rewards=[{name: sorted, where: http, url: "http://127.0.0.1:8800/"}]'.
 
 The same key always asks about the same text: a service may keep its answers by key, and here a
 repeated question costs nothing.  Questions of one message are answered together, in any order; one

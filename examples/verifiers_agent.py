@@ -4,9 +4,8 @@
       'task.agent.command=[python, examples/verifiers_agent.py, TASKSET]' --run with-verifiers
 
 Give the Python of an environment that has verifiers 0.4 in place of `python`, which is moerl's own.
-TASKSET is the name of an installed set of tasks.  A second argument is the environment's
-configuration as JSON, where it has other roles than `agent`, another harness or another place to
-run than processes on this machine.
+TASKSET is the name of an installed set of tasks.  A second argument is the environment's JSON
+configuration, where it has other roles than `agent`, another harness or another place to run.
 
 moerl sends a line of JSON for each episode, many at a time, and takes one back for each.  The
 number of the prompt chooses the task; every tenth of the set is played in evaluations only.

@@ -147,7 +147,7 @@ link_cuda() {
   local packaged=$site/nvidia/cu13 home=$venv/cuda part library name
   [[ -x $packaged/bin/nvcc ]] ||
     fail "$packaged/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
-  rm -rf "$home/lib64"
+  rm -rf "${home:?}/lib64"
   mkdir -p "$home/lib64/stubs"
   for part in bin include nvvm; do ln -sfnr "$packaged/$part" "$home/$part"; done
   for library in "$packaged"/lib/lib*.so.*; do

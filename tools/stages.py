@@ -86,7 +86,8 @@ STAGES = (
         "layouts",
         14,
         "multi/test_layout_*.py multi/test_gpu_[!e]*.py multi/test_convert_torchrun.py"
-        " multi/test_head_logprob_tp.py multi/test_hf_weights.py multi/test_model_*.py"
+        " multi/test_engine_kernels.py multi/test_head_logprob_tp.py multi/test_hf_weights.py"
+        " multi/test_model_*.py"
         " multi/test_object_collectives.py multi/test_optimizer_shards.py"
         " multi/test_rank_server.py multi/test_transports.py",
         _WEIGHTS,
@@ -97,7 +98,8 @@ STAGES = (
         "multi/test_checkpoint_writer.py multi/test_critic.py multi/test_dither*.py"
         " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
-        " multi/test_sglang_lora_pool.py multi/test_train*.py multi/test_turn_rows_training.py",
+        " multi/test_sglang_lora_pool.py multi/test_support_training.py multi/test_train*.py"
+        " multi/test_turn_rows_training.py",
         _TRAINER,
     ),
     Stage(
@@ -112,16 +114,17 @@ STAGES = (
     Stage("models", 21, "e2e/test_model_dsa.py e2e/test_model_families.py"),
     Stage(
         "recipes",
-        15,
+        18,
         "e2e/test_architecture.py e2e/test_data_files_run.py e2e/test_examples_run.py"
-        " e2e/test_lora_*.py e2e/test_model_start_run.py e2e/test_recipes.py e2e/test_sft.py"
-        " e2e/test_train.py",
+        " e2e/test_lora_*.py e2e/test_model_start_run.py e2e/test_nccl_settings.py"
+        " e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
     ),
     Stage(
         "variants",
         19,
         "e2e/test_agent_*_run.py e2e/test_agent_long_episode.py e2e/test_agent_run.py"
-        " e2e/test_long_contexts.py e2e/test_main_job.py e2e/test_turns.py e2e/test_variants.py",
+        " e2e/test_long_contexts.py e2e/test_main_job.py e2e/test_scoring_run.py e2e/test_turns.py"
+        " e2e/test_variants.py",
     ),
     Stage(
         "faults",

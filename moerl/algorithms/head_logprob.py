@@ -10,6 +10,10 @@ its own logits.  Rows that keep few entries are taken some at a time, and the he
 union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
 mask do: a matrix product costs less than the copy of so many rows of the weight.
 
+Support: the log-probabilities of some entries of each row, all kept ones or any others, come out
+as well, differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact
+gradients.  Of the logits these alone are held: one number per entry.
+
 The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
 Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
 in Megatron's vocabulary-parallel cross entropy).  Every rank gets the whole result and returns the
@@ -24,7 +28,7 @@ in no fixed order on CUDA); a kernel of its own (products of this size are the l
 The recomputation in backward follows Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
 
 Legend: S sampled tokens, H hidden, V vocabulary entries of this shard, R rank of an adapter; of a
-block: N rows, U entries of the vocabulary, Z kept entries.
+block: N rows, U entries of the vocabulary; Z kept entries, or entries of the support.
 """
 
 from __future__ import annotations
@@ -55,17 +59,18 @@ _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are
 class Scores(NamedTuple):
     """[S] each, fp32 (fp64 for fp64 hidden states), natural log, equal on all ranks of a tp group.
 
-    Only the log-probability is differentiable.
+    Only the log-probabilities are differentiable.
     """
 
     logprob: Tensor
     entropy: Tensor  # of the distribution the log-probability belongs to
     full_entropy: Tensor | None  # over the whole vocabulary, when asked for
+    support: Tensor | None = None  # [Z] log-probabilities in the order of its ids, when asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """The recorded sampling mask of each sampled token, as CSR."""
+    """Entries of the vocabulary of each sampled token, as CSR: its sampling mask or a support."""
 
     offsets: Tensor  # [S + 1] i64, rising from 0 to nnz
     ids: Tensor  # [nnz] i64 or i32, global vocabulary ids, ascending in a row
@@ -109,65 +114,112 @@ def kept_logprobs(
     *,
     temperature_S: Tensor,
     full_entropy: bool = False,
+    support: bool = False,
 ) -> Scores:
     """Log-probability and entropy of each sampled token over its recorded sampling mask.
 
     hidden_SH: bf16, fp32 or fp64, the input of the output layer that produced each token.
     sampled_S: i64 global ids.  sampled_S and the mask belong on the host.  full_entropy: also the
-    entropy over the vocabulary, one more pass through the whole head.
+    entropy over the vocabulary, one more pass through the whole head.  support: also the
+    log-probabilities of all kept entries.
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`.
     """
     sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
     _check_mask(sampled, offsets, ids)
-    blocks = _kept_blocks(sampled, offsets, ids, head, hidden_SH.device)
-    scores = _score(hidden_SH, head, temperature_S, blocks)
+    lengths = offsets.diff()
+    kept = _Kept.of(head, sampled, lengths, ids)
+    blocks = _kept_blocks(kept, head, hidden_SH.device)
+    scores = _score(hidden_SH, head, temperature_S, blocks, lengths if support else None)
     if not full_entropy:
         return scores
     with torch.no_grad():
-        nowhere = torch.full_like(sampled, -1)
-        every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head))
+        nowhere = _Kept.of(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
+        every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head), None)
     return scores._replace(full_entropy=every.entropy)
 
 
 def full_logprobs(
-    hidden_SH: Tensor, head: Head, sampled_S: Tensor, *, temperature_S: Tensor
+    hidden_SH: Tensor,
+    head: Head,
+    sampled_S: Tensor,
+    *,
+    temperature_S: Tensor,
+    support: SamplingMask | None = None,
 ) -> Scores:
     """The same over the whole vocabulary, padding entries (global id >= vocab_size) excluded.
 
+    support: entries, on the host, whose log-probabilities are wanted, too; distinct in a row, in
+    any order.
     Raises RecordError `token_range`.
     """
     sampled = sampled_S.cpu()
     if bool(((sampled < 0) | (sampled >= head.vocab_size)).any()):
         raise RecordError("token_range", f"a sampled token lies outside 0..{head.vocab_size - 1}")
-    scores = _score(hidden_SH, head, temperature_S, _full_blocks(sampled, head))
+    lengths, ids = torch.zeros_like(sampled), sampled[:0]
+    if support is not None:
+        lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
+    blocks = _full_blocks(_Kept.of(head, sampled, lengths, ids), head)
+    wanted = None if support is None else lengths
+    scores = _score(hidden_SH, head, temperature_S, blocks, wanted)
     return scores._replace(full_entropy=scores.entropy)
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_SH: Tensor, head: Head, k: int, *, temperature_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest entries of each row over the vocabulary: ids [S, k] i64 and log-probabilities
+    [S, k], likeliest first, equal on all ranks of a tp group.
+    """
+    assert 0 < k <= head.vocab_size, f"{k} of {head.vocab_size} vocabulary entries"
+    num, device = len(hidden_SH), hidden_SH.device
+    tau_S = temperature_S.to(_compute_dtype(hidden_SH))
+    sums = _RowSums(tau_S, 0)
+    best = torch.full((num, k), _ABSENT, dtype=tau_S.dtype, device=device)
+    ids = torch.zeros((num, k), dtype=torch.long, device=device)
+    for rows in torch.arange(num, device=device).split(_ROWS):
+        for part in _runs(head, len(rows)):
+            block = _Block(rows, torch.full_like(rows, -1), rows[:0], part, rows[:0], False)
+            z_NU = _logits(hidden_SH, head, tau_S, block)
+            top, columns = z_NU.topk(min(k, z_NU.shape[1]), dim=1)
+            merged = torch.cat([best[rows], top], 1).topk(k, dim=1)
+            best[rows] = merged.values
+            found = torch.cat([ids[rows], columns + (head.start + part.start)], 1)
+            ids[rows] = found.gather(1, merged.indices)
+            sums.add(block, z_NU)
+    log_z_S, _ = sums.join(head.group)
+    if head.group is not None and dist.get_world_size(head.group) > 1:
+        parts = [torch.empty_like(best) for _ in range(dist.get_world_size(head.group))]
+        places = [torch.empty_like(ids) for _ in parts]
+        dist.all_gather(parts, best, group=head.group)
+        dist.all_gather(places, ids, group=head.group)
+        merged = torch.cat(parts, 1).topk(k, dim=1)
+        best, ids = merged.values, torch.cat(places, 1).gather(1, merged.indices)
+    return ids, (best.double() - log_z_S[:, None]).to(tau_S.dtype)
 
 
 # --- blocks of logits -----------------------------------------------------------------------------
 class _Block(NamedTuple):
     rows: Tensor  # [N] i64, sampled tokens
     columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
-    places: Tensor | None  # [Z] i64, kept entries in the flattened block; None: all are kept
+    places: Tensor  # [Z] i64, kept entries in the flattened block
     entries: Tensor | slice  # [U] i64 ascending, on a CPU then copies of the first; or a run
+    support: Tensor | None  # [Z] i64, numbers of these entries in the support; None: not wanted
+    is_masked: bool  # entries that are not kept are absent
 
 
-def _full_blocks(sampled: Tensor, head: Head) -> list[_Block]:
+def _full_blocks(kept: _Kept, head: Head) -> list[_Block]:
     """Every row with every entry of this shard."""
     return [
-        _Block(rows, _columns(sampled[rows] - head.start, part), None, part)
-        for rows in torch.arange(len(sampled)).split(_ROWS)
-        for part in _runs(head, len(rows))
+        block._replace(is_masked=False)
+        for rows in torch.arange(len(kept.sampled)).split(_ROWS)
+        for block in kept.runs(rows, _runs(head, len(rows)))
     ]
 
 
-def _kept_blocks(
-    sampled: Tensor, offsets: Tensor, ids: Tensor, head: Head, device: torch.device
-) -> list[_Block]:
+def _kept_blocks(kept: _Kept, head: Head, device: torch.device) -> list[_Block]:
     """The kept entries of this shard, each in one block."""
-    owner = torch.repeat_interleave(offsets.diff())
-    mine = (ids >= head.start) & (ids < head.start + head.width)
-    kept = _Kept(owner[mine], ids[mine] - head.start, sampled - head.start)
-    counts = torch.bincount(kept.owner, minlength=len(sampled))
+    counts = torch.bincount(kept.owner, minlength=len(kept.sampled))
     is_many = counts * _FEW > head.width
     few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
     on_cpu = device.type == "cpu"
@@ -183,51 +235,67 @@ class _Kept(NamedTuple):
 
     owner: Tensor  # [nnz] i64, rising
     ids: Tensor  # [nnz] i64, local, ascending in a row
+    numbers: Tensor  # [nnz] i64, among the entries of all shards
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
+
+    @classmethod
+    def of(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
+        """Take the entries of this shard.  lengths: of all rows; ids: of all rows, global."""
+        owner = torch.repeat_interleave(lengths)
+        mine = (ids >= head.start) & (ids < head.start + head.width)
+        numbers = mine.nonzero()[:, 0]
+        return cls(owner[mine], ids[mine] - head.start, numbers, sampled - head.start)
 
     def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
         """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
-        owner, ids = self._of(rows)
+        owner, ids, numbers = self._of(rows)
         sizes = _sizes(counts[rows], most)
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
-        pieces = zip(rows.split(sizes), owner.split(lengths), ids.split(lengths), strict=True)
-        return [self._union(some, of - of[0], kept, multiple) for some, of, kept in pieces]
+        parts = (part.split(lengths) for part in (owner, ids, numbers))
+        return [
+            self._union(some, of - of[0], kept, which, multiple)
+            for some, of, kept, which in zip(rows.split(sizes), *parts, strict=True)
+        ]
 
-    def _union(self, rows: Tensor, owner: Tensor, ids: Tensor, multiple: int) -> _Block:
+    def _union(
+        self, rows: Tensor, owner: Tensor, ids: Tensor, numbers: Tensor, multiple: int
+    ) -> _Block:
         entries, columns = torch.unique(ids, return_inverse=True)
         sampled = self.sampled[rows]
         found = torch.searchsorted(entries, sampled).clamp(max=len(entries) - 1)
         own = torch.where(entries[found] == sampled, found, -1)
         # no row keeps the columns added here: their logits are absent, their gradients zeros
         entries = torch.cat([entries, entries[:1].expand(-len(entries) % multiple)])
-        return _Block(rows, own, owner * len(entries) + columns, entries)
+        return _Block(rows, own, owner * len(entries) + columns, entries, numbers, True)
 
     def runs(self, rows: Tensor, parts: list[slice]) -> list[_Block]:
         """Blocks of rows with runs of equal length of the vocabulary."""
         if not parts:
             return []
-        owner, ids = self._of(rows)
+        owner, ids, numbers = self._of(rows)
         number = ids // (parts[0].stop - parts[0].start)
         order = number.argsort(stable=True)
         lengths = torch.bincount(number, minlength=len(parts)).tolist()
-        pieces = zip(parts, owner[order].split(lengths), ids[order].split(lengths), strict=True)
+        pieces = (one[order].split(lengths) for one in (owner, ids, numbers))
         return [
             _Block(
                 rows,
                 _columns(self.sampled[rows], part),
                 of * (part.stop - part.start) + kept - part.start,
                 part,
+                which,
+                True,
             )
-            for part, of, kept in pieces
+            for part, of, kept, which in zip(parts, *pieces, strict=True)
         ]
 
-    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Entries of some rows, each with the number of its row among them."""
+    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries of some rows: the number of its row among them, its id, its own number."""
         where = torch.full((len(self.sampled),), -1)
         where[rows] = torch.arange(len(rows))
         number = where[self.owner]
-        return number[number >= 0], self.ids[number >= 0]
+        return number[number >= 0], self.ids[number >= 0], self.numbers[number >= 0]
 
 
 def _sizes(counts: Tensor, union: int) -> list[int]:
@@ -265,28 +333,39 @@ def _upload(blocks: list[_Block], device: torch.device) -> list[_Block]:
         return blocks
     moved = iter(upload(torch.cat(parts), device).split([len(part) for part in parts]))
     return [
-        _Block(
-            next(moved),
-            next(moved),
-            None if block.places is None else next(moved),
-            block.entries if isinstance(block.entries, slice) else next(moved),
-        )
-        for block in blocks
+        _Block._make(next(moved) if isinstance(t, Tensor) else t for t in block) for block in blocks
     ]
 
 
+def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S]: sums over the entries of each row, in a fixed order; differentiable."""
+    sums: Tensor = torch.segment_reduce(values_Z, "sum", lengths=lengths_S, unsafe=True)
+    return sums
+
+
 # --- the head -------------------------------------------------------------------------------------
-def _score(hidden: Tensor, head: Head, temperature: Tensor, blocks: list[_Block]) -> Scores:
+def _score(
+    hidden: Tensor,
+    head: Head,
+    temperature: Tensor,
+    blocks: list[_Block],
+    lengths: Tensor | None,
+) -> Scores:
+    """lengths: [S] i64, entries of the support of each row; None: no support is wanted."""
+    if lengths is None:
+        blocks = [block._replace(support=None) for block in blocks]
     blocks = _upload(blocks, hidden.device)
+    lengths_S = None if lengths is None else upload(lengths, hidden.device)
+    num = 0 if lengths is None else int(lengths.sum())
     low = b = None
     if head.adapter is not None and torch.is_grad_enabled():
         dtype = head.operand_dtype(hidden)
         low = torch.nn.functional.linear(hidden.detach().to(dtype), head.adapter.a.to(dtype))
         b = head.adapter.b
-    logprob_S, entropy_S = _Score.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, low, b, temperature, head, blocks
+    logprob_S, entropy_S, support_Z = _Score.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, low, b, temperature, lengths_S, num, head, blocks
     )
-    return Scores(logprob_S, entropy_S, None)
+    return Scores(logprob_S, entropy_S, None, None if lengths is None else support_Z)
 
 
 class _Score(Function):
@@ -298,25 +377,34 @@ class _Score(Function):
         low: Tensor | None,
         b: Tensor | None,
         temperature: Tensor,
+        lengths_S: Tensor | None,
+        num: int,
         head: Head,
         blocks: list[_Block],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tau_S = temperature.to(_compute_dtype(hidden))
-        sums = _RowSums(tau_S)
+        sums = _RowSums(tau_S, num)
         for block in blocks:
             sums.add(block, _logits(hidden, head, tau_S, block))
         log_z_S, entropy_S = sums.join(head.group)
-        ctx.save_for_backward(hidden, low, tau_S, log_z_S.to(tau_S.dtype))
+        ctx.save_for_backward(hidden, low, tau_S, log_z_S.to(tau_S.dtype), lengths_S)
         ctx.head, ctx.blocks = head, blocks
         entropy_S = entropy_S.to(tau_S.dtype)
         ctx.mark_non_differentiable(entropy_S)
-        return (sums.picked - log_z_S).to(tau_S.dtype), entropy_S
+        support_Z = sums.support
+        if lengths_S is not None:
+            support_Z = support_Z - log_z_S.repeat_interleave(lengths_S, output_size=num)
+        return (sums.picked - log_z_S).to(tau_S.dtype), entropy_S, support_Z.to(tau_S.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, low, tau_S, log_z_S = ctx.saved_tensors
+        hidden, low, tau_S, log_z_S, lengths_S = ctx.saved_tensors
         head: Head = ctx.head
         scale_S = grads[0].to(tau_S.dtype) / tau_S
+        scale_Z, sum_S = grads[2].to(tau_S.dtype), torch.zeros_like(scale_S)
+        if lengths_S is not None:
+            scale_Z = scale_Z / tau_S.repeat_interleave(lengths_S, output_size=len(scale_Z))
+            sum_S = sum_of_rows(scale_Z, lengths_S)
         wants_hidden, wants_weight, wants_low, wants_b = ctx.needs_input_grad[:4]
         product = _Product(hidden, head.weight, tau_S.dtype, sides=(wants_hidden, wants_weight))
         products = [product]
@@ -327,16 +415,23 @@ class _Score(Function):
             )
         for block in ctx.blocks:
             grad = _logits(hidden, head, tau_S, block).sub_(log_z_S[block.rows, None]).exp_().neg_()
+            of_support = None
+            if block.support is not None:
+                of_support = grad * sum_S[block.rows, None]
+                of_support.view(-1).index_add_(0, block.places, scale_Z[block.support])
             own = (block.columns >= 0).to(grad.dtype)[:, None]
             grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
-            grad = grad.mul_(scale_S[block.rows, None]).to(head.operand_dtype(hidden))
+            grad = grad.mul_(scale_S[block.rows, None])
+            if of_support is not None:
+                grad += of_support
+            grad = grad.to(head.operand_dtype(hidden))
             for one in products:
                 one.add(block, grad)
         d_low = d_b = None
         if head.adapter is not None and low is not None:
             d_low, d_b = products[1].gradients()
             d_low = None if d_low is None else (d_low * head.adapter.scale).to(low.dtype)
-        return *product.gradients(), d_low, d_b, None, None, None
+        return *product.gradients(), d_low, d_b, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
@@ -344,7 +439,7 @@ def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
     dtype = head.operand_dtype(hidden)
     z_NU = hidden[block.rows].to(dtype) @ head.weight[block.entries].to(dtype).T
     z_NU = z_NU.to(tau_S.dtype).div_(tau_S[block.rows, None])
-    if block.places is None:
+    if not block.is_masked:
         return z_NU
     absent = torch.ones(z_NU.numel(), dtype=torch.bool, device=z_NU.device)
     absent.index_fill_(0, block.places, False)
@@ -354,17 +449,20 @@ def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
 class _RowSums:
     """Over the entries seen so far, by row, in fp64: a row may lie in many blocks."""
 
-    def __init__(self, like_S: Tensor) -> None:
+    def __init__(self, like_S: Tensor, num_support: int) -> None:
         self.top = torch.full_like(like_S, _ABSENT, dtype=torch.float64)  # maximum z
         self.total = torch.zeros_like(self.top)  # sum of exp(z - top)
         self.weighted = torch.zeros_like(self.top)  # sum of exp(z - top) * (z - top)
         self.picked = torch.zeros_like(self.top)  # z of the sampled token
+        self.support = self.top.new_zeros(num_support)  # z of the entries of the support
 
     def add(self, block: _Block, z_NU: Tensor) -> None:
         """Add a block of logits, which is then used up."""
         rows, columns = block.rows, block.columns
         own = z_NU.gather(1, columns.clamp(min=0)[:, None])[:, 0]
         self.picked[rows] += torch.where(columns >= 0, own, 0).double()
+        if block.support is not None and len(self.support):
+            self.support[block.support] = z_NU.view(-1)[block.places].double()
         top = z_NU.amax(-1)
         e_NU = z_NU.sub_(top[:, None]).exp()
         total, weighted = e_NU.sum(-1).double(), z_NU.mul_(e_NU).sum(-1).double()
@@ -385,6 +483,8 @@ class _RowSums:
             own = _about(top, self.top, self.total, self.weighted)
             sums = torch.stack([*own, self.picked])
             dist.all_reduce(sums, group=group)
+            if len(self.support):
+                dist.all_reduce(self.support, group=group)
             self.top = top
             self.total, self.weighted, self.picked = sums
         log_total = self.total.log()

@@ -1,9 +1,11 @@
 """The loss of one microbatch and its metrics, composed from the algorithm settings.
 
-    sum over tokens of weight_N x (correction_N x objective_N + kl_coef x KL_N
-                                   - entropy_coef x entropy_N)
+    sum over tokens of weight_N x (correction_N x objective_N + age_N x A_N x C_N + kl_coef x KL_N
+                                   + distill_coef x teacher_KL_N - entropy_coef x entropy_N)
 
-Distillation adds distill_coef x (teacher - theta), without a graph, to the objective's advantage.
+C is the term of score centering, which has the weight by ratio in it, so of the corrections it
+takes those by age alone.  Distillation over the sampled token adds distill_coef x
+(teacher - theta), without a graph, to the objective's advantage in place of the KL.
 `weight_N` is the global weight of `moerl.algorithms.aggregation`, so the loss of a step is the
 plain sum of this expression over ranks and microbatches.  Corrections scale the policy term only:
 a rejected sequence keeps its KL term (DeepSeek-V3.2 eq. 5).  Counts include rejected tokens and are
@@ -25,7 +27,7 @@ from moerl.algorithms.kl import entropy_bonus, k3
 from moerl.algorithms.objectives import TokenLoss
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Tokens
-from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
+from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES, exact_distillation
 from moerl.config.schema import AlgorithmConfig
 
 
@@ -41,13 +43,15 @@ SUM_NAMES = (
     "tokens",
     "sequences",
     "pg",  # weighted terms as added to the loss
+    "centering",
     "kl",
+    "distill",
     "entropy_bonus",
     "clip_low",  # clipped tokens
     "clip_high",
     "clip_dual",
     "kl_value",  # sum over tokens of r * k3 against the reference
-    "teacher_kl",  # sum over tokens of r * (theta - teacher)
+    "teacher_kl",  # sum over tokens of r * (theta - teacher), or of the KL over a support
     "drift",  # sum over sequences of mean(mu - theta)
     "moved_k3",  # sum over tokens of x - 1 - log x, x = theta / prox
     "rejected",  # tokens with weight 0
@@ -57,31 +61,41 @@ SUM_NAMES = (
 )
 
 
+_TERMS = ("pg", "centering", "kl", "distill", "entropy_bonus")
+
+
 def policy_loss(algorithm: AlgorithmConfig, t: Tokens, weight_N: Tensor) -> PolicyLoss:
     """The loss of one microbatch.  weight_N: [N], the aggregation's weight of each token.
 
     Without sampled tokens the loss is a zero that stays connected to `t.logprob`, so that backward
     runs on every rank.  Raises ConfigError for an unknown name.
     """
-    if algorithm.distill_coef:
+    if algorithm.distill_coef and not exact_distillation(algorithm):
         t = replace(t, advantage=t.advantage + algorithm.distill_coef * distillation(t))
     old = t.engine if algorithm.ratio == "engine" else t.prox
     token: TokenLoss = choose("algorithm.objective", algorithm.objective, OBJECTIVES)(
         t, old, algorithm
     )
     corrections = correct(algorithm, t)
-    factor = torch.ones_like(t.engine)
-    for correction in corrections.values():
+    factor = age = torch.ones_like(t.engine)
+    for name, correction in corrections.items():
         factor = factor * correction.weight
+        age = age if CORRECTIONS[name].reweighs else age * correction.weight
     pg = (weight_N * factor * token.loss).sum()
-    kl = entropy = torch.zeros_like(pg)
+    centering = kl = distill = entropy = torch.zeros_like(pg)
+    if t.centering is not None:
+        centering = (weight_N * age * t.advantage * t.centering).sum()
+    if t.teacher_kl is not None:
+        distill = algorithm.distill_coef * (weight_N * t.teacher_kl).sum()
     if algorithm.kl != "off":
         kl = algorithm.kl_coef * (weight_N * choose("algorithm.kl", algorithm.kl, KLS)(t)).sum()
     if algorithm.entropy_coef:
         entropy = -algorithm.entropy_coef * (weight_N * entropy_bonus(t)).sum()
     sums = _token_sums(t, token, factor, corrections)
-    sums |= {"pg": pg, "kl": kl, "entropy_bonus": entropy}
-    return PolicyLoss(pg + kl + entropy, _packed(sums, pg.device))
+    sums |= {"pg": pg, "centering": centering, "kl": kl, "distill": distill}
+    sums |= {"entropy_bonus": entropy}
+    loss = pg + centering + kl + distill + entropy
+    return PolicyLoss(loss, _packed(sums, pg.device))
 
 
 def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
@@ -128,11 +142,11 @@ def loss_metrics(algorithm: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -
     tokens, sequences = value["tokens"], value["sequences"]
     if not tokens:
         return {}
-    for name in ("pg", "kl", "entropy_bonus"):
+    for name in _TERMS:
         value[name] /= num_steps
     metrics = {
         "loss/pg": value["pg"],
-        "loss/total": value["pg"] + value["kl"] + value["entropy_bonus"],
+        "loss/total": sum(value[name] for name in _TERMS),
         "loss/tokens": tokens,
         "loss/clip_low_frac": value["clip_low"] / tokens,
         "loss/clip_high_frac": value["clip_high"] / tokens,
@@ -142,6 +156,8 @@ def loss_metrics(algorithm: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -
         metrics["loss/moved_k3"] = value["moved_k3"] / tokens
     if algorithm.objective in ("ppo_dual_clip", "dppo_tv", "dppo_kl"):
         metrics["loss/clip_dual_frac"] = value["clip_dual"] / tokens
+    if algorithm.centering:
+        metrics["loss/centering"] = value["centering"]
     if algorithm.kl != "off":
         metrics["loss/kl_ref"] = value["kl"]
     if algorithm.kl != "off" or algorithm.reward_kl_coef:
@@ -181,7 +197,9 @@ def _token_sums(
     if t.reference is not None:
         with torch.no_grad():
             sums["kl_value"] = ((t.logprob - t.engine).exp() * k3(t)).double().sum()
-    if t.teacher is not None:
+    if t.teacher_kl is not None:
+        sums["teacher_kl"] = t.teacher_kl.detach().double().sum()
+    elif t.teacher is not None:
         ratio = (t.logprob.detach() - t.engine).exp()
         sums["teacher_kl"] = -(ratio * distillation(t)).double().sum()
     for name, correction in corrections.items():

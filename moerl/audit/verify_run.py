@@ -186,9 +186,11 @@ def _group_differences(
 def _arrays(rollout: Rollout) -> Iterator[tuple[str, BlobRef]]:
     for route in (*rollout.routing, *rollout.audit_rows):
         yield "routes", route.ids
-    for mask in rollout.sampling_mask:
+    for mask in (*rollout.sampling_mask, *rollout.top_logprobs):
         yield "mask", mask.offsets
         yield "mask", mask.ids
+        if mask.logprobs is not None:
+            yield "mask", mask.logprobs
     for logprobs in rollout.sealed_logprobs:
         yield "log-probabilities", logprobs.values
     for positions in (*rollout.indexer, *rollout.audit_indexer):

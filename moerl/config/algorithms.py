@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from moerl.config.functions import check_importable
 from moerl.config.schema import AlgorithmConfig, Config
@@ -108,11 +109,56 @@ AGGREGATIONS = _table(
     seq_mean_token_sum=Entry("aggregation:seq_mean_token_sum"),
     constant=Entry("aggregation:constant", ("constant_tokens",)),
 )
+_SWITCHES = {
+    "centering_top_k": "centering",
+    "distill_kl": "distill_over=support or teacher_top_k",
+    "distill_top_k": "distill_over=teacher_top_k",
+}
+_BY_AGE = ("lag", "lag_decay")  # corrections that know nothing of a token's probability
+# Objectives whose gradient is A grad log p while theta is the proximal policy
+_ONE_AT_FIRST = ("ppo_clip", "ppo_dual_clip", "cispo", "importance")
+_UNBOUNDED = 1e30
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
-    | {"distill_coef"}
+    | {"distill_coef", "centering"}
     | set(_REWARD)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RatioRule:
+    """The weight of a token as a function of x = theta / engine: 1, x in bounds or bounded, or x.
+
+    Bounds (low, high) where the advantage is above 0, and where it is not.
+    """
+
+    kind: Literal["none", "clamped", "masked", "plain"]
+    positive: tuple[float, float] = (0.0, _UNBOUNDED)
+    negative: tuple[float, float] = (0.0, _UNBOUNDED)
+
+    @classmethod
+    def of(cls, a: AlgorithmConfig) -> RatioRule | None:
+        """None: the weight depends on more than x, or nobody has shown that it does not."""
+        weighing = tuple(name for name in a.corrections if name not in _BY_AGE)
+        if a.objective == "reinforce" or (a.ratio == "proximal" and a.objective in _ONE_AT_FIRST):
+            cap, pop = (0.0, a.tis_cap), (a.icepop_low, a.icepop_high)
+            return {
+                (): cls("none"),
+                ("importance",): cls("plain"),
+                ("tis_token",): cls("clamped", cap, cap),
+                ("icepop",): cls("masked", pop, pop),
+            }.get(weighing)
+        low, high = 1.0 - a.clip_low, 1.0 + a.clip_high
+        return (
+            None
+            if weighing
+            else {
+                "importance": cls("plain"),
+                "cispo": cls("clamped", (low, high), (low, high)),
+                "ppo_clip": cls("masked", (0.0, high), (low, _UNBOUNDED)),
+                "ppo_dual_clip": cls("masked", (0.0, high), (low, a.dual_clip)),
+            }.get(a.objective)
+        )
 
 
 def check_algorithm(config: Config, *, folders: bool = True) -> None:
@@ -129,6 +175,8 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     _refuse_unmet(config)
     _check_values(config)
     _check_measure(a)
+    _check_centering(config)
+    _check_distillation(config)
     if folders:
         _check_folders(config)
         if a.objective not in OBJECTIVES:
@@ -194,7 +242,10 @@ def _check_folders(config: Config) -> None:
 
 def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
     read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
-    read |= {"teacher"} if a.distill_coef else set()
+    read |= {"teacher", "distill_over"} if a.distill_coef else set()
+    read |= {"distill_kl"} if exact_distillation(a) else set()
+    read |= {"distill_top_k"} if a.distill_over == "teacher_top_k" else set()
+    read |= {"centering_top_k"} if a.centering else set()
     read |= {"reference"} if a.reward_kl_coef else set()
     default = AlgorithmConfig()
     for item in fields(a):
@@ -210,7 +261,7 @@ def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
                 f"algorithm.{item.name}",
                 value,
                 "nothing that is configured reads it; "
-                f"{', '.join(readers) or 'distill_coef'} would",
+                f"{', '.join(readers) or _SWITCHES.get(item.name, 'distill_coef')} would",
             )
 
 
@@ -319,3 +370,67 @@ def _check_measure(a: AlgorithmConfig) -> None:
             f"{weighing[0]} weighs by proximal / engine, which the ratio of {a.objective} against "
             "the engine already contains; use algorithm.ratio=proximal",
         )
+
+
+def _check_centering(config: Config) -> None:
+    """Refuse objectives of which no exact sum shows the term, and runs without the masks."""
+    a = config.algorithm
+    if not a.centering:
+        return
+    rule = RatioRule.of(a)
+    moves = config.trainer.minibatches > 1 and not _reads_current(a)
+    if rule is None or moves or a.distill_coef:
+        raise ConfigError(
+            "algorithm.centering",
+            True,
+            "its term is known for objective reinforce, cispo, ppo_clip and ppo_dual_clip with "
+            "ratio=engine and corrections of age (lag, lag_decay) alone, and, where "
+            "trainer.minibatches=1, for ratio=proximal with at most one of tis_token and icepop; "
+            "not with distill_coef",
+        )
+    if rule.kind == "plain":
+        raise ConfigError(
+            "algorithm.centering", True, "the term of a ratio without bounds is 0: leave it off"
+        )
+    if _truncates(config) and not config.replay.sampling_mask:
+        raise ConfigError(
+            "algorithm.centering",
+            True,
+            "where sampling truncates, replay.sampling_mask=true is needed",
+        )
+
+
+def _reads_current(a: AlgorithmConfig) -> bool:
+    """Whether the weight of a token is of theta / engine itself, also in later minibatches."""
+    weighs = any(CORRECTIONS[name].reweighs for name in a.corrections)
+    return not weighs and (a.ratio == "engine" or a.objective == "reinforce")
+
+
+def exact_distillation(a: AlgorithmConfig) -> bool:
+    """Whether the loss has the KL to the teacher over a support, and no advantage of it."""
+    return a.distill_coef > 0 and a.distill_over != "token"
+
+
+def _check_distillation(config: Config) -> None:
+    a = config.algorithm
+    if not exact_distillation(a):
+        return
+    over = a.distill_over
+    if config.ref_models.placement != "trainer":
+        raise ConfigError(
+            "algorithm.distill_over",
+            over,
+            "separate ranks send one number per token: use token, or ref_models.placement=trainer",
+        )
+    masked = config.replay.sampling_mask and _truncates(config)
+    if masked != (over == "support"):
+        raise ConfigError(
+            "algorithm.distill_over",
+            over,
+            "use support where sampling truncates and replay.sampling_mask=true, teacher_top_k "
+            "where the trainer scores over the whole vocabulary",
+        )
+
+
+def _truncates(config: Config) -> bool:
+    return any(entry.sampling.truncates for entry in entries_of(config))

@@ -187,6 +187,13 @@ def check_model_sizes(
     sizes = {name: int(hf.get(name) or 0) for name in _SIZES}
     sizes["num_experts"] = next((int(hf[name]) for name in _EXPERTS if hf.get(name)), 0)
     check_divides(parallel, sizes, field)
+    if parallel.cp > 1 and hf.get("model_type") == "gpt_oss":
+        raise ConfigError(
+            f"{field}.cp",
+            parallel.cp,
+            "no attention has sinks and sliding windows over context-parallel ranks: Transformer "
+            "Engine refuses its kernels, megatron-core's own has neither; set it to 1",
+        )
     if (heads := sizes["num_attention_heads"]) % engine_tp:
         raise ConfigError(
             "engine.tp", engine_tp, f"it must divide the model's num_attention_heads = {heads}"
@@ -463,7 +470,7 @@ def _check_tasks(config: Config) -> None:
             config.evaluation.path,
             "with several tasks it belongs to one of them: use tasks.LABEL.evaluation_path",
         )
-    truncates = {_truncates(entry.sampling): entry for entry in entries}
+    truncates = {entry.sampling.truncates: entry for entry in entries}
     if kept and len(truncates) > 1:
         plain = truncates[False]
         raise ConfigError(
@@ -472,11 +479,6 @@ def _check_tasks(config: Config) -> None:
             f"tasks.{truncates[True].label} truncates, and a microbatch has sampling masks for all "
             "of its rows or for none: set top_p below 1, or top_k, for every task or for none",
         )
-
-
-def _truncates(sampling: SamplingConfig) -> bool:
-    """As `moerl.core.types.SamplingParams.truncates`."""
-    return sampling.top_p < 1.0 or sampling.top_k != -1 or sampling.min_p > 0.0
 
 
 def _check_task(task: TaskEntry) -> None:

@@ -178,6 +178,11 @@ class SamplingConfig:
     ignore_eos: bool = False
     mask_top_k: int = 512  # bound applied to a truncating recipe that names no finite top_k
 
+    @property
+    def truncates(self) -> bool:
+        """As `moerl.core.types.SamplingParams.truncates`."""
+        return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -351,14 +356,22 @@ class AlgorithmConfig:
     # Denominator of the ratio; proximal: the policy at the start of the batch
     ratio: Literal["engine", "proximal"] = "engine"
     corrections: list[str] = field(default_factory=list)  # against the engine's log-probability
+    # Score centering: the loss loses its expected gradient under the engine's distribution
+    centering: bool = False
+    # Likeliest entries that the engine records per token where sampling does not truncate
+    centering_top_k: Count = 64
     kl: str = "off"  # estimator of the KL to a reference policy
     kl_coef: NonNegative = 0.0
     # reinforce_pp, gae: weight of a KL inside the reward of each token
     reward_kl_coef: NonNegative = 0.0
     reference: str = ""  # Hugging Face folder of the reference; empty = model.path
     teacher: str = ""  # Hugging Face folder of the teacher of on-policy distillation
-    # Weight of teacher less student log-probability in the advantage
+    # token: weight of teacher less student log-probability in the advantage; else of the KL
     distill_coef: NonNegative = 0.0
+    # token: the sampled one; support: the recorded sampling mask; teacher_top_k: its likeliest
+    distill_over: Literal["token", "support", "teacher_top_k"] = "token"
+    distill_kl: Literal["reverse", "forward"] = "reverse"  # reverse: KL(policy, teacher)
+    distill_top_k: Count = 64  # teacher_top_k: entries of the vocabulary per token
     entropy_coef: NonNegative = 0.0
     aggregation: str = "seq_mean_token_mean"
     clip_low: NonNegative = 0.2

@@ -24,6 +24,7 @@ from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
 CUMEM = "NCCL_CUMEM_ENABLE"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")
 _ROLES = ("engine", "trainer")
 
@@ -115,25 +116,36 @@ def mooncake_protocol(config: Config) -> str:
 
 
 def transport_environment(config: Config, group: NodeGroup) -> dict[str, str]:
-    """Variables of an engine or trainer process of this group, by which its transport is made."""
-    if config.sync.transport == "nccl":
-        return {CUMEM: nccl_cumem(config)}
-    if config.sync.transport != "mooncake":
-        return {}
-    protocol = mooncake_protocol(config)
-    return {PROTOCOL: protocol, DEVICES: ",".join(group.rdma) if protocol == "rdma" else ""}
+    """All variables of NCCL, gloo and Mooncake of an engine, trainer or reference process.
 
-
-def nccl_cumem(config: Config) -> str:
-    """Value of NCCL_CUMEM_ENABLE, which both ends of a NCCL group must share.
-
-    SGLang sets 1 with `enable_symm_mem`, and 0 where nothing is set, but NCCL's own default is on.
-    The settings alone decide, because the environments of two nodes may differ.
-    Read at sglang 0.5.23: srt/entrypoints/engine.py (_set_envs_and_config).
+    group: of its node.  The settings alone decide, since the shells of two nodes may differ.
+    Without an interface NCCL listens on the first one that is not loopback, on one machine too.
     """
-    if config.engine.args.get("enable_symm_mem"):
-        return "1"
-    return config.cluster.environment.get(CUMEM, "0")
+    found = dict.fromkeys(INTERFACES, config.cluster.interface)
+    if group.rdma:
+        found["NCCL_IB_HCA"] = ",".join(group.rdma)
+    found |= config.cluster.environment
+    if config.sync.transport == "nccl":
+        found |= _as_sglang_sets(config)
+    if config.sync.transport == "mooncake":
+        protocol = mooncake_protocol(config)
+        found |= {PROTOCOL: protocol, DEVICES: ",".join(group.rdma) if protocol == "rdma" else ""}
+    return found
+
+
+def _as_sglang_sets(config: Config) -> dict[str, str]:
+    """Variables that SGLang sets in its processes, for the other end of a NCCL group.
+
+    NCCL's own default of CUMEM is on; SGLang turns it off where nothing is set.
+    Read at sglang 0.5.23: srt/entrypoints/engine.py (_set_envs_and_config),
+    srt/arg_groups/attention_hook.py (_handle_deterministic_inference).
+    """
+    engine, found = config.engine, {CUMEM: config.cluster.environment.get(CUMEM, "0")}
+    if engine.args.get("enable_symm_mem"):
+        found[CUMEM] = "1"
+    if engine.args.get("enable_deterministic_inference") and max(engine.sizes.values()) > 1:
+        found["NCCL_ALGO"] = "allreduce:tree"
+    return found
 
 
 def first_group(config: Config, role: Role) -> NodeGroup:

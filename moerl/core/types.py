@@ -26,7 +26,7 @@ import numpy as np
 from moerl.core.errors import RecordError
 from moerl.core.ids import packed_state, set_packed_state
 
-_ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8, "float32": 4}
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4}
 Array = np.ndarray
 
 
@@ -105,7 +105,7 @@ class BlobRef:
 
     uri: str  # blob://NODE/NAME
     offset: int  # bytes from the start of the blob
-    dtype: str  # numpy name, little-endian: uint8, uint16, int32, int64
+    dtype: str  # numpy name, little-endian, of `_ITEM_BYTES`
     shape: tuple[int, ...]
     digest: str  # of the table of chunk digests: 16 hex digits
 
@@ -150,14 +150,16 @@ class IndexerBlob:
 class MaskBlob:
     """Kept vocabulary entries of consecutive sampled tokens, CSR.
 
-    `offsets` [n + 1] i64 starting at 0; `ids` [nnz] i32, per row sorted, unique and containing the
-    sampled token.
+    `offsets` [n + 1] i64 starting at 0; `ids` [nnz] i32, per row sorted, unique and, in a sampling
+    mask, containing the sampled token.  `logprobs` [nnz] f16: the engine's, where a run records
+    them (`algorithm.centering`); of a mask their exponentials sum to 1 in each row.
     """
 
     offsets: BlobRef
     ids: BlobRef
     first: int  # index of the first sampled token (0..S-1)
     num_tokens: int
+    logprobs: BlobRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class Rollout:
     indexer: tuple[IndexerBlob, ...] = ()
     audit_indexer: tuple[IndexerBlob, ...] = ()  # positions of audit_rows
     turn_ends: tuple[TurnEnd, ...] = ()  # empty = one turn
+    # The engine's likeliest entries, with log-probabilities; only where sampling truncates nothing
+    top_logprobs: tuple[MaskBlob, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -346,6 +350,7 @@ class Segment:
     sealed_logprobs: LogprobBlob | None = None
     indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
     audit_indexer: IndexerBlob | None = None  # positions of audit_rows
+    top_logprobs: MaskBlob | None = None  # see Rollout
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "output_ids")

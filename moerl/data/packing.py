@@ -45,6 +45,7 @@ class BytesRead:
     mask: int = 0
     routing: int = 0
     routing_rows: int = 0  # (token, layer) pairs
+    support: int = 0  # the engine's log-probabilities, and their ids where no mask has them
     indexer: int = 0
     indexer_rows: int = 0  # (token, layer) pairs, in forward and recompute
     experts: dict[int, Array] = field(default_factory=dict)  # layer -> uses of each expert
@@ -54,6 +55,14 @@ class BytesRead:
         before = self.experts.get(layer, np.zeros(0, np.int64))
         self.experts[layer] = np.bincount(ids.reshape(-1), minlength=len(before))
         self.experts[layer][: len(before)] += before
+
+
+class EngineSupport(NamedTuple):
+    """Entries of the vocabulary with the engine's log-probabilities, CSR over M tokens."""
+
+    offsets: Tensor  # [M + 1] i64
+    ids: Tensor  # [nnz] i32
+    logprobs: Tensor  # [nnz] f16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +92,7 @@ class Microbatch:
     route_dtype: str  # uint8 or uint16
     store: RecordReads
     read: BytesRead
+    support: EngineSupport | None = None  # of the mask's entries, or the likeliest; when read
     early: dict[tuple[tuple[int, ...], Span], Array] = field(default_factory=dict)
     """Routes that were read with the other records, [L, n, K] by layers and slots."""
     ahead: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -235,6 +245,7 @@ def pack_microbatch(
     loss: LossInputs | None = None,
     read_mask: bool = True,
     read_logprobs: bool = True,
+    read_support: bool = False,
     layers: Sequence[int] = (),
     share: tuple[int, int] = (0, 1),
     grid: Grid = Grid(),
@@ -242,8 +253,9 @@ def pack_microbatch(
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
     loss: None = zeros, for scoring passes.  read_logprobs: False leaves old_logprob NaN, for passes
-    that do not read it.  A rank without rows, or a microbatch beyond `plan.num_microbatches`, gets
-    padding and no sampled token.
+    that do not read it.  read_support: read the engine's log-probabilities of the mask's entries
+    or, without truncation, of its likeliest entries.  A rank without rows, or a microbatch beyond
+    `plan.num_microbatches`, gets padding and no sampled token.
     layers: layers whose routes are read together with the other records, for the next call of
     `Microbatch.routes`.  share: number of this rank's run of slots, and number of such runs.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
@@ -258,9 +270,13 @@ def pack_microbatch(
     tokens, labels, positions = _lay_out(rollouts, runs, pieces, shape)
     is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
     held = _find_sampled(is_sampled, fed, pieces, shape[1])
-    counts, read, has_mask = held.counts, BytesRead(), read_mask and _are_truncated(rollouts)
-    masks = _masks(rollouts, held) if has_mask else []
-    sampled = blob_ranges.SampledReads(masks, rollouts if read_logprobs else ())
+    counts, read = held.counts, BytesRead()
+    truncated = (read_mask or read_support) and _are_truncated(rollouts)
+    has_mask = read_mask and truncated
+    masks = _masks(rollouts, held, truncated=truncated) if has_mask or read_support else []
+    sampled = blob_ranges.SampledReads(
+        masks, rollouts if read_logprobs else (), support=read_support
+    )
     top_k, route_dtype = _route_kind(plan)
     span = (shape[1] // share[1] * share[0], shape[1] // share[1] * (share[0] + 1))
     mine = pieces if share == (0, 1) else Pieces.between(runs, fed, *span)
@@ -271,8 +287,12 @@ def pack_microbatch(
     end = len(data) - (routes.num_bytes if routes else 0)
     records = sampled.decode(data[:end], store)
     early = {} if routes is None else {(tuple(layers), span): routes.decode(data[end:])}
-    if masks:
-        read.mask += records.ids.nbytes + 8 * (len(records.offsets) - 1 + len(masks))
+    csr_bytes = records.ids.nbytes + 8 * (len(records.offsets) - 1 + len(masks)) if masks else 0
+    if has_mask:
+        read.mask += csr_bytes
+    read.support += records.support.nbytes + (0 if has_mask else csr_bytes)
+    offsets, ids = torch.from_numpy(records.offsets), torch.from_numpy(records.ids)
+    support = EngineSupport(offsets, ids, torch.from_numpy(records.support))
     temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
     no_logprobs = torch.full((int(counts.sum()),), torch.nan, dtype=torch.float32)
     return Microbatch(
@@ -292,8 +312,8 @@ def pack_microbatch(
         ),
         temperature=torch.from_numpy(np.repeat(temperatures, counts)),
         seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
-        mask_offsets=torch.from_numpy(records.offsets) if has_mask else None,
-        mask_ids=torch.from_numpy(records.ids) if has_mask else None,
+        mask_offsets=offsets if has_mask else None,
+        mask_ids=ids if has_mask else None,
         num_fed=pieces.num_rows,
         num_experts_per_token=top_k,
         rollouts=tuple(rollouts),
@@ -301,6 +321,7 @@ def pack_microbatch(
         route_dtype=route_dtype,
         store=store,
         read=read,
+        support=support if read_support else None,
         early=early,
     )
 
@@ -510,19 +531,20 @@ def _route_reads(
 
 
 def _masks(
-    rollouts: Sequence[Rollout], held: _Sampled
+    rollouts: Sequence[Rollout], held: _Sampled, *, truncated: bool
 ) -> list[tuple[Sequence[MaskBlob], list[blob_ranges.Interval]]]:
-    """The masks of this rank's sampled tokens."""
+    """Masks of this rank's sampled tokens; without truncation the engine's likeliest entries."""
     masks: list[tuple[Sequence[MaskBlob], list[blob_ranges.Interval]]] = []
     for rollout, count, tokens in zip(rollouts, held.counts.tolist(), held.intervals, strict=True):
-        have = sum([blob.num_tokens for blob in rollout.sampling_mask])
-        if have != count or (rollout.sampling_mask and rollout.sampling_mask[0].first):
+        blobs = rollout.sampling_mask if truncated else rollout.top_logprobs
+        have = sum([blob.num_tokens for blob in blobs])
+        if have != count or (blobs and blobs[0].first):
             raise RecordError(
                 "mask_rows",
                 f"{rollout.rollout_id}: {have} mask rows for {count} sampled tokens",
             )
         if tokens:
-            masks.append((rollout.sampling_mask, tokens))
+            masks.append((blobs, tokens))
     return masks
 
 

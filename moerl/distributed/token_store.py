@@ -7,6 +7,7 @@ opens one, so that a thread that waits for a key blocks no other.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -31,8 +32,12 @@ _SLACK_S = 20.0  # of the connection, over the time that a request waits
 class TokenStore(dist.Store):
     """Raises DistStoreError (no key in time) and TransportError (no store in time)."""
 
-    def __init__(self, server: ServerAddress, timeout: timedelta) -> None:
+    def __init__(
+        self, server: ServerAddress, timeout: timedelta, deadline: float = math.inf
+    ) -> None:
+        """timeout: of one call.  deadline: `time.monotonic()` at which every call has ended."""
         super().__init__()
+        self.deadline = deadline
         self.set_timeout(timeout)
         self._address = server
         self._idle: list[Channel] = []
@@ -43,7 +48,7 @@ class TokenStore(dist.Store):
         self._timeout = timeout
 
     def clone(self) -> TokenStore:
-        _STORES.append(TokenStore(self._address, self._timeout))
+        _STORES.append(TokenStore(self._address, self._timeout, self.deadline))
         return _STORES[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -80,11 +85,14 @@ class TokenStore(dist.Store):
     def num_keys(self) -> int:
         return cast(int, self._ask(wire.Count()))
 
+    # torch's C++ looks for these two by the names that they have there (init.cpp, PythonStore)
+    deleteKey, getNumKeys = delete_key, num_keys
+
     def has_extended_api(self) -> bool:
         return True  # append, multi_get and multi_set
 
     def _read(self, keys: list[str], timeout: timedelta) -> list[bytes]:
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = min(time.monotonic() + timeout.total_seconds(), self.deadline)
         while True:
             wait_s = min(max(deadline - time.monotonic(), 0.0), wire.MAX_WAIT_S)
             found = self._ask(wire.Read(keys, wait_s))
@@ -96,7 +104,8 @@ class TokenStore(dist.Store):
     def _ask(self, request: wire.Request) -> object:
         channel = self._take()
         try:
-            answer = wire.ask(channel, request, time.monotonic() + wire.MAX_WAIT_S + _SLACK_S)
+            deadline = min(time.monotonic() + wire.MAX_WAIT_S + _SLACK_S, self.deadline)
+            answer = wire.ask(channel, request, deadline)
         except BaseException:
             channel.close()
             raise
@@ -108,7 +117,7 @@ class TokenStore(dist.Store):
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = min(time.monotonic() + self._timeout.total_seconds(), self.deadline)
         while True:
             try:
                 return open_channel(self._address, min(deadline, time.monotonic() + _SLACK_S))

@@ -91,6 +91,7 @@ def join(rollout_id: str, turns: Sequence[SampledTurn]) -> Rollout:
         indexer=tuple(s.indexer for s in calls if s.indexer is not None),
         audit_indexer=tuple(s.audit_indexer for s in calls if s.audit_indexer is not None),
         turn_ends=_ends(turns),
+        top_logprobs=_placed(own, lambda s: s.top_logprobs),
     )
 
 

@@ -59,7 +59,6 @@ _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
 # ... but never one that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 REF_MODELS = "ref_models"
 
 
@@ -178,6 +177,7 @@ class RunContext:
     def _engine_context(self, devices: Mapping[str, str] | None = None) -> EngineContext:
         from moerl.engine.host.host import EngineContext
 
+        algorithm = self.config.algorithm
         return EngineContext(
             model_path=self.model_path,
             shape=self.model_shape(),
@@ -186,6 +186,7 @@ class RunContext:
             token=self.token,
             in_flight_mode=self.config.rollout.in_flight_mode,
             lora=self.config.lora,
+            support=algorithm.centering_top_k if algorithm.centering else 0,
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
         )
@@ -322,13 +323,7 @@ def _environment(context: RunContext, slot: TrainerSlot, mark: str) -> dict[str,
 
 def engine_environment(config: Config) -> dict[str, str]:
     """Variables that an engine's host sets for itself and its server, beside those it inherits."""
-    cluster = config.cluster
-    interface = {} if is_local(cluster) else dict.fromkeys(_INTERFACES, cluster.interface)
-    return (
-        interface
-        | cluster.environment
-        | transport_environment(config, first_group(config, "engine"))
-    )
+    return transport_environment(config, first_group(config, "engine"))
 
 
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
@@ -337,19 +332,17 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     Of this process's own variables only those that ranks read: no token of Ray, W&B, Hugging Face
     or a cloud.
     """
-    env = _allowed(os.environ) | config.cluster.environment
-    env |= compiler_environment(env)
+    env = _allowed(os.environ) | transport_environment(config, slot.node.group)
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     gpus = visible_devices((*slot.devices, *mapped))
     if config.trainer.platform == "cpu":
         gpus = {VISIBLE: ""}
     return (
         env
+        | compiler_environment(env)
         | gpus
-        | transport_environment(config, slot.node.group)
         | {
             "OMP_NUM_THREADS": str(config.trainer.cpu_threads),
-            "GLOO_SOCKET_IFNAME": config.cluster.interface,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",

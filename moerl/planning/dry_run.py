@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -26,7 +27,6 @@ from moerl.config.clusters import (
     Placement,
     TrainerSlot,
     engine_gpus,
-    engine_of,
     is_local,
     mapped_gpus,
     placement,
@@ -43,15 +43,13 @@ from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.task_tables import SOURCES
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
-from moerl.engine.host.adapter_slots import slot_arguments
-from moerl.engine.host.server_args import arguments, check_planned_layout
-from moerl.engine.node_span import NodeSpan
-from moerl.engine.protocol import model_type_of
+from moerl.engine.host.server_args import check_planned_layout
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.line_checks import line_checks, model_tokenizer
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import model_spec
+from moerl.planning import gpu_choices
 from moerl.planning.estimates import estimates, model_shapes, rendered
 from moerl.runtime.run_dir import RunDir
 
@@ -83,8 +81,9 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         printed(config),
         process_table(config, placed),
         *device_lines(config, placed),
-        _commands(config, placed, recipe),
+        _commands(config, placed, recipe, shapes),
         _ports(config, placed),
+        *gpu_choices.lines(config, placed, shapes),
         *estimates(config, placed),
         *prompts,
     ]
@@ -218,7 +217,9 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 # --- commands and ports --------------------------------------------------------------------------
-def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
+def _commands(
+    config: Config, placed: Placement, recipe: Sequence[str], shapes: Mapping[str, Any]
+) -> str:
     lines = ["commands"]
     if is_local(config.cluster):
         run = RunDir(Path(config.run.root) / config.run.name)
@@ -240,28 +241,16 @@ def _commands(config: Config, placed: Placement, recipe: Sequence[str]) -> str:
             lines += [f"  {name}: {command}" for command in commands]
         command = shlex.join(torchrun(config, placed, placed.trainers[0]))
         lines += ["the first torchrun.sh runs:", f"  {command}"]
-    return "\n".join([*lines, *_engine_commands(config, placed)])
+    return "\n".join([*lines, *_engine_commands(config, placed, shapes)])
 
 
-def _engine_commands(config: Config, placed: Placement) -> list[str]:
+def _engine_commands(config: Config, placed: Placement, shapes: Mapping[str, Any]) -> list[str]:
     """Commands of the engine hosts; ports and token are chosen on the node."""
     lines = []
     sizes = config.engine.sizes
     folder = Path(config.model.path or Path(config.run.root) / config.run.name / "model")
     for tp in sorted(set(sizes.values())):
-        args = arguments(
-            engine_of(config, tp),
-            folder,
-            routing=config.replay.routing == "R3",
-            version="0.0",
-            port="FREE",
-            nccl_port="FREE",
-            cuda=starts_on_cuda(config, placed),
-            model_type=model_type_of(folder),
-        )
-        head = host_of(placed.engines[0].node)
-        args |= slot_arguments(config.lora, args)
-        args |= NodeSpan(0, config.engine.nodes, f"{head}:FREE").arguments()
+        args = gpu_choices.engine_arguments(config, placed, tp, folder, shapes)
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
         which = _numbers(engine for engine in sizes if sizes[engine] == tp)
         lines += [

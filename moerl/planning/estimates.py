@@ -256,6 +256,11 @@ def _host_lines(
         f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
         f"  all: {_gb(max(needs.values()))}",
     ]
+    if config.stream.keep_steps:
+        routes_of_step = rollout.groups_per_step * rollout.group_size * record
+        lines.append(
+            f"stream in the run directory: routes of a step {_gb(routes_of_step)} GB at most"
+        )
     for node in placed.nodes:
         who = f"host memory of {node.name}"
         room = min(filter(None, (node.group.memory_gb, own)), default=0.0)

@@ -22,7 +22,15 @@ from typing import NamedTuple
 import numpy as np
 
 from moerl.core.errors import RecordError
-from moerl.core.types import Array, IndexerBlob, LogprobBlob, MaskBlob, Rollout, RoutingBlob
+from moerl.core.types import (
+    Array,
+    BlobRef,
+    IndexerBlob,
+    LogprobBlob,
+    MaskBlob,
+    Rollout,
+    RoutingBlob,
+)
 from moerl.records import indexer
 from moerl.records.blob_store import RecordReads, Run, Wanted
 from moerl.records.header_check import check_logprobs, count_logprobs
@@ -196,6 +204,7 @@ class SampledRecords(NamedTuple):
     offsets: Array  # [n + 1] i64
     ids: Array  # [nnz] i32
     logprobs: Array  # [N] f32
+    support: Array  # [nnz] f16, the engine's log-probabilities of the ids; empty when not read
 
 
 def read_sampled(
@@ -223,16 +232,24 @@ class SampledReads:
         self,
         masks: Sequence[tuple[Sequence[MaskBlob], Sequence[Interval]]],
         logprobs: Sequence[Rollout],
+        *,
+        support: bool = False,
     ) -> None:
-        """Raises RecordError; reads nothing."""
+        """support: read also the engine's log-probabilities of the masks' entries.
+
+        Raises RecordError; reads nothing.
+        """
         parts = [part for blobs, tokens in masks for part in _mask_parts(blobs, tokens)]
         sealed = [part.values for rollout in logprobs for part in _sealed_logprobs(rollout)]
         # The offsets say which ids belong to some tokens; all ids of a blob are read with them.
         self._whole = all(rows == [(0, blob.num_tokens)] for blob, rows in parts)
         self._parts, self._rollouts = parts, logprobs
         self.reads = [_offsets_of(blob, rows) for blob, rows in parts]
+        self._support = [_support_of(blob) for blob, _ in parts] if support else []
+        self._ids_bytes = sum([blob.ids.num_bytes for blob, _ in parts])
         if self._whole:
-            self.reads += [(blob.ids, ((0, blob.ids.num_bytes),)) for blob, _ in parts]
+            every = [*(blob.ids for blob, _ in parts), *self._support]
+            self.reads += [(ref, ((0, ref.num_bytes),)) for ref in every]
         self.reads += [(ref, ((0, ref.num_bytes),)) for ref in sealed]
         self._sealed_bytes = sum([ref.num_bytes for ref in sealed])
 
@@ -243,14 +260,17 @@ class SampledReads:
         end = len(data) - self._sealed_bytes
         lengths, bounds = _mask_lengths(parts, data[:size].view(np.int64))
         if self._whole:
-            ids = _within(data[size:end].view(np.int32), parts, bounds)
+            middle = size + self._ids_bytes
+            ids = _within(data[size:middle].view(np.int32), parts, bounds)
+            support = data[middle:end].view(np.float16)
+            support = _within(support, parts, bounds) if self._support else support
         else:
-            runs = [(4 * int(first), 4 * int(last)) for first, last in bounds]
-            ids = store.read_records(_per_part(parts, runs)).view(np.int32)
+            ids = _read_within(store, [blob.ids for blob, _ in parts], parts, bounds)
+            support = _read_within(store, self._support, parts, bounds)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         logprobs = _joined_logprobs(data[end:].view(np.float32), self._rollouts)
-        return SampledRecords(offsets, ids, logprobs)
+        return SampledRecords(offsets, ids, logprobs, support)
 
 
 def _sealed_logprobs(rollout: Rollout) -> tuple[LogprobBlob, ...]:
@@ -420,7 +440,7 @@ def _mask_lengths(parts: Sequence[MaskPart], flat: Array) -> tuple[Array, Array]
 
 
 def _within(ids: Array, parts: Sequence[MaskPart], bounds: Array) -> Array:
-    """The ids inside the offsets' bounds.  ids: all ids of the parts' blobs."""
+    """The ids, or their log-probabilities, inside the offsets' bounds.  ids: all of the blobs'."""
     sizes = np.array([blob.ids.shape[0] for blob, _ in parts], np.int64)
     if (bounds == np.stack([np.zeros_like(sizes), sizes], axis=1)).all():
         return ids
@@ -430,14 +450,29 @@ def _within(ids: Array, parts: Sequence[MaskPart], bounds: Array) -> Array:
     )
 
 
-def _per_part(parts: Sequence[MaskPart], runs: Sequence[Run]) -> list[Wanted]:
-    """runs: in bytes of the ids, one per interval of the parts."""
+def _read_within(
+    store: RecordReads, refs: Sequence[BlobRef], parts: Sequence[MaskPart], bounds: Array
+) -> Array:
+    """The same, read now.  refs: the array of each part; none: [0] f16."""
+    if not refs:
+        return np.zeros(0, np.float16)
+    dtype = np.dtype(refs[0].dtype)
+    runs = [(dtype.itemsize * int(first), dtype.itemsize * int(last)) for first, last in bounds]
     reads: list[Wanted] = []
     at = 0
-    for blob, rows in parts:
-        reads.append((blob.ids, runs[at : at + len(rows)]))
+    for ref, (_, rows) in zip(refs, parts, strict=True):
+        reads.append((ref, runs[at : at + len(rows)]))
         at += len(rows)
-    return reads
+    found: Array = store.read_records(reads).view(dtype)
+    return found
+
+
+def _support_of(blob: MaskBlob) -> BlobRef:
+    if blob.logprobs is None or blob.logprobs.shape != blob.ids.shape:
+        raise RecordError(
+            "mask_mass", f"{blob.ids.uri}: no log-probability of the engine for each kept entry"
+        )
+    return blob.logprobs
 
 
 def _cut(intervals: Sequence[Interval], begin: int, end: int) -> Iterator[tuple[Interval, int]]:

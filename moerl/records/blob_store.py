@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 4096  # the smallest range that is checked, and so read
 _ALIGN = 64  # so that a mapped array is aligned for any dtype
 _DIGEST_BYTES = 8
-_DTYPES = {np.dtype(name): name for name in ("uint8", "uint16", "int32", "int64", "float32")}
+_DTYPES = {
+    np.dtype(name): name for name in ("uint8", "uint16", "int32", "int64", "float16", "float32")
+}
 
 Run = tuple[int, int]  # begin and end (exclusive), in bytes of an array
 Bytes = bytes | bytearray | memoryview

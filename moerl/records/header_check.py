@@ -120,9 +120,12 @@ def _check_mask(rollout: Rollout, num_sampled: int) -> None:
     if not rollout.sampling.truncates:
         if rollout.sampling_mask:
             raise RecordError("mask_presence", f"{rollout.rollout_id}: mask without truncation")
-        return
+        if not rollout.top_logprobs:
+            return
+    elif rollout.top_logprobs:
+        raise RecordError("mask_presence", f"{rollout.rollout_id}: likeliest entries beside a mask")
     at = 0
-    for part in rollout.sampling_mask:
+    for part in rollout.sampling_mask or rollout.top_logprobs:
         if part.first != at or part.offsets.shape != (part.num_tokens + 1,):
             raise RecordError("mask_rows", f"{rollout.rollout_id}: mask rows start at {part.first}")
         at += part.num_tokens

@@ -52,17 +52,21 @@ def blob_refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
     logprobs: Sequence[LogprobBlob | None] = ()
     positions: Sequence[IndexerBlob | None] = ()
     if isinstance(record, Rollout):
-        routes, masks = (*record.routing, *record.audit_rows), record.sampling_mask
+        routes = (*record.routing, *record.audit_rows)
+        masks = (*record.sampling_mask, *record.top_logprobs)
         logprobs = record.sealed_logprobs
         positions = (*record.indexer, *record.audit_indexer)
     elif isinstance(record, Segment):
         pieces = record.pieces
         routes = [r for p in pieces for r in (p.routing, p.prompt_rows, p.audit_rows)]
-        masks = [piece.sampling_mask for piece in pieces]
+        masks = [mask for p in pieces for mask in (p.sampling_mask, p.top_logprobs)]
         logprobs = [piece.sealed_logprobs for piece in pieces]
         positions = [i for p in pieces for i in (p.indexer, p.audit_indexer)]
     yield from (part.ids for part in routes if part is not None)
-    yield from (ref for part in masks if part is not None for ref in (part.offsets, part.ids))
+    for part in masks:
+        if part is not None:
+            yield from (part.offsets, part.ids)
+            yield from () if part.logprobs is None else (part.logprobs,)
     yield from (part.values for part in logprobs if part is not None)
     yield from (part.packed for part in positions if part is not None)
 

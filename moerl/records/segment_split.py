@@ -114,6 +114,7 @@ def _tokens(rollout: Rollout, positions: Array, first: int, end: int) -> Rollout
         logprobs=rollout.logprobs[first:end],
         sealed_logprobs=_sampled_in(rollout.sealed_logprobs, first, end),
         sampling_mask=_sampled_in(rollout.sampling_mask, first, end),
+        top_logprobs=_sampled_in(rollout.top_logprobs, first, end),
         finish=ends[-1].finish,
         turn_ends=tuple(ends) if len(ends) > 1 else (),
         audit_rows=(),

@@ -257,7 +257,9 @@ def whole_plan(file: StepFile) -> tuple[BatchPlan, dict[str, bytes]]:
 def group_sums(group: EpisodeGroup) -> tuple[str, ...]:
     """Digests of a group by kind of content, so that a difference can be named: `SUMS`."""
     rollouts = group.rollouts()
-    records = [(r.routing, r.sampling_mask, r.sealed_logprobs, r.indexer) for r in rollouts]
+    records = [
+        (r.routing, r.sampling_mask, r.sealed_logprobs, r.indexer, r.top_logprobs) for r in rollouts
+    ]
     values: tuple[Any, ...] = (
         [(r.token_ids, r.loss_mask) for r in rollouts],
         [r.versions for r in rollouts],

@@ -12,7 +12,6 @@ from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorer
 from moerl.core.types import Prompt, Score
-from moerl.scoring.http_service import HttpScorer
 from moerl.scoring.process import ProcessScorer
 
 # Makes the scorers that need Ray, which has one home
@@ -50,6 +49,8 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
                 replies.setdefault(entry.label, found)
                 scorers[entry.label, term.name] = found
             elif term.where == "http":
+                from moerl.scoring.http_service import HttpScorer  # aiohttp: a dry run needs none
+
                 scorers[entry.label, term.name] = HttpScorer(entry, term)
             elif term.where != "own":
                 scorers[entry.label, term.name] = make(entry, term)

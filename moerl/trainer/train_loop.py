@@ -484,7 +484,4 @@ def _has_rows(run: RunDir) -> bool:
 
 def bind(config: Config) -> None:
     """Make collectives of this process use the cluster's interface, NCCL and UCX settings."""
-    interface = config.cluster.interface
-    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    os.environ |= config.cluster.environment
     os.environ |= transport_environment(config, first_group(config, "trainer"))

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from moerl.algorithms.device_copies import upload
+from moerl.algorithms.head_logprob import (
+    Head,
+    SamplingMask,
+    full_logprobs,
+    kept_logprobs,
+    top_logprobs,
+)
 from moerl.algorithms.loss import policy_loss
+from moerl.algorithms.support_losses import Support, centering, forward_kl, reverse_kl
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
+from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES, RatioRule
 from moerl.config.schema import AlgorithmConfig
 from tests.double import other_models
 from tests.double.other_models import SETTINGS, probed, with_setting
@@ -120,6 +129,8 @@ def tokens_on(device: str) -> tuple[Tokens, Tensor, Tensor]:
         sequences=Sequences((torch.arange(TOKENS) // 6).to(device), TOKENS // 6),
         lag=(torch.arange(TOKENS) % 3).to(device),
         entropy=random().abs().to(device),
+        centering=random().to(device),
+        teacher_kl=random().abs().to(device),
         m2_bound=0.1,
         **near,
     )
@@ -147,6 +158,35 @@ def test_no_part_of_a_loss_waits(name: str) -> None:
         results.append((result.loss.detach().cpu(), result.sums.cpu(), logprob.grad.cpu()))
     for here, there in zip(*results, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-6, atol=1e-9)
+
+
+def test_no_term_over_a_support_waits() -> None:
+    """From the head, over a mask and over some entries of the vocabulary, to both gradients."""
+    generator, results = torch.Generator().manual_seed(1), []
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (TOKENS, 300))
+    tau, sampled = torch.ones(TOKENS), torch.arange(TOKENS) % 5
+    lengths = torch.arange(TOKENS) % 3 + 5
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    mask = SamplingMask(offsets, torch.cat([torch.arange(int(n)) for n in lengths]))
+    other = torch.randn(int(lengths.sum()), generator=generator) - 3
+    for device in map(torch.device, ("cpu", "cuda")):
+        x, w, a, b, c = (upload(t, device) for t in (hidden, weight, tau, other, lengths))
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with watch() as seen:
+            kept = kept_logprobs(x, Head(w, 300), sampled, mask, temperature_S=a, support=True)
+            full = full_logprobs(x, Head(w, 300), sampled, temperature_S=a, support=mask)
+            total = torch.zeros((), device=device)
+            for scores, is_whole in ((kept, True), (full, False)):
+                assert scores.support is not None
+                s = Support(scores.support, b, c, is_whole)
+                term = centering(s, a, RatioRule("clamped", (0.5, 2.0), (0.5, 2.0)))
+                total = total + (term + reverse_kl(s) + forward_kl(s)).sum()
+            total.backward()
+            ids, top = top_logprobs(x, Head(w, 300), 7, temperature_S=a)
+        assert seen.count(*WAITS, PAGEABLE) == 0, seen.seen
+        results.append([t.detach().cpu() for t in (total, x.grad, w.grad, ids, top)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
 
 
 def test_every_field_of_the_tokens_is_on_the_device() -> None:

@@ -206,6 +206,19 @@ def test_without_cuda_it_is_refused(refused: str, monkeypatch: pytest.MonkeyPatc
     assert caught.value.reason == "missing"
 
 
+def test_an_end_with_another_setting_is_refused(
+    transport: Transport, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read in the process that makes the group; what only this host decides may differ."""
+    endpoint = spawn().do("open", MIB)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    transport.connect(endpoint, soon()).close()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    error = raised(lambda: transport.connect(endpoint, soon()))
+    assert error.reason == "refused"
+    assert "NCCL_P2P_DISABLE is not set in the engine and 1 in this trainer rank" in error.detail
+
+
 # --- cuda_ipc -------------------------------------------------------------------------------------
 IPC = pytest.mark.parametrize("name", ["cuda_ipc"])
 

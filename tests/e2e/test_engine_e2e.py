@@ -155,6 +155,36 @@ def test_records_equal_transformers(world: World, sampling: SamplingParams) -> N
     assert got[-1].cached_tokens > 100
 
 
+@pytest.mark.parametrize("sampling", [TRUNCATED, FULL], ids=["truncated", "full"])
+@pytest.mark.parametrize("length", [5, 200], ids=["short", "file"])
+def test_log_probabilities_of_a_support_equal_transformers(
+    world: World, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, length: int
+) -> None:
+    """Of all kept entries, or of the 12 likeliest."""
+    monkeypatch.setattr(world.host._generation, "_support", 12)
+    sampling = replace(sampling, max_new_tokens=length)
+    asks = [request(f"sup{sampling.truncates:d}{length}.{n}", n, sampling, seed=n) for n in (3, 40)]
+    for ask, got in zip(asks, world.run(world.host.generate(asks)), strict=True):
+        assert isinstance(got, Segment), got
+        assert check_segment(world, ask, got) < 5e-5
+        part = got.sampling_mask if sampling.truncates else got.top_logprobs
+        assert part is not None
+        assert part.logprobs is not None
+        offsets, ids, found = map(world.store.load, (part.offsets, part.ids, part.logprobs))
+        assert found.dtype == np.float16
+        logits, _ = tiny.forward(world.models[V0], [*ask.token_ids.tolist(), *got.output_ids])
+        logp = (logits / sampling.temperature).log_softmax(-1)[len(ask.token_ids) - 1 :]
+        for step in range(length):
+            row = torch.from_numpy(ids[offsets[step] : offsets[step + 1]].astype(np.int64))
+            want = logp[step, row]
+            if sampling.truncates:
+                want = want - want.logsumexp(0)
+            else:
+                assert row.tolist() == sorted(logp[step].topk(12).indices.tolist())
+            here = torch.from_numpy(found[offsets[step] : offsets[step + 1]].astype(np.float32))
+            torch.testing.assert_close(here, want, rtol=6e-4, atol=1e-4)
+
+
 def test_stop_token_ends_a_sequence(world: World) -> None:
     ask = request("stop.0", 8, SamplingParams(64, stop_token_ids=tuple(range(64, 256))))
     (got,) = world.run(world.host.generate([ask]))

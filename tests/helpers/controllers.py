@@ -32,7 +32,7 @@ from moerl.core.errors import (
     EngineError,
     ScoreError,
 )
-from moerl.core.ids import Ranges, ranges
+from moerl.core.ids import Ranges, ranges, without_life
 from moerl.core.messages import (
     CommitUpdate,
     Hello,
@@ -71,7 +71,7 @@ CONFIG = Config(
 
 def sibling(episode: EpisodeView) -> int:
     """Its number in its group."""
-    return int(re.findall(r"\d+", episode.name.rpartition(".")[2])[0])
+    return int(re.findall(r"\d+", without_life(episode.name).rpartition(".")[2])[0])
 
 
 class StubScorer:

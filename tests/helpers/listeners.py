@@ -83,7 +83,9 @@ LISTENERS = (
         "free",
         "a token of its own",
     ),
-    Listener("`gloo` and `nccl` stagings", _ENGINE, "free", "the endpoint's own token"),
+    Listener(
+        "`gloo` and `nccl` stagings, and their stores", _ENGINE, "free", "the endpoint's own token"
+    ),
     Listener(
         "data sockets of gloo: trainer and reference ranks",
         "the address of `cluster.interface`",

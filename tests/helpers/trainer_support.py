@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +146,11 @@ def without_mask(plan: BatchPlan) -> BatchPlan:
         free = SamplingParams(max_new_tokens=16, temperature=rollout.sampling.temperature)
         return replace(rollout, sampling=free, sampling_mask=())
 
+    return with_rollouts(plan, strip)
+
+
+def with_rollouts(plan: BatchPlan, change: Callable[[Rollout], Rollout]) -> BatchPlan:
+    """The plan with every rollout changed."""
     groups = tuple(
         replace(
             group,
@@ -152,7 +158,7 @@ def without_mask(plan: BatchPlan) -> BatchPlan:
                 replace(
                     episode,
                     turns=tuple(
-                        replace(turn, rollout=strip(turn.rollout)) for turn in episode.turns
+                        replace(turn, rollout=change(turn.rollout)) for turn in episode.turns
                     ),
                 )
                 for episode in group.episodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,11 @@ from moerl.algorithms.head_logprob import (
     Scores,
     full_logprobs,
     kept_logprobs,
+    top_logprobs,
 )
 from moerl.algorithms.mismatch import MismatchSums
+from moerl.algorithms.support_losses import Support, centering, forward_kl, reverse_kl
+from moerl.config.algorithms import RatioRule
 
 S, V, H, R, WORLD = 40, 2400, 24, 3, 4
 PADDED = 2408
@@ -31,6 +35,14 @@ KINDS = ("few", "one", "all", "mixed", "full")
 BLOCKS = {"one block": {}, "small blocks": {"_BLOCK": 900, "_ROWS": 11, "_UNION": 30}}
 EXACT = 1e-6
 HALF = ("hidden", "weight")
+TOP = 17  # likeliest entries of another policy
+TERMS = {
+    "centering": lambda s: centering(s, torch.ones(S, dtype=s.logprob.dtype), RULE),
+    "reverse": reverse_kl,
+    "forward": forward_kl,
+}
+RULE = RatioRule("clamped", (0.5, 1.5), (0.5, 1.5))
+OVER = ("mask", "top")  # a support: the recorded masks, or the other policy's likeliest
 
 
 class Found(NamedTuple):
@@ -119,6 +131,69 @@ def in_half(kind: str, rank: int, size: int, group: dist.ProcessGroup, *, fp32: 
     return Found(scores.logprob.detach(), scores.entropy, *gradients)
 
 
+def other_weight() -> Tensor:
+    """Of the engine, or the teacher."""
+    noise = torch.randn(PADDED, H, generator=torch.Generator().manual_seed(9))
+    return tensors()["weight"] + 0.2 * noise / H**0.5
+
+
+def terms_by_logits(over: str, term: str) -> Found:
+    """Dense rows in fp64; over masks both policies are normalised, likeliest entries have a rest.
+
+    The entropy of `Found` is the other policy's log-probability of the first entry of a row.
+    """
+    keep, _ = record("mixed")
+    x, w, a, b, tau = (t.double().requires_grad_() for t in tensors().values())
+    tau = tau.detach()
+    changed = w[:V] + 0.5 * (b @ a - (b @ a).detach())
+    other = (x.detach() @ other_weight()[:V].double().T / tau[:, None]).log_softmax(-1)
+    z = x @ changed.T / tau[:, None]
+    if over == "mask":
+        z, other = (one.masked_fill(~keep, -torch.inf) for one in (z, other))
+        other = other.log_softmax(-1)
+    else:
+        keep = torch.zeros_like(keep).scatter_(1, other.topk(TOP).indices, True)
+    p = z.log_softmax(-1)
+    value = TERMS[term](Support(p[keep], other[keep], keep.sum(1), over == "mask"))
+    (value * torch.linspace(-1, 2, S)).sum().backward()
+    first = other[torch.arange(S), keep.int().argmax(1)]
+    return Found(value.detach(), first.detach(), *(t.grad for t in (x, w, a, b)))
+
+
+def terms_by_blocks(
+    over: str, term: str, rank: int, size: int, group: dist.ProcessGroup, *, broken: bool = False
+) -> Found:
+    """broken: gradients without the sum over the support."""
+    keep, sampled = record("mixed")
+    width = PADDED // size
+    part = slice(rank * width, (rank + 1) * width)
+    x, w, a, b, tau = tensors().values()
+    x, w, a, b = (t.clone().requires_grad_() for t in (x, w[part], a, b[part]))
+    head = Head(w, V, part.start, group, adapter=HeadFactors(a, b, 0.5))
+    other = Head(other_weight()[part], V, part.start, group)
+    if over == "mask":
+        mask = csr(keep)
+        own, its = (
+            kept_logprobs(x if h is head else x.detach(), h, sampled, mask, temperature_S=tau,
+                          support=True).support
+            for h in (head, other)
+        )  # fmt: skip
+    else:
+        ids, its = top_logprobs(x.detach(), other, TOP, temperature_S=tau)
+        ids, order = ids.sort(1)
+        its = its.gather(1, order).flatten()
+        mask = SamplingMask(torch.arange(S + 1) * TOP, ids.flatten())
+        own = full_logprobs(x, head, sampled, temperature_S=tau, support=mask).support
+    assert own is not None
+    assert its is not None
+    if broken:
+        own = own + (own.detach() - own) * (torch.arange(len(own)) % 2)
+    value = TERMS[term](Support(own, its, mask.offsets.diff(), over == "mask"))
+    (value * torch.linspace(-1, 2, S)).sum().backward()
+    first = its[mask.offsets[:-1]].detach()
+    return Found(value.detach(), first, *(t.grad for t in (x, w, a, b)))
+
+
 def scored(
     kind: str, x: Tensor, head: Head, keep: Tensor, sampled: Tensor, tau: Tensor, shift: int
 ) -> Scores:
@@ -141,11 +216,18 @@ def _rank(rank: int, port: int, folder: Path) -> None:
             vars(head_logprob).update(sizes)
             for kind in KINDS if rank < size else ():
                 found[size, blocks, kind] = by_blocks(kind, rank, size, group)
+            for over, term in product(OVER, TERMS) if rank < size else ():
+                found[size, blocks, f"{over} {term}"] = terms_by_blocks(
+                    over, term, rank, size, group
+                )
             for kind in ("few", "full") if rank < size else ():
                 found[size, f"{FP32}, {blocks}", kind] = in_half(kind, rank, size, group, fp32=True)
             vars(head_logprob).update(before)
         if rank < size:
             found[size, "rounded", "full"] = in_half("full", rank, size, group, fp32=False)
+            found[size, "broken", "mask reverse"] = terms_by_blocks(
+                "mask", "reverse", rank, size, group, broken=True
+            )
             found[size, "shifted", "few"] = by_blocks("few", rank, size, group, shift=1)
     d = torch.arange(4.0) * (rank + 1) * 0.1
     sums = MismatchSums.of(-d, torch.zeros(4), torch.tensor([0, 1, 3, 9]))
@@ -194,6 +276,27 @@ def test_shards_give_what_all_logits_give(ranks: Ranks, size: int, blocks: str, 
     found = errors(joined(ranks, size, blocks, kind), by_logits(kind))
     print(found)
     assert max(found.values()) <= EXACT, found
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("size", SHARDS)
+def test_terms_over_a_support_are_those_of_all_logits(
+    ranks: Ranks, size: int, blocks: str, over: str, term: str
+) -> None:
+    found = errors(joined(ranks, size, blocks, f"{over} {term}"), terms_by_logits(over, term))
+    print(found)
+    assert max(found.values()) <= EXACT, found
+
+
+@pytest.mark.parametrize("size", SHARDS)
+def test_control_a_gradient_of_half_of_the_support_is_another(ranks: Ranks, size: int) -> None:
+    found = errors(
+        joined(ranks, size, "broken", "mask reverse"), terms_by_logits("mask", "reverse")
+    )
+    assert found["logprob"] <= EXACT
+    assert found["d_hidden"] > 1e-2
 
 
 @pytest.mark.parametrize("size", SHARDS)

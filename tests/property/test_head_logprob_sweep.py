@@ -63,7 +63,7 @@ def test_kept_equals_the_dense_oracle(case: Case, sizes: dict[str, int], fp32: b
     want, want_entropy = oracle(case)
     with mock.patch.multiple(head_logprob, **sizes):
         head = Head(weight, len(weight), fp32=fp32)
-        got, entropy, _ = kept_logprobs(hidden, head, sampled, csr(keep), temperature_S=tau)
+        got, entropy, *_ = kept_logprobs(hidden, head, sampled, csr(keep), temperature_S=tau)
         found = gradients(got, hidden, weight)
     close((got, entropy, *found), (want, want_entropy, *gradients(want, hidden, weight)))
     assert not found[1][~keep.any(0)].any(), "a gradient reached an entry that nobody kept"
@@ -79,7 +79,7 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(
     padded = torch.cat([weight.detach(), torch.full((padding, 5), 1e3).double()]).requires_grad_()
     with mock.patch.multiple(head_logprob, **sizes):
         head = Head(padded, len(weight), fp32=fp32)
-        got, entropy, _ = full_logprobs(hidden, head, sampled, temperature_S=tau)
+        got, entropy, *_ = full_logprobs(hidden, head, sampled, temperature_S=tau)
         d_hidden, d_padded = gradients(got, hidden, padded)
     d_weight, d_padding = d_padded.split([len(weight), padding])
     wanted = gradients(want, hidden, weight)

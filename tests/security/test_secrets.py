@@ -49,7 +49,6 @@ def run_context(config: Config, run: RunDir, folder: Path) -> RunContext:
         node="local",
         blob_dir=folder,
         checkpoint=None,
-        records=None,
     )
 
 

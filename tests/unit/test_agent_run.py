@@ -155,7 +155,6 @@ def test_each_turn_is_trained_once_and_branches_share_their_beginning() -> None:
         ("branched",),
         ("new",),
     ]
-    assert not episode.is_chain
     for row in rows:
         check_record(row, SHAPE)
     apart = episode.nodes("separate")

@@ -25,7 +25,7 @@ from moerl.config.algorithms import (
     needed,
     ref_models_of,
 )
-from moerl.config.schema import AlgorithmConfig, Config
+from moerl.config.schema import AlgorithmConfig, Config, SamplingConfig
 from moerl.config.validate import validate
 from moerl.core.errors import ConfigError
 from tests.helpers.patience import patience
@@ -75,6 +75,10 @@ def test_an_unknown_name_lists_the_known_ones(table: str) -> None:
         ("teacher", {"teacher": "somewhere"}),
         ("reference", {"reference": "somewhere"}),
         ("constant_tokens", {"constant_tokens": 8}),
+        ("centering_top_k", {"centering_top_k": 8}),
+        ("distill_over", {"distill_over": "support"}),
+        ("distill_kl", {"distill_kl": "forward"}),
+        ("distill_top_k", {"distill_top_k": 8}),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str, object]) -> None:
@@ -108,6 +112,74 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
 def test_what_does_not_fit_is_refused(field: str, algorithm: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.{field} "):
         both(config(**algorithm))
+
+
+CENTERED = (
+    {"objective": "reinforce"},
+    {"objective": "reinforce", "corrections": ["tis_token"]},
+    {"ratio": "proximal", "corrections": ["icepop", "lag"], "lag_cap": 1},
+    {"objective": "cispo"},
+    {"objective": "ppo_clip", "corrections": ["lag_decay"]},
+    {"objective": "ppo_dual_clip"},
+)
+
+
+@pytest.mark.parametrize("algorithm", CENTERED)
+def test_score_centering_takes_what_exact_sums_show(algorithm: dict[str, Any]) -> None:
+    both(config(centering=True, **algorithm))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "why"),
+    [
+        ({"objective": "gspo"}, "term is known for"),
+        ({"objective": "dppo_tv"}, "term is known for"),
+        ({"objective": "reinforce", "corrections": ["mis_token"]}, "term is known for"),
+        ({"corrections": ["opsm"], "off_policy_delta": 0.1}, "term is known for"),
+        ({"distill_coef": 1.0}, "term is known for"),
+        ({"objective": "importance"}, "without bounds is 0"),
+        ({"objective": "reinforce", "corrections": ["importance"]}, "without bounds is 0"),
+    ],
+)
+def test_score_centering_refuses_the_others(algorithm: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.centering .*{why}"):
+        check_algorithm(config(centering=True, **algorithm), folders=False)
+
+
+def test_score_centering_around_prox_takes_one_optimizer_step_per_batch() -> None:
+    several = replace(Config().trainer, minibatches=4)
+    for algorithm in CENTERED:
+        found = replace(config(centering=True, **algorithm), trainer=several)
+        if algorithm.get("ratio") == "proximal" or "tis_token" in str(algorithm):
+            with pytest.raises(ConfigError, match=r"algorithm.centering "):
+                check_algorithm(found)
+        else:
+            check_algorithm(found)
+
+
+def test_score_centering_needs_the_masks_of_truncated_sampling() -> None:
+    base = replace(config(centering=True), sampling=SamplingConfig(top_p=0.9))
+    check_algorithm(base)
+    off = replace(base, replay=replace(base.replay, sampling_mask=False))
+    with pytest.raises(ConfigError, match=r"algorithm.centering .*replay.sampling_mask=true"):
+        check_algorithm(off)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("over", ["support", "teacher_top_k"])
+def test_the_kl_to_a_teacher_is_over_what_the_trainer_scores(over: str, top_p: float) -> None:
+    base = replace(
+        config(distill_coef=1.0, distill_over=over, distill_kl="forward"),
+        sampling=SamplingConfig(top_p=top_p),
+    )
+    if (over == "support") == (top_p < 1):
+        check_algorithm(base, folders=False)
+        apart = replace(base, ref_models=replace(base.ref_models, placement="separate"))
+        with pytest.raises(ConfigError, match=r"algorithm.distill_over .*placement=trainer"):
+            check_algorithm(apart, folders=False)
+        return
+    with pytest.raises(ConfigError, match=r"algorithm.distill_over .*use support where sampling"):
+        check_algorithm(base, folders=False)
 
 
 def both(found: Config) -> None:

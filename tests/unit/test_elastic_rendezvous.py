@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import threading
 import time
 import tomllib
@@ -13,6 +15,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
@@ -93,8 +96,11 @@ def store(server: StoreServer) -> TokenStore:
 
 
 def test_it_does_what_torchs_store_does(store: TokenStore) -> None:
-    """Oracle: the same calls of torch's HashStore."""
-    for one in (store, dist.HashStore()):
+    """Oracle: the same calls of torch's HashStore.
+
+    Also through a wrapper of torch: its C++ calls the store by names of its own, as NCCL does.
+    """
+    for one in (store, dist.PrefixStore("wrapped", store), dist.HashStore()):
         one.set("a", "1")
         one.set("b", b"\0\xff")
         assert one.get("b") == b"\0\xff"
@@ -111,6 +117,27 @@ def test_it_does_what_torchs_store_does(store: TokenStore) -> None:
         assert one.get("f") == b"6"
         assert one.delete_key("f")
         assert not one.delete_key("f")
+        assert one.num_keys() >= 5
+        one.wait(["a", "b"])
+        one.wait(["a"], WAIT)
+
+
+def test_it_has_every_function_that_torch_leaves_to_a_store() -> None:
+    """By torch's own header: one without a body there is an error where NCCL calls it."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/Store.hpp"
+    body = header.read_text().split("class TORCH_API Store ")[1].split("\n};")[0]
+    names = set(re.findall(r"virtual [^;{]*?(\w+)\([^;{]*\) = 0;", body))
+    assert {"add", "deleteKey", "getNumKeys", "clone"} <= names
+    renamed = {"compareSet": "compare_set"}
+    assert not {n for n in names if renamed.get(n, n) not in vars(TokenStore)}
+
+
+def test_a_copy_serves_a_thread_after_torch_has_dropped_the_wrapper(store: TokenStore) -> None:
+    copy = dist.PrefixStore("x", store).clone()
+    gc.collect()
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(copy.add, "n", 3).result(patience(10)) == 3
+    assert store.get("x/n") == b"3"
 
 
 def test_a_missing_key_is_an_error_in_time(store: TokenStore) -> None:
@@ -135,8 +162,6 @@ def test_torch_uses_it_for_groups(server: StoreServer) -> None:
     """Two ranks in threads, over gloo; torch keeps wrappers of the store only."""
 
     def rank(number: int) -> float:
-        import torch
-
         store = TokenStore(server.server_address, WAIT)
         wrapped = dist.PrefixStore("x", store)
         gloo = dist.ProcessGroupGloo(wrapped, number, 2, WAIT)

@@ -53,8 +53,8 @@ def command_of(example: Path) -> str:
     return line
 
 
-def test_there_are_ten() -> None:
-    assert len(EXAMPLES) == 10
+def test_there_are_twelve() -> None:
+    assert len(EXAMPLES) == 12
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -143,7 +143,7 @@ def test_a_cache_that_sglang_sizes_is_estimated() -> None:
 
 
 def refused(model: dict[str, Any], **fields: Any) -> str:
-    config = load_config("quickstart").engine
+    config = load_config("quickstart", (NODE8,)).engine
     with pytest.raises(ConfigError) as found:
         check_planned_layout(replace(config, **fields), model, cuda=True, routing=True)
     return str(found.value)
@@ -155,7 +155,7 @@ def test_checkpoints_that_an_engine_would_refuse() -> None:
     stored = {"quantization_config": {"quant_method": "mxfp4"}}
     assert "mxfp4" in refused(shapes | stored)
     fp16 = check_planned_layout(
-        replace(load_config("quickstart").engine, tp=4), shapes, cuda=True, routing=True
+        replace(load_config("quickstart", (NODE8,)).engine, tp=4), shapes, cuda=True, routing=True
     )
     assert (fp16.tp, fp16.moe_runner, fp16.kernel_flags) == (4, "triton", ())
 

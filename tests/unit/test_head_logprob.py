@@ -140,7 +140,7 @@ def test_a_frozen_weight_gets_no_gradient(case: Case) -> None:
 def test_a_single_kept_token_is_certain_and_teaches_nothing() -> None:
     hidden = torch.tensor([[1e4, -1e4, 3.0]], requires_grad=True)
     mask = SamplingMask(torch.tensor([0, 1]), torch.tensor([1]))
-    lp, entropy, _ = kept_logprobs(
+    lp, entropy, *_ = kept_logprobs(
         hidden, Head(torch.eye(3), 3), torch.tensor([1]), mask, temperature_S=torch.ones(1)
     )
     lp.sum().backward()
@@ -267,7 +267,7 @@ def test_logits_exist_by_blocks(masked: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_no_sampled_token_gives_empty_results_and_a_zero_gradient(masked: bool) -> None:
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     none = torch.zeros(0, dtype=torch.long)
-    lp, entropy, _ = score(
+    lp, entropy, *_ = score(
         hidden, Head(weight, 5), torch.zeros(0, 5, dtype=torch.bool), none, torch.zeros(0),
         masked=masked,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from importlib.metadata import entry_points as entry_points_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,7 +341,7 @@ def test_an_engine_without_kernels_is_refused_on_a_cpu(
     model = family_config(family, TinyModel(), 128) | more
     check_planned_layout(engine, model, cuda=False, routing=True)  # control: kernels are installed
     monkeypatch.setattr(cpu_kernels, "entry_points", lambda **_: ())
-    check_planned_layout(engine, model, cuda=True, routing=False)
+    check_planned_layout(replace(engine, dtype="bfloat16"), model, cuda=True, routing=False)
     if not says:
         check_planned_layout(engine, model, cuda=False, routing=True)
         return

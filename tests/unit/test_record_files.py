@@ -231,12 +231,17 @@ class Output:
     routed_experts: list[Any] | None = None
     indexer_topk: list[Any] | None = None
     output_token_sampling_mask: list[Any] | None = None
+    output_top_logprobs_val: list[Any] | None = None
+    output_top_logprobs_idx: list[Any] | None = None
 
 
 @dataclass
 class Req:
     rid: str
     output_ids: list[int] = field(default_factory=lambda: [7])
+    return_logprob: bool = False
+    logprob: Any = None
+    send_output_token_logprobs_offset: int = 0
 
 
 @dataclass
@@ -312,6 +317,24 @@ def test_masks_of_all_outputs_are_written_when_the_request_ends(scheduler: Any) 
     assert read["mask_lengths"].tolist() == [2, 3, 1]
     assert read["mask_ids"].tolist() == [5, 6, 1, 2, 3, 4]
     assert read["mask_logprobs"].tolist() == [-6.0, -3.0, -4.0]
+
+
+def test_the_likeliest_entries_of_all_outputs_are_written_and_none_is_sent(scheduler: Any) -> None:
+    """The request keeps all of them; one more than was sent is of a token that comes after."""
+    values, ids = [[-0.5, -1.0], [-0.25, -2.0], [-9.0, -9.5]], [[3, 9], [8, 1], [0, 2]]
+    own = SimpleNamespace(
+        top_logprobs_num=2, output_top_logprobs_val=values, output_top_logprobs_idx=ids
+    )
+    req = Req("a", [3, 8], return_logprob=True, logprob=own)
+    for sent, reason in ((1, None), (2, {"type": "length"})):
+        req.send_output_token_logprobs_offset = sent
+        pieces = {"output_top_logprobs_val": [values[:1]], "output_top_logprobs_idx": [ids[:1]]}
+        output = Output([reason], **pieces)
+        scheduler.stream(output, req)
+        assert (output.output_top_logprobs_val, output.output_top_logprobs_idx) == ([[]], [[]])
+    read = scheduler.reader.take("a", output.finished_reasons[0][FIELD])
+    assert read["top_ids"].tolist() == ids[:2]
+    assert read["top_logprobs"].tolist() == values[:2]
 
 
 @pytest.mark.parametrize("how", ["silent rank", "no token"])

@@ -70,12 +70,14 @@ def parsed(
     asked: GenerateRequest | None = None,
     held: dict[str, np.ndarray] | None = None,
     routing: bool = True,
+    support: bool = False,
 ) -> Any:
     """The reply, alone; and what comes of it beside two others, decoded together, is the same."""
     held = records() if held is None else held
+    together = decode_together([OTHER, (got, held), OTHER], SHAPE, support=support)[1]
     found = [
-        outcome(got, asked or ask(), held, routing, decoded)
-        for decoded in (Decoded(), decode_together([OTHER, (got, held), OTHER], SHAPE)[1])
+        outcome(got, asked or ask(), held, routing, decoded, support)
+        for decoded in (Decoded(), together)
     ]
     assert repr(found[0]) == repr(found[1])
     if isinstance(found[0], RecordError):
@@ -89,10 +91,18 @@ def outcome(
     held: dict[str, np.ndarray],
     routing: bool,
     decoded: Decoded,
+    support: bool,
 ) -> Any:
     try:
         return parse(
-            got, held, request, version=VERSION, shape=SHAPE, routing=routing, decoded=decoded
+            got,
+            held,
+            request,
+            version=VERSION,
+            shape=SHAPE,
+            routing=routing,
+            decoded=decoded,
+            support=support,
         )
     except RecordError as error:
         return error
@@ -100,7 +110,11 @@ def outcome(
 
 OTHER: tuple[dict[str, Any], dict[str, np.ndarray]] = (
     {"output_ids": [1]},
-    {"routes": rows(3)[::-1], **kept([4, 1, 8])},
+    {
+        "routes": rows(3)[::-1],
+        **kept([4, 1, 8]),
+        "mask_logprobs": np.log(np.array([0.5, 0.25, 0.25], np.float32)),
+    },
 )
 
 
@@ -135,6 +149,75 @@ def test_full_distribution_uses_the_plain_logprobs() -> None:
     record = parsed(reply(), ask(FULL))
     assert record.logprobs.tolist() == [-1.5, -0.5]
     assert record.mask is None
+
+
+def with_support(*probabilities: float) -> dict[str, np.ndarray]:
+    """Masks [9, 7] and [3], sampled 7 and 3, with the probability of each kept id."""
+    return records(mask_logprobs=np.log(np.array(probabilities, np.float32)))
+
+
+def test_log_probabilities_of_all_kept_entries() -> None:
+    """Beside the ids, in their order, as fp16; the sampled token's own stays fp32."""
+    record = parsed(reply(), held=with_support(0.7, 0.3, 1.0), support=True)
+    offsets, ids, logprobs = record.mask
+    assert (offsets.tolist(), ids.tolist()) == ([0, 2, 3], [7, 9, 3])
+    assert logprobs.dtype == np.float16
+    assert logprobs.tolist() == np.log([0.3, 0.7, 1.0]).astype(np.float16).tolist()
+    np.testing.assert_array_equal(record.logprobs, np.log(np.array([0.3, 1.0], np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("mass", "refused"), [(1.0019, False), (0.9981, False), (1.0021, True), (0.9979, True)]
+)
+def test_a_mask_whose_probabilities_do_not_sum_to_1_is_refused(mass: float, refused: bool) -> None:
+    held = with_support(0.4, mass - 0.4, 1.0)
+    if not refused:
+        assert parsed(reply(), held=held, support=True).mask is not None
+        return
+    with pytest.raises(RecordError, match=r"mask_mass.*row 0 sum to"):
+        parsed(reply(), held=held, support=True)
+
+
+def test_a_support_that_is_short_or_not_finite_is_refused() -> None:
+    for held in (records(), with_support(0.4, 0.6), with_support(0.4, np.nan, 1.0)):
+        with pytest.raises(RecordError, match=r"mask_mass|length|logprob_finite"):
+            parsed(reply(), held=held, support=True)
+
+
+def top(ids: list[list[int]], probabilities: list[list[float]]) -> dict[str, np.ndarray]:
+    logs = np.log(np.array(probabilities, np.float32))
+    return records(
+        mask_ids=None,
+        mask_lengths=None,
+        mask_logprobs=None,
+        top_ids=np.array(ids, np.int32),
+        top_logprobs=logs,
+    )
+
+
+def test_likeliest_entries_come_where_sampling_truncates_nothing() -> None:
+    held = top([[9, 4], [3, 49]], [[0.5, 0.25], [0.9, 0.1]])
+    record = parsed(reply(), ask(FULL), held, support=True)
+    offsets, ids, logprobs = record.mask
+    assert (offsets.tolist(), ids.tolist()) == ([0, 2, 4], [4, 9, 3, 49])
+    assert logprobs.tolist() == np.log([0.25, 0.5, 0.9, 0.1]).astype(np.float16).tolist()
+    assert record.logprobs.tolist() == [-1.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (top([[9, 4]], [[0.5, 0.25]]), "mask_rows"),
+        (top([[9, 9], [3, 4]], [[0.5, 0.25]] * 2), "mask_duplicate"),
+        (top([[9, 50], [3, 4]], [[0.5, 0.25]] * 2), "mask_range"),
+        (top([[9, 4], [3, 4]], [[0.5, 0.25], [0.9, 0.103]]), "mask_mass"),
+        (records(), "mask_rows"),
+    ],
+)
+def test_malformed_likeliest_entries_are_refused(held: Any, reason: str) -> None:
+    with pytest.raises(RecordError) as caught:
+        parsed(reply(), ask(FULL), held, support=True)
+    assert caught.value.reason == reason
 
 
 def test_dense_model_needs_no_rows() -> None:

@@ -109,7 +109,7 @@ class Node:
         monkeypatch.setattr(trainer_node, "load_saved", lambda path: self.config)
         monkeypatch.setattr(trainer_node, "placement", lambda config: config)
         monkeypatch.setattr(trainer_node, "slots_of", lambda placed, job: [None])
-        monkeypatch.setattr(trainer_node, "_environment", lambda config, slot: {})
+        monkeypatch.setattr(trainer_node, "rank_environment", lambda config, slot: {})
         monkeypatch.setattr(trainer_node, "_command", self.command)
         monkeypatch.setattr(trainer_node, "_torchrun", lambda *_: self.codes.pop(0)())
 

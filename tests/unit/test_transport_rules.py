@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import json
 import time
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,10 +14,10 @@ import torch
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
-from moerl.config.schema import EngineConfig
 from moerl.config.transport_rules import (
     CUMEM,
     DEVICES,
+    INTERFACES,
     PROTOCOL,
     default_transport,
     first_group,
@@ -26,14 +25,14 @@ from moerl.config.transport_rules import (
     transport_environment,
 )
 from moerl.core.errors import ConfigError, TransportError
-from moerl.engine.host.sglang_server import EngineServer
-from moerl.launch import run_context
 from moerl.launch.run_context import engine_environment, rank_environment
 from moerl.planning.dry_run import describe
 from moerl.planning.estimates import model_shapes
 from moerl.planning.publish_forecast import auto_transport
 from moerl.weight_sync.transports import mooncake
 from moerl.weight_sync.transports.factory import make
+from moerl.weight_sync.transports.pair_pipes import AGREED
+from moerl.weight_sync.transports.process_group import check_settings
 
 OLMOE = ("cluster=node8", "engine.platform=cuda")
 CARDS = ("cluster.nodes.engine.rdma=[mlx5_0,mlx5_1]", "cluster.nodes.trainer.rdma=[mlx5_2]")
@@ -125,53 +124,75 @@ def test_the_cards_of_a_node_reach_its_processes() -> None:
     found = rank_environment(config, slot)
     assert (found[PROTOCOL], found[DEVICES]) == ("rdma", "mlx5_2")
     engine = transport_environment(config, first_group(config, "engine"))
-    assert engine == {PROTOCOL: "rdma", DEVICES: "mlx5_0,mlx5_1"}
+    assert (engine[PROTOCOL], engine[DEVICES]) == ("rdma", "mlx5_0,mlx5_1")
     tcp = settings(*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=tcp", *CARDS)
-    assert transport_environment(tcp, first_group(tcp, "engine")) == {PROTOCOL: "tcp", DEVICES: ""}
+    engine = transport_environment(tcp, first_group(tcp, "engine"))
+    assert (engine[PROTOCOL], engine[DEVICES]) == ("tcp", "")
     half = settings(*SLURM, "sync.transport=mooncake", CARDS[0])
     assert mooncake_protocol(half) == "tcp", "both sides speak the same"
-    assert transport_environment(settings(*SLURM), slot.node.group) == {}
+    assert PROTOCOL not in transport_environment(settings(*SLURM), slot.node.group)
 
 
 # --- nccl -----------------------------------------------------------------------------------------
+SHELL = {CUMEM: "2", "NCCL_SOCKET_IFNAME": "eth9", "NCCL_ALGO": "ring"}  # of one node
+SEPARATE = (*SLURM, "sync.transport=nccl", "ref_models.placement=separate", "algorithm.kl_coef=0.1")
+SEPARATE += ("ref_models.parallel={dp: 2}",)
+DETERMINISTIC = ("engine.args.enable_deterministic_inference=true", "engine.tp=2")
+
+
 @pytest.mark.parametrize(
-    ("overrides", "value"),
+    ("overrides", "variable", "value"),
     [
-        ((), "0"),
-        (("cluster.environment.NCCL_CUMEM_ENABLE='1'",), "1"),
-        (("engine.args.enable_symm_mem=true",), "1"),
+        ((), CUMEM, "0"),
+        (("cluster.environment.NCCL_CUMEM_ENABLE='1'",), CUMEM, "1"),
+        (("engine.args.enable_symm_mem=true",), CUMEM, "1"),
+        (DETERMINISTIC, "NCCL_ALGO", "allreduce:tree"),
+        ((), "NCCL_SOCKET_IFNAME", "eth0"),
+        ((), "GLOO_SOCKET_IFNAME", "eth0"),
+        (("cluster.environment.NCCL_SOCKET_IFNAME=ib0",), "NCCL_SOCKET_IFNAME", "ib0"),
+        (CARDS, "NCCL_IB_HCA", None),
     ],
 )
-def test_both_ends_of_a_nccl_group_allocate_alike(
-    overrides: tuple[str, ...], value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_one_function_names_the_variables_of_all_processes(
+    overrides: tuple[str, ...], variable: str, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(*SLURM, "sync.transport=nccl", *overrides)
-    monkeypatch.setenv(CUMEM, "2")  # of one node's shell
-    assert both_ends(config, tmp_path, monkeypatch) == {"engine": value, "trainer": value}
-
-
-def test_ends_that_are_not_made_equal_differ(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Negative control: SGLang turns it off where nothing is set, NCCL leaves it on."""
-    monkeypatch.delenv(CUMEM, raising=False)
-    monkeypatch.setattr(run_context, "transport_environment", lambda *_: {})
-    config = settings(*SLURM, "sync.transport=nccl")
-    assert both_ends(config, tmp_path, monkeypatch) == {"engine": "0", "trainer": "NCCL's own"}
-
-
-def both_ends(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """NCCL_CUMEM_ENABLE as an engine's server and a trainer rank get it."""
-    rank = rank_environment(config, placement(config).trainers[0])
-    for name, text in engine_environment(config).items():
+    """Whatever the shell of a node says; the cards are those of the process's own node."""
+    for name, text in SHELL.items():
         monkeypatch.setenv(name, text)
-    server = EngineServer(
-        EngineConfig(), folder, routing=True, version="0.0", token="", log=folder / "log"
-    )
-    return {
-        "engine": server._environment().get(CUMEM, "0"),
-        "trainer": rank.get(CUMEM, "NCCL's own"),
+    config = settings(*SEPARATE, *overrides)
+    placed = placement(config)
+    found = {
+        "engine": engine_environment(config),
+        "trainer": rank_environment(config, placed.trainers[0]),
+        "reference": rank_environment(config, placed.ref_models[0]),
     }
+    cards = {"engine": "mlx5_0,mlx5_1", "trainer": "mlx5_2", "reference": "mlx5_2"}
+    assert {who: one[variable] for who, one in found.items()} == {
+        who: value or cards[who] for who in found
+    }
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "olmoe-1b-7b"])
+def test_on_one_machine_nccl_and_gloo_listen_on_loopback(recipe: str) -> None:
+    config = settings(recipe=recipe)
+    rank = rank_environment(config, placement(config).trainers[0])
+    for found in (engine_environment(config), rank):
+        assert {found[name] for name in INTERFACES} == {"lo"}
+
+
+def test_an_end_that_differs_is_refused_by_variable_and_both_values() -> None:
+    ours = {"NCCL's version": "2.30.7"} | dict.fromkeys(AGREED, "") | {CUMEM: "0"}
+    check_settings(ours, dict(ours))
+    for name in ours:
+        with pytest.raises(TransportError) as caught:
+            check_settings(ours | {name: "other"}, ours)
+        assert caught.value.reason == "refused"
+        here = ours[name] or "not set"
+        assert f"{name} is other in the engine and {here} in this" in caught.value.detail
+
+
+def test_what_a_host_decides_for_itself_is_not_compared() -> None:
+    assert not {*INTERFACES, "NCCL_IB_HCA", "NCCL_NVLS_ENABLE"} & set(AGREED)
 
 
 class StubTransferEngine:

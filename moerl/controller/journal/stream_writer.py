@@ -61,7 +61,7 @@ class StreamWriter:
         self._kept_from = steps[-1].kept_from if steps else 0
         end = sum(map(len, whole_lines(folder.log))) if lines else 0
         self._log = LineFile(folder.log, end)
-        self._sums: dict[PolicyVersion, dict[str, tuple[str, ...]]] = {}  # of written files
+        self._sums: dict[PolicyVersion, Mapping[str, tuple[str, ...]]] = {}  # of written files
         self._wait_s = 0.0  # seconds that a trainer waited for files and lines
         self._plans: dict[int, tuple[BatchPlan, asyncio.Task[None]]] = {}  # being written, by step
 
@@ -141,7 +141,7 @@ class StreamWriter:
             index=index_digest(path),
             num_bytes=path.stat().st_size,
             tokens=sum(rollout.num_sampled for group in groups for rollout in group.rollouts()),
-            groups=self._sums.pop(begin, None) or _sums_of(groups),
+            groups=self._sums.pop(begin, {}) or _sums_of(groups),
             weights=done.weights,
             metrics={name: value for name, value in done.metrics.items() if math.isfinite(value)},
             kept_from=max(kept_from, self._kept_from),

@@ -77,14 +77,16 @@ class Generation:
         tracer: Tracer,
         *,
         routing: bool,
+        support: int = 0,
     ) -> None:
         """Start without a server.
 
-        routing: the engine's routes are recorded.
+        routing: the engine's routes are recorded.  support: the log-probabilities of all kept
+        entries are, too, and without truncation those of so many likeliest ones; 0 = neither.
         """
         self._index, self._shape, self._store = health.index, shape, store
         self._health, self._updates, self._tracer = health, updates, tracer
-        self._routing = routing
+        self._routing, self._support = routing, min(support, shape.vocab_size)
         self._indexer = routing and bool(shape.index_topk)
         self._shared = SharedPrompts()
         # Requests that the server has, and its ids of them.  It aborts every id that begins with
@@ -276,6 +278,7 @@ class Generation:
 
     def _body(self, requests: Sequence[GenerateRequest], ids: Sequence[str]) -> dict[str, Any]:
         truncates = [request.sampling.truncates for request in requests]
+        mode = "support" if self._support else "selected"
         return {
             "rid": list(ids),
             "input_ids": [request.token_ids.tolist() for request in requests],
@@ -286,7 +289,8 @@ class Generation:
             "return_logprob": [not truncated for truncated in truncates],
             "logprob_start_len": -1,
             "return_sampling_mask": truncates,
-            "sampling_logprobs_mode": ["selected" if cut else None for cut in truncates],
+            "sampling_logprobs_mode": [mode if cut else None for cut in truncates],
+            "top_logprobs_num": [0 if cut else self._support for cut in truncates],
             "return_routed_experts": self._routing,
             "return_indexer_topk": self._indexer,
             "routed_experts_start_len": reply_parser.first_row(requests[0]) if self._routing else 0,
@@ -312,7 +316,9 @@ class Generation:
             for one, records in zip(came, taken, strict=True)
             if not isinstance(records, RecordError)
         ]
-        decoded = iter(reply_parser.decode_together(whole, self._shape) if len(whole) > 1 else ())
+        support = self._support > 0
+        together = partial(reply_parser.decode_together, support=support)
+        decoded = iter(together(whole, self._shape) if len(whole) > 1 else ())
         parsed: list[Reply | RecordError] = []
         for one, records in zip(came, taken, strict=True):
             if isinstance(records, RecordError):
@@ -328,6 +334,7 @@ class Generation:
                     routing=self._routing,
                     in_flight=updates,
                     decoded=next(decoded, Decoded()),
+                    support=support,
                 )
             except RecordError as error:
                 parsed.append(error)
@@ -375,7 +382,8 @@ class Generation:
             version=version,
             finish=parsed.finish,
             routing=sealed.routing,
-            sampling_mask=sealed.mask,
+            sampling_mask=sealed.mask if request.sampling.truncates else None,
+            top_logprobs=None if request.sampling.truncates else sealed.mask,
             audit_rows=sealed.audit,
             engine=self._index,
             cached_tokens=parsed.cached_tokens,
@@ -422,6 +430,8 @@ class Generation:
             audit = self._rows(next(refs), 0, version)
         if parsed.mask is not None:
             mask = MaskBlob(next(refs), next(refs), request.num_sampled, len(parsed.output_ids))
+            if len(parsed.mask) > 2:
+                mask = replace(mask, logprobs=next(refs))
         logprobs = LogprobBlob(next(refs), request.num_sampled, len(parsed.logprobs))
         begin, end = request.rows_from, request.num_tokens + len(parsed.output_ids) - 1
         indexer = audit_indexer = None

@@ -55,6 +55,7 @@ class EngineContext:
     in_flight_mode: str = "abort_resume"
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # of the trainer; engines must have the same
+    support: int = 0  # as in Generation
     # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -115,7 +116,13 @@ class EngineHost:
         )
         self.session = self._updates.session  # of a publish
         self._generation = Generation(
-            context.shape, store, self._health, self._updates, self._tracer, routing=self._routing
+            context.shape,
+            store,
+            self._health,
+            self._updates,
+            self._tracer,
+            routing=self._routing,
+            support=context.support,
         )
         self._mailbox = Mailbox()
         self._running: set[asyncio.Task[None]] = set()

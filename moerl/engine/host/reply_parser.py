@@ -34,7 +34,7 @@ from moerl.core.types import (
 )
 from moerl.records.indexer import check_engine_rows, encode
 from moerl.records.routing import decode_engine_rows
-from moerl.records.sampling_mask import encode_rows
+from moerl.records.sampling_mask import Csr, encode_rows, encode_top
 
 Records = Mapping[str, Array]  # of one request, by name
 
@@ -50,7 +50,8 @@ class Reply:
     finish: Finish
     routing: Array | None  # [L, T' + n - 1 - rows_from, K] u8 or u16
     audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when requested
-    mask: tuple[Array, Array] | None  # offsets [n + 1] i64, ids [nnz] i32
+    # The sampling mask; without truncation the likeliest entries, if the run records them
+    mask: Csr | None
     cached_tokens: int
     indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
     audit_indexer: Array | None = None  # of the rows of `audit`
@@ -137,18 +138,23 @@ class Decoded(NamedTuple):
     """Arrays of one reply that were decoded and checked with others; None: they were not."""
 
     routes: Array | None = None  # [L, rows, K] u8 or u16
-    mask: tuple[Array, Array] | None = None  # offsets [n + 1] i64, ids [nnz] i32
+    mask: Csr | None = None
 
 
 def decode_together(
-    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape
+    replies: Sequence[tuple[dict[str, Any], Records]],
+    shape: ModelShape,
+    *,
+    support: bool = False,
 ) -> list[Decoded]:
     """Decode routes and masks of many short replies at once, as `parse` does for one.
 
     A check costs as much for one reply of some tokens as for hundreds.  When one of the replies is
     malformed none is decoded here: `parse` then refuses that one alone.
+    support: as in `parse`.
     """
-    routes, masks = _routes_together(replies, shape), _masks_together(replies, shape)
+    routes = _routes_together(replies, shape)
+    masks = _masks_together(replies, shape, support=support)
     return [Decoded(*pair) for pair in zip(routes, masks, strict=True)]
 
 
@@ -175,9 +181,9 @@ def _routes_together(
 
 
 def _masks_together(
-    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape
-) -> Sequence[tuple[Array, Array] | None]:
-    nothing: list[tuple[Array, Array] | None] = [None] * len(replies)
+    replies: Sequence[tuple[dict[str, Any], Records]], shape: ModelShape, *, support: bool
+) -> Sequence[Csr | None]:
+    nothing: list[Csr | None] = [None] * len(replies)
     try:
         outputs = [np.asarray(reply["output_ids"], np.int32) for reply, _ in replies]
         lengths = [records["mask_lengths"] for _, records in replies]
@@ -186,16 +192,20 @@ def _masks_together(
         fits = zip(outputs, lengths, sums, kept, strict=True)
         if not all(o.shape == n.shape and k.shape == (total,) for o, n, total, k in fits):
             return nothing
-        offsets, ids = encode_rows(
+        values = [records["mask_logprobs"] for _, records in replies] if support else []
+        if any(v.shape != k.shape for v, k in zip(values, kept, strict=False)):
+            return nothing
+        csr = encode_rows(
             np.concatenate(lengths),
             np.concatenate(kept),
             np.concatenate(outputs),
             vocab_size=shape.vocab_size,
+            logprobs=np.concatenate(values) if support else None,
         )
     except (LookupError, TypeError, ValueError, OverflowError, RecordError):
         return nothing
     ends = np.cumsum([len(output) for output in outputs]).tolist()
-    return [_cut_mask((offsets, ids), begin, end) for begin, end in pairwise([0, *ends])]
+    return [_cut_mask(csr, begin, end) for begin, end in pairwise([0, *ends])]
 
 
 def parse(
@@ -208,19 +218,23 @@ def parse(
     routing: bool,
     in_flight: InFlight | None = None,
     decoded: Decoded = Decoded(),
+    support: bool = False,
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
     records: arrays of the file that the reply refers to; empty without a file.  decoded: those of
     them that `decode_together` has checked.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
-    with; routing: the request wanted rows.
+    with; routing: the request wanted rows; support: it wanted the log-probabilities of all kept
+    entries, or of the likeliest.
     Raises RecordError: `reply` (it is shaped like none), `engine` (the server failed it), `request`
     (it refused it), `finish`, `nan`, `length`, `token_range`, `version`, `logprob_*`, and the
     reasons of `moerl.records`.
     """
     try:
-        return _parsed(reply, records, request, version, shape, routing, in_flight, decoded)
+        return _parsed(
+            reply, records, request, version, shape, routing, in_flight, decoded, support
+        )
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RecordError("reply", f"{request.rollout_id}: {error!r}") from error
 
@@ -234,6 +248,7 @@ def _parsed(
     routing: bool,
     in_flight: InFlight | None,
     decoded: Decoded,
+    support: bool,
 ) -> Reply:
     """`parse` without the check of types: a value of an unexpected type raises any exception."""
     meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
@@ -244,7 +259,9 @@ def _parsed(
     cached = int(meta.get("cached_tokens", 0))
     num_new = len(output)
     truncates = request.sampling.truncates
-    if num_new == 0 or (finish is Finish.ABORT and not records and (routing or truncates)):
+    if num_new == 0 or (
+        finish is Finish.ABORT and not records and (routing or truncates or support)
+    ):
         # aborted in the waiting queue, never started or retracted: it is sent again
         return _nothing(request, finish, cached)
     if num_new > request.sampling.max_new_tokens:
@@ -263,13 +280,18 @@ def _parsed(
     positions: tuple[Array | None, Array | None] = None, None
     if routing and shape.index_topk:
         positions = _indexer(records, request, num_new, shape)
+    mask = None
+    if truncates:
+        mask = decoded.mask or _mask(records, output, shape, support=support)
+    elif support:
+        mask = _top(records, num_new, shape)
     return Reply(
         output_ids=output,
-        logprobs=_logprobs(meta, records, output, truncates=truncates),
+        logprobs=_logprobs(meta, records, output, truncates=truncates, support=support),
         finish=finish,
         routing=rows,
         audit=audit,
-        mask=(decoded.mask or _mask(records, output, shape)) if truncates else None,
+        mask=mask,
         cached_tokens=cached,
         indexer=positions[0],
         audit_indexer=positions[1],
@@ -310,12 +332,12 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
     return parts
 
 
-def _cut_mask(mask: tuple[Array, Array] | None, first: int, end: int) -> tuple[Array, Array] | None:
+def _cut_mask(mask: Csr | None, first: int, end: int) -> Csr | None:
     if mask is None:
         return None
-    offsets, ids = mask
+    offsets, *entries = mask
     begin, stop = offsets[first], offsets[end]
-    return offsets[first : end + 1] - begin, ids[begin:stop]
+    return offsets[first : end + 1] - begin, *(one[begin:stop] for one in entries)
 
 
 def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
@@ -373,10 +395,14 @@ def _spans(meta: dict[str, Any], in_flight: InFlight, num_new: int) -> tuple[Ver
     return tuple(spans[is_empty_first:])
 
 
-def _logprobs(meta: dict[str, Any], records: Records, output: Array, *, truncates: bool) -> Array:
+def _logprobs(
+    meta: dict[str, Any], records: Records, output: Array, *, truncates: bool, support: bool
+) -> Array:
     values: Any
     if truncates:
         values = records.get("mask_logprobs")
+        if support and values is not None:
+            values = values[records["mask_ids"] == np.repeat(output, records["mask_lengths"])]
     else:
         entries = meta.get("output_token_logprobs")
         values = None if entries is None else [entry[0] for entry in entries]
@@ -452,8 +478,16 @@ def _indexer(
     return own, encode(rows[:split], 0) if request.audit and split else None
 
 
-def _mask(records: Records, output: Array, shape: ModelShape) -> tuple[Array, Array]:
+def _top(records: Records, num_new: int, shape: ModelShape) -> Csr:
+    ids, logprobs = records.get("top_ids"), records.get("top_logprobs")
+    if ids is None or logprobs is None or ids.shape != logprobs.shape:
+        raise RecordError("mask_rows", "the reply does not have the engine's likeliest entries")
+    return encode_top(ids, logprobs, num_tokens=num_new, vocab_size=shape.vocab_size)
+
+
+def _mask(records: Records, output: Array, shape: ModelShape, *, support: bool) -> Csr:
     lengths, token_ids = records.get("mask_lengths"), records.get("mask_ids")
     if lengths is None or token_ids is None:
         raise RecordError("mask_rows", "the reply has no sampling mask")
-    return encode_rows(lengths, token_ids, output, vocab_size=shape.vocab_size)
+    logprobs = records.get("mask_logprobs") if support else None
+    return encode_rows(lengths, token_ids, output, vocab_size=shape.vocab_size, logprobs=logprobs)

@@ -66,6 +66,8 @@ _OWNED: dict[str, str] = {
     "config": "put the arguments into engine.args",
 }
 
+_FP32_ATTENTION = ("triton", "torch_native")  # backends on a GPU that have float32
+
 SPARSE = ("deepseek_v32",)
 """Families whose sparse attention's positions are recorded."""
 
@@ -222,7 +224,22 @@ def check_planned_layout(
         cuda=cuda,
         model_type=str(model.get("model_type") or ""),
     )
+    if cuda and stated["dtype"] == "float32":
+        _check_fp32_attention(stated)
     return layout_of_arguments(stated, model)
+
+
+def _check_fp32_attention(args: Mapping[str, Any]) -> None:
+    """SGLang chooses by GPU alone (fa3 on Hopper), whatever the dtype.  Raises ConfigError."""
+    for phase in ("prefill", "decode"):
+        backend = args.get(f"{phase}_attention_backend") or args.get("attention_backend")
+        if backend not in _FP32_ATTENTION:
+            raise ConfigError(
+                "engine.dtype",
+                "float32",
+                f"attention of {phase} would be {backend or 'fa3 on Hopper'}, without float32: set "
+                f"engine.dtype=bfloat16, or engine.args.attention_backend={_FP32_ATTENTION[0]}",
+            )
 
 
 def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from moerl.config.schema import EngineConfig
+from moerl.config.transport_rules import INTERFACES
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
@@ -278,7 +279,7 @@ class EngineServer:
             # otherwise the indexer's kernel returns cache slots in place of positions
             env["SGLANG_DSA_FUSE_TOPK"] = "0"
         if self.config.host.startswith("127."):
-            env["GLOO_SOCKET_IFNAME"] = "lo"
+            env |= dict.fromkeys(INTERFACES, "lo")
         if self.args.get("device") == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
             env |= cpu_kernels.environment_of(model_type_of(self._model_path))

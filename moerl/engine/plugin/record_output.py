@@ -4,6 +4,9 @@ Masks of a request come in pieces, one piece for each of its outputs; all record
 it ends.  Every rank makes the outputs, and the ranks that have a socket to the HTTP process send
 them: rank 0, or with data-parallel attention one rank of each group, all on the node of the host.
 
+Masks have the log-probabilities of all kept entries where a request asks for them (`support`), else
+of the sampled token; without a mask a request may ask for its likeliest entries.
+
 A long record costs milliseconds, in which the scheduler's loop would launch no step.  A thread
 writes it and then sends the output with the reply that names it; later outputs keep their order.
 
@@ -128,6 +131,7 @@ def _taken(output: Any, place: int, req: Any) -> dict[str, Array]:
     for name, rows in (("routes", output.routed_experts), ("positions", output.indexer_topk)):
         if rows is not None and rows[place] is not None:
             arrays[name], rows[place] = rows[place].numpy(), None
+    arrays |= _taken_top(output, place, req)
     masks = output.output_token_sampling_mask
     if masks is None or masks[place] is None:
         return arrays
@@ -138,6 +142,20 @@ def _taken(output: Any, place: int, req: Any) -> dict[str, Array]:
         arrays["mask_ids"] = np.concatenate([piece.token_ids for piece in pieces])
         arrays["mask_logprobs"] = np.concatenate([piece.logprobs for piece in pieces])
     return arrays
+
+
+def _taken_top(output: Any, place: int, req: Any) -> dict[str, Array]:
+    """The likeliest entries of each token, [n, K]: the request keeps them until it ends."""
+    if not req.return_logprob or not req.logprob.top_logprobs_num:
+        return {}
+    output.output_top_logprobs_val[place], output.output_top_logprobs_idx[place] = [], []
+    if output.finished_reasons[place] is None:
+        return {}
+    own, end = req.logprob, req.send_output_token_logprobs_offset
+    return {
+        "top_ids": np.asarray(own.output_top_logprobs_idx[:end], np.int32),
+        "top_logprobs": np.asarray(own.output_top_logprobs_val[:end], np.float32),
+    }
 
 
 def _empty(piece: Any) -> Any:

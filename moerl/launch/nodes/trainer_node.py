@@ -120,7 +120,7 @@ def _until_done(
         config = load_saved(run.config)  # another opening may have another layout
         slot = nth(slots_of(placement(config), job), index, job)
         name = f"torchrun-{index}.log" if job == "trainer" else f"torchrun-{job}-{index}.log"
-        command, environment = _command(config, slot, job), _environment(config, slot)
+        command, environment = _command(config, slot, job), rank_environment(config, slot)
         code = _torchrun(command, environment, run.logs / name, run, start, lease)
         end_descendants(_GRACE_S)
         is_wanted = code != 0 or (job == "ref_models" and _falls_back(run, start, lease))
@@ -202,14 +202,6 @@ def _last_step(run: RunDir) -> int:
 def _command(config: Config, slot: TrainerSlot, job: str) -> list[str]:
     command = torchrun(config, placement(config), slot, own_address(config.cluster), job)
     return [sys.executable, *command[1:]]
-
-
-def _environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
-    """Environment of this node's ranks, which talk to other nodes."""
-    env = rank_environment(config, slot) | {"NCCL_SOCKET_IFNAME": config.cluster.interface}
-    if slot.node.group.rdma:
-        env["NCCL_IB_HCA"] = ",".join(slot.node.group.rdma)
-    return env
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:

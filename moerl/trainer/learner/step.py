@@ -36,7 +36,7 @@ from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.config.algorithms import OBJECTIVES, base_is_reference
+from moerl.config.algorithms import OBJECTIVES, base_is_reference, exact_distillation
 from moerl.config.schema import Config
 from moerl.core.errors import NonRetryableError
 from moerl.core.types import Array, BatchPlan
@@ -59,6 +59,7 @@ from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import forward, probe, proximal
+from moerl.trainer.passes.over_support import support_terms, teacher_supports, wanted_entries
 from moerl.trainer.passes.proximal import ReferenceLogprobs
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
 from moerl.trainer.passes.schedule import (
@@ -198,7 +199,10 @@ class Learner:
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
             for role, policy in self.ref_models.items():
-                scores.logprobs[role] = policy.logprobs(batches)
+                if role == "teacher" and exact_distillation(config.algorithm):
+                    scores.teacher = teacher_supports(policy.model, config.algorithm, batches)
+                else:
+                    scores.logprobs[role] = policy.logprobs(batches)
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
@@ -325,8 +329,11 @@ class Learner:
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = scheduled.batch
+        algorithm = self.config.algorithm
+        teacher = reference.teacher.get(scheduled.microbatch)
+        wanted = wanted_entries(batch, teacher)
         scores = forward.sampled_logprobs(
-            self.model, hidden, batch, self.parallel, full_entropy=wide
+            self.model, hidden, batch, self.parallel, full_entropy=wide, support=wanted
         )
         logprob_N, device = scores.logprob, scores.logprob.device
         tokens = Tokens(
@@ -338,8 +345,9 @@ class Learner:
             entropy=scores.entropy,
             m2_bound=reference.m2_bound,
             **reference.tokens(scheduled.microbatch),
+            **support_terms(algorithm, batch, scores, teacher, self.parallel),
         )
-        result = policy_loss(self.config.algorithm, tokens, upload(batch.weight, device))
+        result = policy_loss(algorithm, tokens, upload(batch.weight, device))
         if self.parallel.tp_rank == 0:
             sums.count_held(batch)
             if self.parallel.cp_rank == 0:

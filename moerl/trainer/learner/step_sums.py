@@ -38,6 +38,8 @@ _COUNTS = (
     "kept",  # entries of all sampling masks
     "kept_singleton",
     "mask_bytes",
+    "supported",  # sampled tokens with the engine's log-probabilities of a support
+    "support_bytes",
     "entropy",
     "entropy_full",  # entropy over the whole vocabulary
     "sampled_full",  # tokens of entropy_full
@@ -135,6 +137,9 @@ class StepSums:
             counts["mask_bytes"] += batch.read.mask
             if len(sizes):
                 self.kept_max = max(self.kept_max, float(sizes.max()))
+        if batch.support is not None:
+            counts["supported"] += len(batch.support.offsets) - 1
+            counts["support_bytes"] += batch.read.support
 
     def count_scored(self) -> None:
         """Count the scores of all microbatches, in their order: one wait for the whole pass."""
@@ -184,6 +189,8 @@ def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
         metrics["keep/size_max"] = sums.kept_max
         metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
         metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
+    if counts["supported"]:
+        metrics["keep/logprob_bytes_per_token"] = counts["support_bytes"] / counts["supported"]
     return metrics
 
 

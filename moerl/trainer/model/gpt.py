@@ -299,13 +299,12 @@ def check_family(
             f"the gated delta net of {spec.family} was not compared with context parallelism, and "
             "on the CPU it takes packed rows with tp 1 only; use cp 1, and packing false with tp",
         )
-    if spec.sinks and on_cpu and (sizes.cp > 1 or packing):
-        name, value = ("cp", sizes.cp) if sizes.cp > 1 else ("packing", packing)
+    if spec.sinks and (sizes.cp > 1 or (packing and on_cpu)):
+        cut = ("trainer.parallel.cp", sizes.cp) if sizes.cp > 1 else ("trainer.packing", packing)
         raise ConfigError(
-            "trainer.parallel.cp" if name == "cp" else "trainer.packing",
-            value,
-            f"megatron-core's own attention, which {spec.family} needs on the CPU, has neither "
-            "context parallelism nor packing; use cp 1 and packing false",
+            *cut,
+            f"no attention has the sinks of {spec.family} with context parallelism, nor "
+            "megatron-core's own, on the CPU, with packing; use cp 1, and there packing false",
         )
 
 

@@ -210,22 +210,31 @@ def sampled_logprobs(
     parallel: Parallel,
     *,
     full_entropy: bool = False,
+    support: SamplingMask | None = None,
 ) -> Scores:
     """Log-probability and entropy of each sampled token, [N] fp32 each, equal on all tp, cp ranks.
 
     Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
     hidden_1MH: from `run_to_head`.  full_entropy: compute also the entropy over the
-    vocabulary (with sampling masks, one more pass through the head).
+    vocabulary (with sampling masks, one more pass through the head).  support: entries of the M
+    tokens whose log-probabilities are wanted, too, on this rank; those of the sampling mask, if
+    there is one.
     """
     hidden_MH, head = hidden_1MH[0], model.head(parallel.tp)
     sampled = batch.sampled[batch.held]
     temperature = upload(batch.temperature[batch.held], hidden_MH.device)
     if batch.mask_offsets is None or batch.mask_ids is None or not len(batch.held):
-        scores = full_logprobs(hidden_MH, head, sampled, temperature_S=temperature)
+        scores = full_logprobs(hidden_MH, head, sampled, temperature_S=temperature, support=support)
     else:
         mask = SamplingMask(batch.mask_offsets, batch.mask_ids)
         scores = kept_logprobs(
-            hidden_MH, head, sampled, mask, temperature_S=temperature, full_entropy=full_entropy
+            hidden_MH,
+            head,
+            sampled,
+            mask,
+            temperature_S=temperature,
+            full_entropy=full_entropy,
+            support=support is not None,
         )
     if not full_entropy:  # all ranks join the same number of parts
         scores = scores._replace(full_entropy=None)
@@ -234,6 +243,7 @@ def sampled_logprobs(
         gather_context_parallel(scores.logprob, batch, parallel),
         gather_context_parallel(scores.entropy, batch, parallel),
         None if full is None else gather_context_parallel(full, batch, parallel),
+        scores.support,
     )
 
 

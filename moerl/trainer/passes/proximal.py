@@ -41,6 +41,7 @@ from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
+from moerl.trainer.passes.over_support import TeacherSupport
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
@@ -54,6 +55,7 @@ class ReferenceLogprobs:
     """proximal, reference, teacher (if needed) -> microbatch -> [N] fp32."""
     routes: Routes | None = None  # R2: routes that the training pass replays
     m2_bound: float = math.inf
+    teacher: dict[int, TeacherSupport] = field(default_factory=dict)  # of exact distillation
 
     def tokens(self, microbatch: int) -> dict[str, Tensor]:
         """The fields of `moerl.algorithms.tokens.Tokens` that are known for a microbatch."""

@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -33,6 +33,7 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 
+T = TypeVar("T")
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # loss of a chunk's output
 ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]
 
@@ -80,6 +81,8 @@ class Batches:
         self.plan, self.parallel = plan, parallel
         self._config, self._store = config, store
         self._read_mask = with_masks and config.replay.sampling_mask and parallel.is_last_stage
+        trains = loss is not None and parallel.is_last_stage
+        self._read_support = trains and config.algorithm.centering
         self._loss = loss
         self.pack_s = 0.0
         self._numbers = list(range(plan.num_microbatches)) if only is None else [only]
@@ -99,6 +102,7 @@ class Batches:
             loss=self._loss,
             read_mask=self._read_mask,
             read_logprobs=self.parallel.is_last_stage,
+            read_support=self._read_support,
             layers=layers,
             share=(self.parallel.tp_rank, self.parallel.tp_size),
             grid=forward.grid_of(
@@ -259,11 +263,27 @@ def score(
     after: called after each pass of a chunk.  Returns [N] fp32 each, equal on all tensor and
     context parallel ranks of the last stage; empty on the other stages.
     """
-    found: dict[int, Tensor] = {}
+
+    def logprob(hidden: Tensor, batch: Microbatch) -> Tensor:
+        return forward.sampled_logprobs(model, hidden, batch, batches.parallel).logprob
+
+    return values_of(logprob, model, batches, mode, load=load, after=after)
+
+
+def values_of(
+    value: Callable[[Tensor, Microbatch], T],
+    model: Model,
+    batches: Batches,
+    mode: Mode,
+    *,
+    load: LoadRoutes | None = None,
+    after: Callable[[ScheduledPass], None] | None = None,
+) -> dict[int, T]:
+    """As `score`, of another value.  value: of a microbatch and the input [1, M, H] of its head."""
+    found: dict[int, T] = {}
 
     def keep(scheduled: ScheduledPass, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        scores = forward.sampled_logprobs(model, hidden, scheduled.batch, batches.parallel)
-        found[scheduled.microbatch] = scores.logprob
+        found[scheduled.microbatch] = value(hidden, scheduled.batch)
         return hidden.new_zeros(()), no_tokens(hidden.device), {}
 
     def step(

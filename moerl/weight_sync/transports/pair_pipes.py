@@ -252,6 +252,21 @@ def _named(deadline: float, doing: str) -> Iterator[None]:
 
 
 _building = threading.Lock()
+# A group whose members differ in one of these hangs or breaks.  Not in the list: NVLS, which NCCL
+# leaves off between two ranks, and what a host decides for itself, as its interfaces and cards.
+_SWITCHES = "CUMEM_ENABLE CUMEM_HOST_ENABLE P2P_DISABLE P2P_LEVEL SHM_DISABLE IB_DISABLE"
+AGREED = tuple(f"NCCL_{name}" for name in f"{_SWITCHES} NET NET_PLUGIN ALGO PROTO".split())
+
+
+def nccl_settings() -> dict[str, str]:
+    """Settings of this process that both members of a pair need alike; empty text: not set."""
+    found = {"NCCL's version": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found | {name: os.environ.get(name, "") for name in AGREED}
+
+
+def set_variables() -> dict[str, str]:
+    """All variables of NCCL and gloo that this process has."""
+    return {name: v for name, v in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
 
 
 def nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:

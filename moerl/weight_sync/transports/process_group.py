@@ -4,10 +4,12 @@ Every (sender, staging) pair is its own group of two.  So an engine joins by for
 without the other engines, and a broken pair blocks no other.  The receiving member is a thread of
 the Staging: it reads the announced ranges from a control socket and posts the matching receives.
 
-The control socket checks the token of the endpoint first, and the group's rendezvous runs through
-it too, so no store with its own port is open to unauthenticated readers.  The data sockets of gloo
-and NCCL have no token: they bind to the address of the private interface, and to no other (gloo),
-or to NCCL_SOCKET_IFNAME (NCCL).
+The control socket checks the token of the endpoint first, and so does the store of the staging, in
+which its pairs meet.  The data sockets of gloo and NCCL have no token: they bind to the address of
+the private interface, and to no other (gloo), or to NCCL_SOCKET_IFNAME (NCCL).
+
+NCCL does not compare the settings of its members: a group of unlike members hangs or breaks.  So
+the endpoint carries those of the engine rank, and `connect` refuses others (`nccl_settings`).
 
 One code path serves both, and the pair's pipe (`pair_pipes`) knows which memory the backend sends.
 Staging is host memory with both, page-locked where CUDA works.  NCCL ran on the device double
@@ -18,10 +20,11 @@ Rejected: one group over all engines (a dead engine fails the others), TCPStore 
 
 from __future__ import annotations
 
+import logging
+import math
+import secrets
 import struct
-import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.core.errors import TransportError
+from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_server import (
     Channel,
     ServerAddress,
@@ -40,6 +44,7 @@ from moerl.distributed.token_server import (
     open_channel,
     seconds_left,
 )
+from moerl.distributed.token_store import TokenStore
 from moerl.weight_sync.transports.base import Link, Staging, check_range, read_endpoint
 from moerl.weight_sync.transports.pair_pipes import (
     DeviceBuckets,
@@ -48,11 +53,15 @@ from moerl.weight_sync.transports.pair_pipes import (
     Pipe,
     meet,
     nccl_group,
+    nccl_settings,
+    set_variables,
 )
 from moerl.weight_sync.transports.pinned_memory import host_buffer
 
+log = logging.getLogger(__name__)
+
 _RECEIVER, _SENDER = 0, 1  # ranks in a pair
-_KEY, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
+_PAIR, _PUT, _FLUSH, _FLUSHED = range(4)  # kinds of frame on the control socket
 _RANGE = struct.Struct("<QQd")  # offset, bytes, time limit of the receive in seconds
 _RENDEZVOUS_S = 60.0
 
@@ -60,7 +69,10 @@ _RENDEZVOUS_S = 60.0
 class _Endpoint(msgspec.Struct, frozen=True):
     backend: str
     server_address: ServerAddress
+    store_address: ServerAddress
     num_bytes: int
+    settings: dict[str, str]  # `nccl_settings`; empty for gloo
+    variables: dict[str, str]  # all of NCCL and gloo that are set there: for the log
 
 
 class GroupTransport:
@@ -86,6 +98,8 @@ class GroupTransport:
         target = read_endpoint(endpoint, _Endpoint, self.name)
         if target.backend != self.name:
             raise TransportError("refused", f"{target.backend} endpoint offered to {self.name}")
+        check_settings(target.settings, _settings(self.name))
+        log.info("%s: set in the engine %s, here %s", self.name, target.variables, set_variables())
         return GroupLink(target, self._address, self._device, deadline)
 
 
@@ -99,6 +113,22 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _settings(backend: str) -> dict[str, str]:
+    return nccl_settings() if backend == "nccl" else {}
+
+
+def check_settings(engine: dict[str, str], ours: dict[str, str]) -> None:
+    """Raises TransportError for the first setting in which the two members differ."""
+    for name, value in engine.items():
+        if value != ours.get(name):
+            there, here = value or "not set", ours.get(name) or "not set"
+            raise TransportError(
+                "refused",
+                f"{name} is {there} in the engine and {here} in this trainer rank, and NCCL needs "
+                f"one value: set cluster.environment.{name}, or unset it on all nodes",
+            )
+
+
 class GroupStaging(Staging):
     """The receiving side: a thread per sender."""
 
@@ -106,18 +136,33 @@ class GroupStaging(Staging):
         self._address, self._backend = address, backend
         self._buckets = DeviceBuckets(device)  # gloo takes none
         self.buffer = host_buffer(num_bytes)
+        self._store = StoreServer(address)
         self._server = TokenServer(address, self._serve)
         self.endpoint = msgspec.json.encode(
-            _Endpoint(backend, self._server.server_address, num_bytes)
+            _Endpoint(
+                backend,
+                self._server.server_address,
+                self._store.server_address,
+                num_bytes,
+                _settings(backend),
+                set_variables(),
+            )
         )
 
     def close(self) -> None:
         self._server.close()
+        self._store.close()
 
     def _serve(self, channel: Channel) -> None:
         """Serve one sender until it leaves, violates the protocol or dies; ends this pair only."""
         deadline = time.monotonic() + _RENDEZVOUS_S
-        pair = _Pair(channel, _RECEIVER, self._backend, self._address, deadline)
+        kind, name = channel.receive(deadline)
+        if kind != _PAIR:
+            raise TransportError("refused", f"frame kind {kind} came before the name of the pair")
+        store = _store(self._store.server_address, deadline)
+        pair = _Pair(
+            channel, store, name.decode(), _RECEIVER, self._backend, self._address, deadline
+        )
         pipe = pair.pipe(self._buckets.device, self._buckets)
         try:
             while True:
@@ -150,8 +195,12 @@ class GroupLink(Link):
         self._flushes = 0
         self._channel = open_channel(target.server_address, deadline)
         try:
-            pair = _Pair(self._channel, _SENDER, target.backend, address, deadline)
-            self._pipe = pair.pipe(device)
+            name, store = secrets.token_hex(8), _store(target.store_address, deadline)
+            self._channel.send(_PAIR, name.encode(), deadline)
+            self._pair = _Pair(
+                self._channel, store, name, _SENDER, target.backend, address, deadline
+            )
+            self._pipe = self._pair.pipe(device)
         except BaseException:
             self._channel.close()
             raise
@@ -179,46 +228,20 @@ class GroupLink(Link):
 
 
 # --- the group ---------------------------------------------------------------------------------
-class _PairStore(dist.Store):
-    """Rendezvous of a group of two: a value that one side sets is sent to the other."""
-
-    def __init__(self, channel: Channel, deadline: float) -> None:
-        super().__init__()
-        self._channel, self._deadline = channel, deadline
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.RLock()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        name = key.encode()
-        with self._lock:
-            self._values[key] = data
-            frame = len(name).to_bytes(4, "little") + name + data
-            self._channel.send(_KEY, frame, self._deadline)
-
-    def get(self, key: str) -> bytes:
-        with self._lock:
-            while key not in self._values:
-                kind, frame = self._channel.receive(self._deadline)
-                if kind != _KEY:
-                    raise TransportError("peer", f"frame kind {kind} during the rendezvous")
-                end = 4 + int.from_bytes(frame[:4], "little")
-                self._values[frame[4:end].decode()] = frame[end:]
-            return self._values[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+def _store(address: ServerAddress, deadline: float) -> TokenStore:
+    return TokenStore(address, timedelta(seconds=seconds_left(deadline)), deadline)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A group of two, without a default group and unknown to torch's registry."""
+    """A group of two, without a default group and unknown to torch's registry.
+
+    Its user keeps it while the pipe lives: torch's groups do not keep the Python part of a store.
+    """
 
     channel: Channel
+    store: TokenStore
+    name: str  # of the pair in the store
     rank: int
     backend: str
     address: str  # of this side's interface
@@ -226,13 +249,14 @@ class _Pair:
 
     def pipe(self, device: torch.device, buckets: DeviceBuckets | None = None) -> Pipe:
         """Meet the other side.  buckets: of the receiving side.  Raises TransportError."""
-        store = _PairStore(self.channel, self.deadline)
+        store = dist.PrefixStore(self.name, self.store)
         try:
             if self.backend == "gloo":
                 return HostPipe(self._gloo(store), 1 - self.rank)
             group = nccl_group(store, self.rank, device)
             pipe = DevicePipe(group, 1 - self.rank, device, buckets, self.channel.check)
             meet(pipe, receives=self.rank == _RECEIVER, deadline=self.deadline)
+            self.store.deadline = math.inf  # of later calls by threads of NCCL
             return pipe
         except RuntimeError as error:
             raise failure(self.deadline, f"the pair could not be formed: {error}") from error

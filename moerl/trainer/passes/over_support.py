@@ -1,0 +1,114 @@
+"""Terms of the loss over entries of the vocabulary: which are wanted, and their sums per token.
+
+Score centering needs the engine's log-probabilities, which the microbatch has; distillation over a
+support needs the teacher's, from its forward pass before the first optimizer step.
+
+Legend: N sampled tokens of the data-parallel rank, M of them on this rank, Z entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moerl.algorithms.device_copies import to_host, upload
+from moerl.algorithms.head_logprob import SamplingMask, Scores, top_logprobs
+from moerl.algorithms.support_losses import Support, centering, forward_kl, reverse_kl
+from moerl.config.algorithms import RatioRule
+from moerl.config.schema import AlgorithmConfig
+from moerl.data.packing import Microbatch
+from moerl.trainer.model.gpt import Model
+from moerl.trainer.model.layer_calls import Mode
+from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.passes import forward
+from moerl.trainer.passes.schedule import Batches, values_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherSupport:
+    """The teacher's log-probabilities of the entries of one microbatch."""
+
+    entries: SamplingMask  # of M tokens, on the host
+    logprobs: Tensor  # [Z]
+
+
+def teacher_supports(
+    model: Model, algorithm: AlgorithmConfig, batches: Batches
+) -> dict[int, TeacherSupport]:
+    """By microbatch, on the last stage: over the recorded masks, or of the teacher's likeliest."""
+    parallel = batches.parallel
+
+    def over_mask(hidden: Tensor, batch: Microbatch) -> TeacherSupport:
+        entries = _mask_of(batch)
+        scores = forward.sampled_logprobs(model, hidden, batch, parallel, support=entries)
+        assert scores.support is not None, "the support was asked for"
+        return TeacherSupport(entries, scores.support)
+
+    def likeliest(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        head = model.head(parallel.tp)
+        k = min(algorithm.distill_top_k, head.vocab_size)
+        tau = upload(batch.temperature[batch.held], hidden.device)
+        return top_logprobs(hidden[0], head, k, temperature_S=tau)
+
+    if algorithm.distill_over == "support":
+        return values_of(over_mask, model, batches, Mode.OFF)
+    found = values_of(likeliest, model, batches, Mode.OFF)
+    ids = to_host({number: of_batch for number, (of_batch, _) in found.items()})
+    return {
+        number: TeacherSupport(_rows(ids[number]), logprobs.flatten())
+        for number, (_, logprobs) in found.items()
+    }
+
+
+def wanted_entries(batch: Microbatch, teacher: TeacherSupport | None) -> SamplingMask | None:
+    """Entries of the M tokens whose log-probabilities the loss needs."""
+    if batch.support is not None:
+        return SamplingMask(batch.support.offsets, batch.support.ids)
+    return None if teacher is None else teacher.entries
+
+
+def support_terms(
+    algorithm: AlgorithmConfig,
+    batch: Microbatch,
+    scores: Scores,
+    teacher: TeacherSupport | None,
+    parallel: Parallel,
+) -> dict[str, Tensor]:
+    """The fields `centering` and `teacher_kl` of Tokens, [N] each, equal on all tp and cp ranks.
+
+    scores: with the log-probabilities of `wanted_entries`; without them no term is wanted.
+    """
+    entries = wanted_entries(batch, teacher)
+    if entries is None or scores.support is None:
+        return {}
+    device = scores.support.device
+    lengths_M = upload(entries.offsets.diff(), device)
+    is_whole = batch.mask_offsets is not None
+    if batch.support is None:
+        assert teacher is not None, "its entries are wanted"
+        kl = forward_kl if algorithm.distill_kl == "forward" else reverse_kl
+        term = {"teacher_kl": kl(Support(scores.support, teacher.logprobs, lengths_M, is_whole))}
+    else:
+        rule = RatioRule.of(algorithm)
+        assert rule is not None, "algorithm.centering is checked when a run starts"
+        engine = upload(batch.support.logprobs, device)
+        advantage_M = upload(batch.advantage[batch.held], device)
+        support = Support(scores.support, engine, lengths_M, is_whole)
+        term = {"centering": centering(support, advantage_M, rule)}
+    return {
+        name: forward.gather_context_parallel(values_M, batch, parallel)
+        for name, values_M in term.items()
+    }
+
+
+def _rows(ids_MK: Tensor) -> SamplingMask:
+    num, k = ids_MK.shape
+    return SamplingMask(torch.arange(num + 1) * k, ids_MK.flatten())
+
+
+def _mask_of(batch: Microbatch) -> SamplingMask:
+    if batch.mask_offsets is None or batch.mask_ids is None:  # a microbatch of padding
+        return SamplingMask(torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.int32))
+    return SamplingMask(batch.mask_offsets, batch.mask_ids)
