@@ -32,7 +32,7 @@ from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
 from tests.helpers.episode_views import asked, view
-from tests.helpers.patience import Patience
+from tests.helpers.patience import Patience, patience
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOERL_HOSTILE_TEST"  # every process of a scorer here has it, with our pid
@@ -329,9 +329,18 @@ def check_texts(scorer: ProcessScorer, scene: Scene, texts: dict[str, str], work
     assert not left_behind(workers)
     check_scene(scene)
     for number in (0.25, 0.5):
-        assert score(scorer, scene.prompt(), *[f"won = {number}"] * workers) == (
-            [Score(number)] * workers
-        ), "the scorer does not serve any more"
+        check_service(scorer, scene.prompt(), number, workers)
+
+
+def check_service(scorer: ProcessScorer, prompt: Prompt, number: float, workers: int) -> None:
+    """Honest texts get their number; on a busy machine a worker's time may be over before."""
+    limit = Patience(20)
+    while True:
+        results = score(scorer, prompt, *[f"won = {number}"] * workers)
+        late = [r for r in results if isinstance(r, ScoreError) and "took longer" in str(r)]
+        if not late or limit.over():
+            break
+    assert results == [Score(number)] * workers, "the scorer does not serve any more"
 
 
 # Enough of them to see each mechanism of a worker process; the others run with --full.
@@ -409,7 +418,7 @@ def test_a_text_does_not_change_the_score_of_the_next(
 
 
 def test_control_in_one_process_a_text_changes_the_score_of_the_next(scene: Scene) -> None:
-    with scorer_of(task("process")) as scorer:
+    with scorer_of(task("process"), timeout_s=patience(3.0)) as scorer:
         score(scorer, scene.prompt(), _SEEK + LASTING["replaces the reward"])
         assert score(scorer, scene.prompt(), "won = 0.25") == [Score(1.0)]
 
@@ -424,7 +433,8 @@ def test_an_environment_cannot_reply_without_end(scene: Scene, boxed: ProcessSco
 @pytest.fixture(scope="module")
 def boxed(scene: Scene) -> Iterator[ProcessScorer]:
     environment = "tests.helpers.hostile_rewards:reply_text"
-    scorer = ProcessScorer(task("bwrap", "", environment=environment, max_turns=2), 1, TIMEOUT_S)
+    config = task("bwrap", "", environment=environment, max_turns=2)
+    scorer = ProcessScorer(config, 1, patience(3.0))
     yield scorer
     scorer.close()
 
