@@ -94,13 +94,16 @@ def test_a_float32_engine_without_float32_attention_is_refused(
 def test_heads_that_no_rotary_kernel_has_are_refused() -> None:
     """SGLang's own assertion: tools/engine_kernels.py plays a start to its first forward pass."""
     heads = "model.tiny.head_dim=32"
-    for cluster in ("gpu1", "node8", "slurm", "kuberay"):
+    for cluster in ("gpu1", "node8"):
         with pytest.raises(
             ConfigError, match=r"model\.tiny\.head_dim = 32 .* heads of 64, 128, 256"
         ):
             printed("quickstart", f"cluster={cluster}", heads)
         printed("quickstart", f"cluster={cluster}")
-    printed("quickstart", "cluster=gpu1", heads, "engine.dtype=float16")
+    for cluster in ("slurm", "kuberay"):
+        assert load_config("quickstart", (f"cluster={cluster}",)).model.tiny.head_dim == 64
+    fp32 = ("engine.dtype=float32", "engine.args.attention_backend=triton")
+    printed("quickstart", "cluster=gpu1", heads, *fp32)
     printed("quickstart", heads)
 
 
