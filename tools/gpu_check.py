@@ -37,7 +37,7 @@ _HELP = """\
   tools/gpu-check --parts    needs Python 3.11 or 3.12, torch with CUDA, gcc, and the wheels that
                              `--pack` put into build/gpu-check/wheels; no network, no SGLang, no
                              Transformer Engine, no Ray; ends after nine minutes
-  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, 45 s of work
+  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, 45 s
   tools/gpu-check --pack     on a machine with a package index, before the folder is copied
 
 A check that fails leaves the others as they are; the exit status is 1 if one failed.  Every figure
