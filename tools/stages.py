@@ -98,8 +98,8 @@ STAGES = (
         "multi/test_checkpoint_writer.py multi/test_critic.py multi/test_dither*.py"
         " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
-        " multi/test_sglang_lora_pool.py multi/test_support_training.py multi/test_train*.py"
-        " multi/test_turn_rows_training.py",
+        " multi/test_sglang_lora_pool.py multi/test_support_training.py"
+        " multi/test_teacher_training.py multi/test_train*.py multi/test_turn_rows_training.py",
         _TRAINER,
     ),
     Stage(
@@ -128,10 +128,10 @@ STAGES = (
     ),
     Stage(
         "faults",
-        18,
+        20,
         "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py e2e/test_failure.py"
         " e2e/test_killed_processes.py e2e/test_membership_e2e.py e2e/test_ref_models_run.py"
-        " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py",
+        " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py e2e/test_teachers_run.py",
     ),
     Stage(
         "hosts",

@@ -112,7 +112,8 @@ def _packed(sums: dict[str, Tensor | float], device: torch.device) -> Tensor:
 
 
 def distillation(t: Tokens) -> Tensor:
-    """The advantage of on-policy distillation: sg(teacher - theta) per token, [N].
+    """The advantage of on-policy distillation: sg(teacher - theta) per token, [N]; with several
+    teachers the sum of weight x (teacher - theta).
 
     With an importance ratio, its policy gradient equals the gradient of -KL(theta, teacher), the
     reverse KL at each visited state (arXiv 2306.13649 section 3; thinkingmachines.ai/blog/
@@ -121,7 +122,8 @@ def distillation(t: Tokens) -> Tensor:
     mask.
     """
     assert t.teacher is not None, "distillation needs log-probabilities of the teacher"
-    return (t.teacher - t.logprob).detach()
+    own = t.logprob if t.teacher_weight is None else t.teacher_weight * t.logprob
+    return (t.teacher - own).detach()
 
 
 def correct(algorithm: AlgorithmConfig, t: Tokens) -> dict[str, Correction]:

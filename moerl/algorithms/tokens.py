@@ -69,7 +69,8 @@ class Tokens:
         None  # [N] weights at the start of the batch; None = logprob, detached
     )
     reference: Tensor | None = None  # [N] reference policy
-    teacher: Tensor | None = None  # [N] teacher
+    teacher: Tensor | None = None  # [N] teachers, the sum of weight x log-probability
+    teacher_weight: Tensor | None = None  # [N] sum of the teachers' weights; None = 1
     entropy: Tensor | None = None  # [N] of the current policy, not in the graph
     centering: Tensor | None = None  # [N] C of score centering, in the graph
     teacher_kl: Tensor | None = None  # [N] KL over a support, in the graph

@@ -20,12 +20,14 @@ from typing import Any
 from moerl.audit.rerun_page import write_rerun_page
 from moerl.audit.verify_run import step_differences
 from moerl.config import Config, save_config
+from moerl.config.algorithms import followers_of
 from moerl.config.load import load_saved
 from moerl.core.errors import ConfigError, ProtocolError, TrainerError
 from moerl.core.messages import Failed, Hello, Message, Notice, Ok, Plan, StepDone, Stop, TakePlan
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import BatchPlan, PolicyVersion, RefScores
 from moerl.data.batching import plan_batch
+from moerl.data.teacher_versions import version_at
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 from moerl.launch.train import prepare
@@ -168,7 +170,16 @@ class RecordedRun:
             self.store.put_back(moved, data)
             self._uris.add(moved)
         version = PolicyVersion(take.incarnation, take.step)
-        return Plan(self._placed(replace(plan, groups=groups, version=version), start))
+        teachers = self._teachers(plan)
+        plan = replace(plan, groups=groups, version=version, teachers=teachers)
+        return Plan(self._placed(plan, start))
+
+    def _teachers(self, plan: BatchPlan) -> dict[str, PolicyVersion]:
+        """As recorded with scores; a trainer that scores itself has versions of its own name."""
+        assert self._hello is not None, "the trainer says hello first"
+        if plan.ref_models:
+            return plan.teachers
+        return {n: version_at(self._hello.begins, v.step) for n, v in plan.teachers.items()}
 
     def _placed(self, plan: BatchPlan, start: StartLine) -> BatchPlan:
         """The recorded plan, or its rows placed for another layout."""
@@ -189,7 +200,7 @@ class RecordedRun:
             packed=trainer.packing,
             pair=hello.pair_cost,
         )
-        return replace(placed, ref_models=_in_rows(scores, placed))
+        return replace(placed, ref_models=_in_rows(scores, placed), teachers=plan.teachers)
 
     def _step(self, done: StepDone) -> None:
         self.store.delete_all(self._uris)
@@ -240,6 +251,7 @@ def rerun(request: RerunRequest) -> int:
     refuse_foreign(RunDir(request.source), "RUN")
     recorded = recorded_steps(request)
     config = _config(request)
+    _check_teachers(request, recorded, config)
     run = RunDir(Path(config.run.root) / config.run.name)
     run.create()
     if recorded.first != request.first:
@@ -275,6 +287,18 @@ def _config(request: RerunRequest) -> Config:
         checkpoint=replace(config.checkpoint, every=0, start="", hf="end", keep_versions=False),
         evaluation=replace(config.evaluation, every=0),
     )
+
+
+def _check_teachers(request: RerunRequest, recorded: RecordedSteps, config: Config) -> None:
+    """A rerun makes the versions that its trainer scores with; from a checkpoint it lacks some."""
+    own = config.ref_models.placement == "trainer"
+    if recorded.first and own and (names := followers_of(config.algorithm)):
+        raise ConfigError(
+            "--from",
+            request.first,
+            f"teacher {next(iter(names))} follows the policy on the trainer's ranks, and its "
+            f"versions before step {recorded.first} are not in the stream: rerun from step 0",
+        )
 
 
 async def _play(context: RunContext, played: RecordedRun) -> None:

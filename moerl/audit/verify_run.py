@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moerl.config.schema import AlgorithmConfig
+from moerl.config.validate import read_section
 from moerl.core.errors import BlobError, RecordError, StreamError
 from moerl.core.types import BatchPlan, BlobRef, EpisodeGroup, PolicyVersion, Rollout
+from moerl.data.ref_scores import named
+from moerl.data.teacher_versions import teachers_at
 from moerl.records.blob_store import BlobStore, Run
 from moerl.records.header_check import check
 from moerl.records.stream_files import (
@@ -140,6 +144,7 @@ def step_differences(
         ages = [line.step - r.oldest.step for r in content.group.rollouts()]
         found.oldest = max([found.oldest, *ages])
     yield from _plan_differences(line, plan, rows)
+    yield from _teacher_differences(start, line, plan)
 
 
 def _rows(index: int, group: EpisodeGroup) -> list[tuple[int, int, int]]:
@@ -158,6 +163,18 @@ def _plan_differences(
         yield f"step {line.step}: the plan does not train every rollout once"
     if plan.step != line.step or plan.version.incarnation != line.version.incarnation:
         yield f"step {line.step}: the file has the plan of step {plan.step}, {plan.version}"
+
+
+def _teacher_differences(start: StartLine, line: StepLine, plan: BatchPlan) -> Iterator[str]:
+    """Teachers that follow the policy have the step's version, in the plan and in every score."""
+    algorithm = read_section(AlgorithmConfig, start.settings.get("algorithm", {}), "algorithm.")
+    want = teachers_at(algorithm, start.begins, line.step)
+    for what, found in (
+        ("the plan", plan.teachers),
+        *((f"scores of {one.rollout_id}", one.teachers) for one in plan.ref_models),
+    ):
+        if found != want:
+            yield f"step {line.step}: {what}: teachers {named(found)}, want {named(want)}"
 
 
 def _group_differences(

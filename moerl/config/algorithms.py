@@ -11,6 +11,7 @@ package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from moerl.config.functions import check_importable
-from moerl.config.schema import AlgorithmConfig, Config
+from moerl.config.schema import AlgorithmConfig, Config, TeacherConfig
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.task_tables import STEP_REWARDS
 from moerl.core.errors import ConfigError
@@ -118,6 +119,8 @@ _BY_AGE = ("lag", "lag_decay")  # corrections that know nothing of a token's pro
 # Objectives whose gradient is A grad log p while theta is the proximal policy
 _ONE_AT_FIRST = ("ppo_clip", "ppo_dual_clip", "cispo", "importance")
 _UNBOUNDED = 1e30
+_NAME = re.compile(r"[A-Za-z][\w-]*")  # of a teacher: a part of metric names and a folder
+_ROLES = ("reference", "proximal")  # other policies that score
 _ALWAYS_READ = frozenset(
     {"advantage", "objective", "ratio", "corrections", "kl", "aggregation", "entropy_coef"}
     | {"distill_coef", "centering"}
@@ -194,9 +197,31 @@ def ref_models_of(config: Config) -> dict[str, str]:
     algorithm, found = config.algorithm, {}
     if "reference" in needed(algorithm) and not base_is_reference(config):
         found["reference"] = algorithm.reference or config.model.path
-    if algorithm.distill_coef:
-        found["teacher"] = algorithm.teacher
+    for teacher in teachers_of(algorithm):
+        if not borrows_policy(config, teacher):
+            found[teacher.name] = teacher.path or config.model.path
     return found
+
+
+def teachers_of(a: AlgorithmConfig) -> list[TeacherConfig]:
+    """The teachers that the loss reads."""
+    return a.teachers if a.distill_coef else []
+
+
+def followers_of(a: AlgorithmConfig) -> dict[str, TeacherConfig]:
+    """Teachers that follow the policy, by name."""
+    return {teacher.name: teacher for teacher in teachers_of(a) if teacher.follows}
+
+
+def ref_field(role: str) -> str:
+    """The setting of a model that only scores, for messages."""
+    return "algorithm.reference" if role == "reference" else f"algorithm.teachers.{role}"
+
+
+def borrows_policy(config: Config, teacher: TeacherConfig) -> bool:
+    """Whether a teacher is the trained model with the adapters of another version."""
+    on_trainer = config.ref_models.placement == "trainer"
+    return bool(teacher.follows) and config.lora.rank > 0 and on_trainer
 
 
 def base_is_reference(config: Config) -> bool:
@@ -234,15 +259,16 @@ def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
 
 def _check_folders(config: Config) -> None:
     a = config.algorithm
-    for role, used in (("teacher", a.distill_coef > 0), ("reference", a.reference != "")):
-        folder = getattr(a, role)
-        if used and not Path(folder, "config.json").is_file():
-            raise ConfigError(f"algorithm.{role}", folder, "a Hugging Face model folder is needed")
+    found = {f"{ref_field(t.name)}.path": t.path for t in teachers_of(a) if t.path}
+    found |= {"algorithm.reference": a.reference} if a.reference else {}
+    for field, folder in found.items():
+        if not Path(folder, "config.json").is_file():
+            raise ConfigError(field, folder, "a Hugging Face model folder is needed")
 
 
 def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
     read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
-    read |= {"teacher", "distill_over"} if a.distill_coef else set()
+    read |= {"teachers", "distill_over"} if a.distill_coef else set()
     read |= {"distill_kl"} if exact_distillation(a) else set()
     read |= {"distill_top_k"} if a.distill_over == "teacher_top_k" else set()
     read |= {"centering_top_k"} if a.centering else set()
@@ -411,10 +437,52 @@ def exact_distillation(a: AlgorithmConfig) -> bool:
     return a.distill_coef > 0 and a.distill_over != "token"
 
 
+def _check_teachers(config: Config) -> None:
+    a, seen = config.algorithm, set[str]()
+    if a.distill_coef and not a.teachers:
+        raise ConfigError("algorithm.teachers", [], "distill_coef needs at least one")
+    labels = [entry.label for entry in entries_of(config)]
+    for teacher in teachers_of(a):
+        name, field = teacher.name, ref_field(teacher.name)
+        if name in seen or not _NAME.fullmatch(name) or name in _ROLES:
+            allowed = f"a name of its own: letters, digits, _ and -, not {' or '.join(_ROLES)}"
+            raise ConfigError("algorithm.teachers.name", name, allowed)
+        seen.add(name)
+        if bool(teacher.path) == bool(teacher.follows):
+            both = (teacher.path, teacher.follows)
+            raise ConfigError(field, both, "give either path or follows: policy")
+        versions = (teacher.lag, teacher.every, teacher.ema)
+        if teacher.path and versions != (0, 1, 0.0):
+            allowed = "a folder has one version; leave lag, every and ema out, or use follows"
+            raise ConfigError(field, versions, allowed)
+        if teacher.follows and versions == (0, 1, 0.0):
+            raise ConfigError(
+                field, versions, "it would be the policy itself: use a lag, every above 1, or ema"
+            )
+        if unknown := [label for label in teacher.tasks if label not in labels]:
+            known = ", ".join(filter(None, labels)) or "none: the run has one task without a label"
+            raise ConfigError(f"{field}.tasks", unknown, f"the labels are {known}")
+
+
+def weight_for(teacher: TeacherConfig, task: str) -> float:
+    """Weight of a teacher's term for tokens of a task, by its label."""
+    return teacher.weight if not teacher.tasks or task in teacher.tasks else 0.0
+
+
 def _check_distillation(config: Config) -> None:
     a = config.algorithm
+    _check_teachers(config)
     if not exact_distillation(a):
         return
+    for entry in entries_of(config):
+        every = [t.name for t in a.teachers if weight_for(t, entry.label)]
+        if len(every) > 1:
+            raise ConfigError(
+                "algorithm.teachers",
+                every,
+                f"distill_over={a.distill_over} takes one teacher for each task: give each its "
+                "tasks, or use distill_over=token",
+            )
     over = a.distill_over
     if config.ref_models.placement != "trainer":
         raise ConfigError(

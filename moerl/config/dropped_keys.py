@@ -16,6 +16,7 @@ _MOVED = {  # below task, and below an entry of tasks
 }
 _REWARD = "agent.reward"
 _GROUPS = "rollout.groups_per_request"
+_TEACHER = "algorithm.teacher"
 
 
 def dropped_key(field: str) -> str:
@@ -25,6 +26,8 @@ def dropped_key(field: str) -> str:
     """
     if field == _GROUPS:
         return "there is no such key any more: groups that start together travel together"
+    if field == _TEACHER:
+        return "use algorithm.teachers=[{path: FOLDER}]"
     if not field.startswith(("task.", "tasks.")):
         return ""
     above, last = field.rsplit(".", 2)[0], ".".join(field.rsplit(".", 2)[1:])

@@ -344,6 +344,23 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A policy that the trained one learns from: a folder, or an earlier version of itself."""
+
+    name: str = "teacher"  # in metrics; of several teachers each has its own
+    path: str = ""  # Hugging Face folder with the student's vocabulary
+    # policy: at version v of the policy, its newest version that is a multiple of `every` and at
+    # most v - lag
+    follows: Literal["", "policy"] = ""
+    lag: Natural = 0  # versions
+    every: Count = 1  # versions between two exchanges
+    # Mean of the versions at multiples of `every`: ema x mean + (1 - ema) x weights; 0 = no mean
+    ema: BelowOne = 0.0
+    tasks: list[str] = field(default_factory=list)  # labels of its tasks; empty = all
+    weight: Positive = 1.0  # of its term, times algorithm.distill_coef
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Parts of the loss by name (docs/algorithms.md); a setting that no part reads is refused."""
 
@@ -365,7 +382,7 @@ class AlgorithmConfig:
     # reinforce_pp, gae: weight of a KL inside the reward of each token
     reward_kl_coef: NonNegative = 0.0
     reference: str = ""  # Hugging Face folder of the reference; empty = model.path
-    teacher: str = ""  # Hugging Face folder of the teacher of on-policy distillation
+    teachers: list[TeacherConfig] = field(default_factory=list)  # of on-policy distillation
     # token: weight of teacher less student log-probability in the advantage; else of the KL
     distill_coef: NonNegative = 0.0
     # token: the sampled one; support: the recorded sampling mask; teacher_top_k: its likeliest
@@ -403,7 +420,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class RefModelsConfig:
-    """Placement of the models that only score: algorithm.reference, algorithm.teacher."""
+    """Placement of the models that only score: algorithm.reference, algorithm.teachers."""
 
     # trainer: on its ranks, before each step; separate: on their own ranks
     placement: Literal["trainer", "separate"] = "trainer"

@@ -1,25 +1,34 @@
 """Groups that wait for scores of reference and teacher, when those have their own ranks.
 
-Scores depend on the record and on the reference weights, not on the policy's version.  So a group
-is scored as soon as it is ready, while the trainer works on an earlier batch; a plan is sent when
-all of its rows are scored.  Nothing is journaled: after a restart of controller or trainer the
-groups are scored again, with the same results.
+Scores depend on the record and on the weights of reference and teachers.  So a group is scored as
+soon as it is ready, while the trainer works on an earlier batch; a plan is sent when all of its
+rows are scored.  Nothing is journaled: after a restart of controller or trainer the groups are
+scored again, with the same results.
+
+The step of a batch decides the version of a teacher that follows the policy.  A ready group is
+scored for the step that its place in the buffer promises, once the teacher's version is written;
+when it is trained in a step with another version, it is scored again and the plan waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from moerl.config.algorithms import ref_models_of
+from moerl.config.algorithms import followers_of, ref_models_of
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.core.errors import ProtocolError
 from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
-from moerl.core.types import BatchPlan, EpisodeGroup, RefScores
+from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion, RefScores
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
+from moerl.data.teacher_versions import teacher_folder, teachers_at
+from moerl.runtime.run_dir import RunDir
+
+_VERSION_S = 0.1  # between two looks for a teacher's version that the trainer writes
 
 
 class RefScoreQueue:
@@ -36,6 +45,9 @@ class RefScoreQueue:
         )
         self._roles = ref_models_of(config) if config.ref_models.placement == "separate" else {}
         self._known: dict[str, RefScores] = {}
+        self._lineage, self._step_metrics = context.lineage, context.step_metrics
+        self._run = RunDir(Path(config.run.root) / config.run.name)
+        self._follows = bool(followers_of(config.algorithm))
 
     @property
     def in_use(self) -> bool:
@@ -50,7 +62,7 @@ class RefScoreQueue:
         begin = time.monotonic()
         while is_current():
             waited_s = time.monotonic() - begin
-            if not (waiting := self.waits(self._batches.planned.get(step, ()))):
+            if not (waiting := self.waits(step, self._batches.planned.get(step, ()))):
                 return waited_s
             if waited_s > timeout_s:
                 raise ProtocolError(
@@ -73,38 +85,60 @@ class RefScoreQueue:
                 continue
             if time.monotonic() > deadline:
                 return Ok()
-            await self._tasks.wait_change(min(1.0, take.timeout_s))
+            await self._tasks.wait_change(_VERSION_S if self._follows else min(1.0, take.timeout_s))
         return Stop(f"all {self._config.run.steps} steps are done")
 
-    def waits(self, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
-        """Groups with an unscored rollout; none where the trainer scores."""
+    def waits(self, step: int, groups: Iterable[EpisodeGroup]) -> list[EpisodeGroup]:
+        """Groups without scores by the teachers of a step; none where the trainer scores."""
         if not self._roles:
             return []
-        return [g for g in groups if any(r.rollout_id not in self._known for r in g.rollouts())]
+        teachers = self.teachers(step)
+        return [group for group in groups if not self._is_scored(group, teachers)]
+
+    def teachers(self, step: int) -> dict[str, PolicyVersion]:
+        """Version of each teacher that follows the policy, by name, for the batch of a step."""
+        if not self._follows:
+            return {}
+        return teachers_at(self._config.algorithm, self._lineage.begins, step)
 
     def next(self, dp_size: int, pair: float = 0.0) -> BatchPlan | None:
-        """At most a batch of unscored groups in training order; None: all are scored."""
-        limit = self._config.rollout.groups_per_step
-        groups = self.waits(self._live())[:limit]
+        """At most a batch of unscored groups in training order, for one version of each teacher.
+
+        None: all are scored for which the teachers' versions are written.
+        """
+        if self._follows and not self._lineage.begins:
+            return None  # no trainer has said hello
+        limit, groups = self._config.rollout.groups_per_step, list[EpisodeGroup]()
+        teachers: dict[str, PolicyVersion] = {}
+        for step, group in self._live():
+            of_step = self.teachers(step)
+            if self._is_scored(group, of_step) or not self._are_written(of_step):
+                continue
+            teachers = teachers if groups else of_step
+            if len(groups) < limit and of_step == teachers:
+                groups.append(group)
         if not groups:
             return None
         trainer = self._config.trainer
-        return plan_batch(
+        plan = plan_batch(
             self._buffer.next_step,
-            max(group.newest for group in groups),  # scores do not depend on the version
+            max(group.newest for group in groups),  # scores do not depend on the student's version
             groups,
             dp_size=dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             packed=trainer.packing,
             pair=pair,
         )
+        return replace(plan, teachers=teachers)
 
     def add(self, scored: Scored) -> None:
         """Store scores; scores of groups that left the buffer are dropped.
 
         Raises RecordError when scores do not fit their rollout.
         """
-        live = {r.rollout_id: r for group in self._live() for r in group.rollouts()}
+        for name, seconds in scored.exchange_s.items():
+            self._step_metrics.teacher_s[name] += seconds
+        live = {r.rollout_id: r for _, group in self._live() for r in group.rollouts()}
         for scores in scored.scores:
             if (rollout := live.get(scores.rollout_id)) is not None:
                 check_scores(scores, rollout, self._roles)
@@ -114,11 +148,23 @@ class RefScoreQueue:
         self._tasks.notify()
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
-        """The plan with its scores by row, where there are reference ranks."""
+        """The plan with its teachers, and its scores by row where there are reference ranks."""
+        plan = replace(plan, teachers=self.teachers(plan.step))
         if not self._roles:
             return plan
         return replace(plan, ref_models=tuple(self._known[r.rollout_id] for r in plan.rollouts()))
 
-    def _live(self) -> Sequence[EpisodeGroup]:
-        planned = sorted(self._batches.planned.items())
-        return [*(group for _, groups in planned for group in groups), *self._buffer.ready()]
+    def _live(self) -> Iterator[tuple[int, EpisodeGroup]]:
+        """Groups in training order, each with the step that trains it; expected, if not planned."""
+        for step, groups in sorted(self._batches.planned.items()):
+            yield from ((step, group) for group in groups)
+        for place, group in enumerate(self._buffer.ready()):
+            yield self._buffer.next_step + place // self._config.rollout.groups_per_step, group
+
+    def _is_scored(self, group: EpisodeGroup, teachers: Mapping[str, PolicyVersion]) -> bool:
+        every = (self._known.get(rollout.rollout_id) for rollout in group.rollouts())
+        return all(scores is not None and scores.teachers == teachers for scores in every)
+
+    def _are_written(self, teachers: Mapping[str, PolicyVersion]) -> bool:
+        folders = (teacher_folder(self._run, name, one) for name, one in teachers.items())
+        return all(folder.is_dir() for folder in folders)

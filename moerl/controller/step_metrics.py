@@ -85,6 +85,7 @@ class StepMetrics:
     def _reset(self) -> None:
         self.trainer_wait_s = 0.0
         self.ref_wait_s = 0.0
+        self.teacher_s = defaultdict[str, float](float)  # exchanges on reference ranks, by name
         self.interrupts = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of all answered requests
@@ -181,6 +182,7 @@ class StepMetrics:
         }
         if self.ref_wait_s:
             row["ref_models/wait_s"] = self.ref_wait_s
+        row |= {f"teacher/{name}/seconds": spent for name, spent in self.teacher_s.items()}
         row |= self.evaluations.popleft() if self.evaluations else {}
         if self.evaluations_given_up:
             row["eval/given_up"] = float(self.evaluations_given_up)

@@ -336,7 +336,7 @@ class TrainerHandler:
             if not is_next or not await self._plan_next(step, incarnation):
                 return None
         groups = self._batches.planned.get(step, [])
-        if not groups or self._ref_models.waits(groups):
+        if not groups or self._ref_models.waits(step, groups):
             return None
         plan = await self._plan(step, groups)
         self._ahead = groups if plan is not None else []

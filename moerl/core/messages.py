@@ -250,9 +250,13 @@ class TakeRecords:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Reference scores of every row of the last plan.  Reply: Ok."""
+    """Reference scores of every row of the last plan, or none: a teacher's version is gone.
+
+    exchange_s: seconds that each teacher took for its version, by name.  Reply: Ok.
+    """
 
     scores: tuple[RefScores, ...]
+    exchange_s: dict[str, float] = field(default_factory=dict)
 
 
 # --- controller -> trainer (replies) -------------------------------------------------------------

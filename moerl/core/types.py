@@ -559,6 +559,8 @@ class RefScores:
     rollout_id: str
     record: str  # digest of record and models (`moerl.data.ref_scores`)
     logprobs: dict[str, Array]  # role -> [S] f32, natural log
+    teachers: dict[str, PolicyVersion] = field(default_factory=dict)
+    """Version of each teacher that follows the policy, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -575,6 +577,8 @@ class BatchPlan:
     rows: tuple[PlanRow, ...]
     num_microbatches: int
     ref_models: tuple[RefScores, ...] = ()  # by row; empty when the trainer computes the scores
+    teachers: dict[str, PolicyVersion] = field(default_factory=dict)
+    """Version of each teacher that follows the policy, by name; one for the whole batch."""
 
     def rollouts(self) -> list[Rollout]:
         """Rollouts by row."""

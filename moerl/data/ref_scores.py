@@ -4,7 +4,8 @@ Separate ranks score a batch while the trainer steps on the previous one, and th
 with the plan, one set per row.  A number next to the wrong token trains silently wrong, so each set
 carries a digest of everything it depends on, and the trainer computes the same digest from its own
 copy of the record: the ids, which of them were sampled, the temperature, the sampling masks, and of
-each model its folder, its configuration (the router list among it) and its precision.
+each model its folder, its configuration (the router list among it) and its precision.  Each set
+names the version of every teacher that follows the policy; a batch has one version of each.
 
 Rejected: scores in blobs next to the records (a restarted controller would sweep them).
 """
@@ -19,11 +20,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from moerl.config.algorithms import ref_models_of
+from moerl.config.algorithms import followers_of, ref_models_of
 from moerl.config.schema import Config
 from moerl.core.errors import RecordError
 from moerl.core.json_files import read_model_config
 from moerl.core.types import Array, BatchPlan, RefScores, Rollout
+from moerl.data.teacher_versions import teacher_step
 from moerl.layout import model_spec
 
 
@@ -81,6 +83,7 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
     Raises RecordError (`ref_scores_...`) for a row without scores, or with scores of another row.
     """
     roles, basis = ref_models_of(config), basis_of(config)
+    check_teachers(plan, config)
     if len(plan.ref_models) != len(plan.rows):
         raise RecordError(
             "ref_scores_rows",
@@ -96,4 +99,27 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
                 "ids, temperature, sampling masks and models must be the scored ones",
             )
         check_scores(scores, rollout, roles)
+        if scores.teachers != plan.teachers:
+            raise RecordError(
+                "ref_scores_version",
+                f"{rollout.rollout_id}: scores of {named(scores.teachers)}, step {plan.step} has "
+                f"{named(plan.teachers)}",
+            )
     return {role: [scores.logprobs[role] for scores in plan.ref_models] for role in roles}
+
+
+def check_teachers(plan: BatchPlan, config: Config) -> None:
+    """Raises RecordError (`ref_scores_version`) unless the plan has the step's version of each
+    teacher that follows the policy."""
+    found = {name: version.step for name, version in plan.teachers.items()}
+    followers = followers_of(config.algorithm)
+    want = {name: teacher_step(teacher, plan.step) for name, teacher in followers.items()}
+    if found != want:
+        raise RecordError(
+            "ref_scores_version", f"step {plan.step}: teachers of versions {found}, want {want}"
+        )
+
+
+def named(teachers: Mapping[str, object]) -> str:
+    """For messages: `slow 0.4, fast 0.6`."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(teachers.items())) or "none"

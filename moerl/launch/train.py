@@ -27,7 +27,7 @@ from typing import IO, Any
 import xxhash
 
 from moerl.config import Config, resolve, save_config
-from moerl.config.algorithms import ref_models_of
+from moerl.config.algorithms import ref_field, ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, own_address, placement, starts_on_cuda
 from moerl.config.engine_context import check_context
@@ -388,7 +388,7 @@ def _check_parts(context: RunContext) -> None:
     spec = context.spec()  # raises for an unknown family
     check_context(context.config, spec.max_positions)
     for role, path in ref_models_of(context.config).items():
-        check_ref_models(f"algorithm.{role}", path, spec)
+        check_ref_models(ref_field(role), path, spec)
     for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.config import Config
-from moerl.config.algorithms import ref_models_of
+from moerl.config.algorithms import borrows_policy, followers_of, ref_models_of, teachers_of
 from moerl.config.checks import MODEL_MAKERS
 from moerl.config.clusters import Placement, TrainerSlot, is_local, is_shared, placement
 from moerl.config.task_mixture import longest_row
@@ -29,6 +29,7 @@ from moerl.planning.memory import (
     ref_model_memory,
     trainer_memory,
     training_of,
+    with_teachers,
 )
 from moerl.planning.publish_forecast import (
     FactorForecast,
@@ -66,6 +67,7 @@ def estimates(config: Config, placed: Placement) -> list[str]:
     return [
         *tables,
         *(_engine_line(config, size, placed) for size in sizes),
+        *_teacher_lines(config),
         _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
         *(_transfer_lines(config, size) for size in sizes),
         transport_line(config, auto_transport(config, model_shapes(config))),
@@ -108,7 +110,24 @@ def _trainer_ranks(
         ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
-    return training, ref_models, ranks
+    followers = list(followers_of(config.algorithm).values())
+    return training, ref_models, with_teachers(ranks, training, followers)
+
+
+def _teacher_lines(config: Config) -> list[str]:
+    """Where each teacher is, and which version it has."""
+    separate, found = config.ref_models.placement == "separate", []
+    for teacher in teachers_of(config.algorithm):
+        version = teacher.path
+        if teacher.follows:
+            version = f"version t - {teacher.lag} of the policy, exchanged every {teacher.every}"
+            version += f", mean with ema {teacher.ema:g}" if teacher.ema else ""
+        where = "reference ranks" if separate else "trainer ranks"
+        if borrows_policy(config, teacher):
+            where += ", as adapters of the trained model"
+        tasks = ", ".join(teacher.tasks) or "all tasks"
+        found.append(f"teacher {teacher.name}: {version}; on {where}; {teacher.weight:g} x {tasks}")
+    return found
 
 
 def _engine_sizes(config: Config, layouts: Sequence[Layouts]) -> list[_Size]:
@@ -239,6 +258,8 @@ def _host_lines(
     if rank.offloaded:
         trainer += f", optimizer {_gb(each * rank.offloaded)}"
     trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
+    if rank.teachers:
+        trainer += f", copies for teachers {_gb(each * rank.teachers)}"
     if rank.base:
         trainer += f", W0 of adapters {_gb(each * rank.base)}"
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}

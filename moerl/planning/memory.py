@@ -50,7 +50,7 @@ from typing import Literal, NamedTuple
 from moerl.config import Config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
-from moerl.config.schema import ParallelConfig, TrainerConfig
+from moerl.config.schema import ParallelConfig, TeacherConfig, TrainerConfig
 from moerl.layout.adapters import projections
 from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles
 from moerl.layout.spec import ModelSpec, padded_vocab
@@ -153,6 +153,7 @@ class TrainerMemory:
     offloaded: int  # host memory: optimizer
     checkpoint: int  # host memory: copy of the state that is written
     base: int = 0  # host memory: W0 of adapted weights
+    teachers: int = 0  # host memory: copy of a version that becomes a teacher, and means
     device_base: int = 0  # W0 of adapted weights on the device, or the two buckets that bring it
 
     @property
@@ -163,7 +164,7 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        return self.snapshot + self.offloaded + self.checkpoint + self.base
+        return self.snapshot + self.offloaded + self.checkpoint + self.base + self.teachers
 
     @property
     def static(self) -> int:
@@ -224,6 +225,15 @@ def trainer_memory(
         )
         for p, rank in enumerate(ranks)
     )
+
+
+def with_teachers(
+    ranks: Sequence[TrainerMemory], training: Training, followers: Sequence[TeacherConfig]
+) -> tuple[TrainerMemory, ...]:
+    """With the copy of trained weights that is written for teachers, and their means in fp32."""
+    width = 2 if training.dtype == "bf16" else 4
+    each = width + 4 * sum(1 for teacher in followers if teacher.ema) if followers else 0
+    return tuple(replace(rank, teachers=each * (rank.gradients // 4)) for rank in ranks)
 
 
 def ref_model_memory(

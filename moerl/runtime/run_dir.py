@@ -52,6 +52,7 @@ class RunDir:
     checkpoints = _Below("checkpoints")
     best = _Below("checkpoints", "best.json")  # names the best one by `checkpoint.best`, its score
     versions = _Below("versions")  # HF weights of each version, with checkpoint.keep_versions
+    teachers = _Below("teachers")  # versions of the policy that are teachers, by name and version
     stream = _Below("stream")  # what was trained, with stream.keep_steps
     journal = _Below("journal")  # the controller's (unless rollout.journal_dir), and `segments`
     # admitted groups with their blobs, with rollout.durability = shared

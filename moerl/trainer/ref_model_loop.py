@@ -5,6 +5,9 @@ for groups that are finished and not scored, those to be trained first at the fr
 next batch is scored when the trainer asks for it.  It holds no state: after a restart it asks for
 the groups that are still missing.
 
+The version of a teacher that follows the policy comes with the groups.  All ranks take it from the
+run's folder before they score, so a batch has one version, and a restarted job has a whole one.
+
 Models, packing and the replay of sampling masks are shared with the trainer
 (`moerl.trainer.learner.ref_model`), so both give equal numbers.  Each set of scores carries the
 digest of its record (`moerl.data.ref_scores`).
@@ -12,6 +15,7 @@ digest of its record (`moerl.data.ref_scores`).
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -22,10 +26,11 @@ from moerl.core.errors import TrainerError
 from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
 from moerl.core.rpc import RpcClient
 from moerl.core.serialization import decode, encode
-from moerl.core.types import Array, BatchPlan, RefScores
+from moerl.core.types import Array, BatchPlan, PolicyVersion, RefScores
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
 from moerl.data.row_cost import pair_cost
+from moerl.data.teacher_versions import teacher_folder
 from moerl.distributed.object_collectives import broadcast_value, gather_values
 from moerl.runtime.trace import Tracer
 from moerl.trainer.hf_io.hf_folder import HfFolder
@@ -67,7 +72,9 @@ class RefModelLoop:
         """Score until the controller stops the run."""
         while (plan := self._take_records()) is not None:
             with self.tracer.span("score", step=plan.step, groups=len(plan.groups)):
-                scored = Scored(tuple(self.score(plan)))
+                exchange_s = self._take_teachers(plan)
+                scores = [] if exchange_s is None else self.score(plan)
+                scored = Scored(tuple(scores), exchange_s or {})
             if self.client is not None:
                 self.client.expect(scored, Ok)
         dist.barrier(self.parallel.control)
@@ -91,9 +98,35 @@ class RefModelLoop:
                 rollout.rollout_id,
                 record_digest(rollout, self.basis),
                 {role: values[idx] for role, values in found.items()},
+                {name: self._version(name) for name in plan.teachers},
             )
             for idx, rollout in enumerate(plan.rollouts())
         ]
+
+    def _take_teachers(self, plan: BatchPlan) -> dict[str, float] | None:
+        """Exchange the teachers of which the plan wants another version; seconds by name.
+
+        None: a folder is gone, as its version is no longer wanted.  Raises ModelError.
+        """
+        if not plan.teachers:
+            return {}
+        old = [name for name, one in plan.teachers.items() if one != self.policies[name].version]
+        folders = {n: teacher_folder(self.context.run, n, plan.teachers[n]) for n in old}
+        there = self.parallel.is_first and all(folder.is_dir() for folder in folders.values())
+        if not broadcast_value(there, bool, self.parallel.control):
+            return None
+        seconds = {}
+        for name, folder in folders.items():
+            begin, version = time.perf_counter(), plan.teachers[name]
+            with self.tracer.span("take teacher", teacher=name, version=str(version)):
+                self.policies[name].take(version, folder)
+            seconds[name] = time.perf_counter() - begin
+        return seconds
+
+    def _version(self, name: str) -> PolicyVersion:
+        version = self.policies[name].version
+        assert version is not None, f"{name} has taken a version"
+        return version
 
     def _take_records(self) -> BatchPlan | None:
         """Records on every rank, or None when the run is over."""

@@ -19,12 +19,14 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from moerl.config.algorithms import followers_of
 from moerl.config.schema import Config
 from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.errors import (
@@ -53,6 +55,7 @@ from moerl.core.messages import (
 from moerl.core.rpc import Keys, RpcClient
 from moerl.core.serialization import decode
 from moerl.core.types import BatchPlan, PolicyVersion
+from moerl.data.teacher_versions import teacher_folder
 from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.blob_store import BlobStore
 from moerl.records.read_ahead import ReadAhead
@@ -72,6 +75,7 @@ from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
+from moerl.trainer.teacher_writer import Source, TeacherWriter
 from moerl.trainer.weights_digest import weights_digest
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
@@ -155,6 +159,18 @@ class TrainLoop:
             self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count and not context.is_rerun:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
+        self.teachers: TeacherWriter | None = None
+        separate = config.ref_models.placement == "separate"
+        if followers_of(config.algorithm) and not (context.is_rerun and separate):
+            self.teachers = TeacherWriter(
+                config,
+                context.run,
+                Source(self.model, self.source.path),
+                parallel,
+                self.tracer,
+                on_failure,
+                self.patience,
+            )
         self.learner.before_update = self._before_update
 
     def run(self) -> None:
@@ -171,6 +187,10 @@ class TrainLoop:
             self.publisher.rehearse(self.version)
         if self.config.checkpoint.keep_versions:
             self._keep_version()
+        if self.teachers is not None:
+            if self.version.step:
+                self.teachers.resume(self.begins, self.version.step)
+            self.teachers.publish(self.begins, self.version.step)
         # Later collections skip the objects that exist by now, of which torch and Megatron make so
         # many that a full one stops this rank, and those that wait for it, for 150 ms.
         gc.collect()
@@ -183,6 +203,8 @@ class TrainLoop:
         if self.config.checkpoint.hf != "off" and self.hf_step != self.version.step:
             self._save_hf()
         self.writer.finish()
+        if self.teachers is not None:
+            self.teachers.wait()
         dist.barrier(self.parallel.control)
 
     def _resume(self) -> None:
@@ -270,7 +292,7 @@ class TrainLoop:
             self.records.use()
         if (ahead := self.ahead) is not None:
             self.records.begin(lambda records: self.learner.read_ahead(ahead, records))
-        metrics = self._probe(plan)
+        metrics = self._probe(plan) | self._take_teachers(plan)
         with self.tracer.span("step", step=plan.step):
             metrics |= self.learner.step(plan)
         metrics["perf/ahead_reads"] = float(self.records.drop())
@@ -280,6 +302,8 @@ class TrainLoop:
         weights = self._weights_digest()
         if self.version.step < self.config.run.steps or self.config.evaluation.every:
             metrics |= self._publish()
+        if self.teachers is not None and self.version.step < self.config.run.steps:
+            self.teachers.publish(self.begins, self.version.step)
         metrics |= self.writer.metrics()
         if self.config.checkpoint.keep_versions:
             self._keep_version()
@@ -288,6 +312,18 @@ class TrainLoop:
         every = self.config.checkpoint.every
         if every and self.version.step % every == 0:
             self._checkpoint()
+
+    def _take_teachers(self, plan: BatchPlan) -> dict[str, float]:
+        """Metrics of the teachers that follow the policy; those on these ranks take a version."""
+        if self.teachers is None:
+            return {}
+        metrics = self.teachers.metrics(plan.teachers, plan.step)
+        if self.config.ref_models.placement == "trainer":
+            run, wanted = self.context.run, max(v.step for v in plan.teachers.values())
+            with self.tracer.span("take teachers", step=plan.step):
+                self.teachers.wait(wanted + 1)
+                metrics |= self.learner.take_teachers(plan.teachers, partial(teacher_folder, run))
+        return metrics
 
     def _weights_digest(self) -> str:
         """Digest of the live weights of all ranks, for the stream; "" without a stream."""
@@ -330,6 +366,8 @@ class TrainLoop:
         self.writer.before_update()
         if self.publisher is not None:
             self.publisher.before_update()
+        if self.teachers is not None:
+            self.teachers.before_update()
 
     def _settle(self) -> None:
         """Wait until no publish is in flight."""
@@ -391,6 +429,8 @@ class TrainLoop:
         return self.model.tensors | factors
 
     def _checkpoint(self) -> None:
+        if self.teachers is not None:
+            self.teachers.wait(self.version.step)
         progress = checkpoint.Progress(
             version=self.version,
             consumed=self.consumed.parts,

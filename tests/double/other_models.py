@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moerl.config.schema import AlgorithmConfig, ModelConfig, ReplayConfig
+from moerl.config.schema import AlgorithmConfig, ModelConfig, ReplayConfig, TeacherConfig
 from moerl.core.types import Array, BatchPlan
 from tests.double.train_once import (
     MODEL,
@@ -37,7 +37,7 @@ def ref_settings(reference: Path, teacher: Path) -> AlgorithmConfig:
         kl_coef=0.5,
         reference=str(reference),
         distill_coef=1.0,
-        teacher=str(teacher),
+        teachers=[TeacherConfig(path=str(teacher))],
     )
 
 

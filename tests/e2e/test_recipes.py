@@ -86,7 +86,7 @@ def test_changed_recipe(name: str, tmp_path: Path) -> None:
 def test_distillation_from_a_trained_folder(tmp_path: Path) -> None:
     teacher = start(tmp_path, "quickstart", *SMALL, "trainer.optimizer.lr=0.02", name="teacher")
     assert teacher.finish() == 0, teacher.text()
-    folder = f"algorithm.teacher={teacher.dir.hf}"
+    folder = f"algorithm.teachers=[{{path: {teacher.dir.hf}}}]"
     run = start(tmp_path, "on-policy-distillation", *SMALL, folder, name="x")
     assert run.finish() == 0, run.text()
     assert all(row["loss/kl_teacher"] != 0 for row in run.rows())

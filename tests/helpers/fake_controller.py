@@ -194,9 +194,17 @@ class FakeController:
 
 
 def run_gang(
-    controller: FakeController, run: RunDir, blobs: BlobStore, ranks: int, *arguments: str
+    controller: FakeController,
+    run: RunDir,
+    blobs: BlobStore,
+    ranks: int,
+    *arguments: str,
+    hook: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the trainer under torchrun to its end; closes the controller."""
+    """Run the trainer under torchrun to its end; closes the controller.
+
+    hook: folder of a `sitecustomize` that changes its processes.
+    """
     command = [sys.executable, "-m", "moerl.distributed.torchrun"]
     command += ["--nproc-per-node", str(ranks), "-m", "moerl.trainer.main", *arguments]
     command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
@@ -207,7 +215,7 @@ def run_gang(
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (hook, ROOT)))),
     }
     try:
         return subprocess.run(

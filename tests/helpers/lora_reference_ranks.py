@@ -1,4 +1,5 @@
-"""Worker of test_lora_reference: the reference of a run with adapters, and a second model.
+"""Worker of test_lora_reference: the reference of a run with adapters, a second model, and a
+teacher that is a version of the adapters.
 
 lora_reference_ranks.py --model DIR --work DIR --sizes JSON [--lora JSON] [--dtype bf16]
 """
@@ -26,10 +27,13 @@ from moerl.config.schema import (  # noqa: E402
     ParallelConfig,
     TrainerConfig,
 )
-from moerl.core.types import BatchPlan  # noqa: E402
+from moerl.core.types import BatchPlan, PolicyVersion  # noqa: E402
 from moerl.data.batching import split_plan  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
+from moerl.trainer.hf_io.adapter_files import save_adapter  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.hf_io.teacher_folder import factors_digest, publish_teacher  # noqa: E402
+from moerl.trainer.learner.ref_model import BorrowedPolicy, RefModel  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
@@ -66,6 +70,7 @@ def main() -> None:
             all(torch.equal(before[name], t) for name, t in own.model.tensors.items())
         ),
         "waited": len(waited),
+        "teacher": teacher(own, plan, Path(options.work) / "0.3"),
         "steps": [[own.step(plan), second.step(plan)] for _ in range(2)],
     }
     if ranks.is_first:
@@ -122,6 +127,38 @@ def unscored(learner: Learner, plan: BatchPlan) -> list[dict[int, Tensor]]:
         )
         for part in parts
     ]
+
+
+def teacher(learner: Learner, plan: BatchPlan, folder: Path) -> dict[str, float]:
+    """Gaps to the scores of the model when it had the teacher's adapters, which it has no more."""
+    model, config, ranks = learner.model, learner.config, learner.parallel
+    whole = random_factors(Path(config.model.path), config.lora)
+    truth = unscored(learner, plan)
+    digest = factors_digest(model.factors(), model.spec, config.lora, ranks.sizes, ranks.control)
+    if ranks.is_first:
+        fresh = folder.with_name(".fresh")
+        save_adapter(fresh, whole, model.spec, config.lora, config.model.path)
+        publish_teacher(fresh, folder, digest)
+    dist.barrier()
+    model.set_factors({name: 0.5 * factor for name, factor in whole.items()})
+    before = {name: tensor.clone() for name, tensor in model.tensors.items()}
+    borrowed = BorrowedPolicy(model, config, ranks, lambda: None)
+    vocabulary, folder_of_base = model.spec.vocab_size, config.model.path
+    apart = RefModel("teacher", folder_of_base, vocabulary, config, ranks, follows=True)
+    for policy in (borrowed, apart):
+        policy.take(PolicyVersion(0, 3), folder)
+    parts = split_plan(plan, config.trainer, seed=config.run.seed)
+    read = [Batches(part.plan, config, ranks, learner.store) for part in parts]
+    found = {
+        "borrowed": worst(
+            borrowed.each(read, lambda model, batches: score(model, batches, Mode.OFF)), truth
+        ),
+        "apart": worst([apart.logprobs(batches) for batches in read], truth),
+        "control": worst(unscored(learner, plan), truth),
+        "moved": float(any(not torch.equal(before[n], t) for n, t in model.tensors.items())),
+    }
+    model.set_factors(whole)
+    return {name: largest(value) for name, value in found.items()}
 
 
 def worst(one: list[dict[int, Tensor]], other: list[dict[int, Tensor]]) -> float:

@@ -89,7 +89,7 @@ def _picked(row: dict[str, float]) -> dict[str, float]:
 def _refused(learner: Learner, plan: BatchPlan) -> dict[str, str]:
     """What is said of scores that are not of this plan's records."""
     first, second, *rest = plan.ref_models
-    other = replace(learner.config.algorithm, reference=learner.config.algorithm.teacher)
+    other = replace(learner.config.algorithm, reference=learner.config.algorithm.teachers[0].path)
     cases = {
         "swapped": (replace(plan, ref_models=(second, first, *rest)), learner.config),
         "absent": (replace(plan, ref_models=()), learner.config),

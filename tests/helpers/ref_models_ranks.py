@@ -23,6 +23,7 @@ from moerl.config.schema import (  # noqa: E402
     OptimizerConfig,
     ParallelConfig,
     ReplayConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from moerl.records.blob_store import BlobStore  # noqa: E402
@@ -60,7 +61,7 @@ def main() -> None:
                 kl_coef=0.5,
                 reference=reference,
                 distill_coef=1.0,
-                teacher=teacher,
+                teachers=[TeacherConfig(path=teacher)],
             ),
         )
         folder = HfFolder(str(options.student))

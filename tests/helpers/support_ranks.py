@@ -31,6 +31,7 @@ from moerl.config.schema import (  # noqa: E402
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from moerl.core.types import BatchPlan, MaskBlob, Rollout  # noqa: E402
@@ -73,7 +74,10 @@ def main() -> None:
     for name, (settings, truncates) in CASES.items():
         distill = {} if "centering" in settings else {"distill_coef": 0.7, "advantage": "none"}
         algorithm = AlgorithmConfig(
-            distill_top_k=K, teacher=str(options.teacher), **settings, **distill
+            distill_top_k=K,
+            teachers=[TeacherConfig(path=str(options.teacher))],
+            **settings,
+            **distill,
         )
         trainer = TrainerConfig(
             parallel=sizes, optimizer=OptimizerConfig(lr=0.0, min_lr=0.0), packing=options.cp > 1

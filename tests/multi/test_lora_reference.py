@@ -1,6 +1,8 @@
 """With adapters, the reference of a KL is the trained model with adapters off.
 
-The oracle is a second model that is loaded from the same folder and scores the same records.
+The oracle is a second model that is loaded from the same folder and scores the same records.  A
+teacher that follows the policy is the trained model with other adapters, or adapters on ranks of
+their own; its oracle is the model when it had them.
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ def _check(found: dict[str, Any]) -> None:
     assert found["adapters_on"] > 0.1, "control: adapters move the scores"
     assert found["restored"], "bitwise the weights that are trained"
     assert found["waited"] == 1, "a snapshot is copied before, once per batch"
+    of_teacher = found["teacher"]
+    assert max(of_teacher["borrowed"], of_teacher["apart"]) <= LIMIT
+    assert of_teacher["control"] > 0.01, "control: the model has other adapters"
+    assert not of_teacher["moved"], "bitwise the weights of before"
     for own, second in found["steps"]:
         assert own["lora/base_swap_s"] > 0
         assert "lora/base_swap_s" not in second

@@ -16,6 +16,7 @@ from moerl.config.schema import (
     ParallelConfig,
     RefModelsConfig,
     ReplayConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from moerl.core.messages import Scored
@@ -51,7 +52,7 @@ def _scored(root: Path, models: list[Path], layout: ParallelConfig) -> tuple[Run
             kl_coef=0.5,
             reference=reference,
             distill_coef=1.0,
-            teacher=teacher,
+            teachers=[TeacherConfig(path=teacher)],
         ),
         ref_models=RefModelsConfig(placement="separate", parallel=layout),
     )

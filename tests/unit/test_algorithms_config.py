@@ -25,11 +25,12 @@ from moerl.config.algorithms import (
     needed,
     ref_models_of,
 )
-from moerl.config.schema import AlgorithmConfig, Config, SamplingConfig
+from moerl.config.schema import AlgorithmConfig, Config, SamplingConfig, TeacherConfig
 from moerl.config.validate import validate
 from moerl.core.errors import ConfigError
 from tests.helpers.patience import patience
 
+TEACHERS = [TeacherConfig(path="somewhere")]
 TABLES = {
     "advantage": ADVANTAGES,
     "objective": OBJECTIVES,
@@ -72,7 +73,7 @@ def test_an_unknown_name_lists_the_known_ones(table: str) -> None:
         ("clip_low", {"objective": "reinforce", "clip_low": 0.1}),
         ("kl_coef", {"kl_coef": 0.1}),
         ("off_policy_delta", {"off_policy_delta": 0.1}),
-        ("teacher", {"teacher": "somewhere"}),
+        ("teachers", {"teachers": TEACHERS}),
         ("reference", {"reference": "somewhere"}),
         ("constant_tokens", {"constant_tokens": 8}),
         ("centering_top_k", {"centering_top_k": 8}),
@@ -104,7 +105,7 @@ def test_a_setting_that_nothing_reads_is_refused(field: str, algorithm: dict[str
         ("dual_clip", {"objective": "ppo_dual_clip", "dual_clip": 1.0}),
         ("icepop_low", {"corrections": ["icepop"], "ratio": "proximal", "icepop_low": 9.0}),
         ("kl_coef", {"kl": "unbiased"}),
-        ("teacher", {"distill_coef": 1.0}),
+        ("teachers", {"distill_coef": 1.0}),
         ("reference", {"kl": "k3", "kl_coef": 0.1, "reference": "nowhere"}),
         ("overlong_buffer", {"overlong_buffer": 10**6}),
     ],
@@ -169,7 +170,7 @@ def test_score_centering_needs_the_masks_of_truncated_sampling() -> None:
 @pytest.mark.parametrize("over", ["support", "teacher_top_k"])
 def test_the_kl_to_a_teacher_is_over_what_the_trainer_scores(over: str, top_p: float) -> None:
     base = replace(
-        config(distill_coef=1.0, distill_over=over, distill_kl="forward"),
+        config(distill_coef=1.0, distill_over=over, distill_kl="forward", teachers=TEACHERS),
         sampling=SamplingConfig(top_p=top_p),
     )
     if (over == "support") == (top_p < 1):

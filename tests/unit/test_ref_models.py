@@ -80,7 +80,7 @@ def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
             assert not set(ahead) & set(ids)
             await controller.handle(StepDone(0, PolicyVersion(0, 1), {}, ""))
             await publish(controller, PolicyVersion(0, 1))
-            while controller._ref_models.waits(controller._ref_models._live()):
+            while controller._ref_models.next(1):
                 await score()
             second = await controller.handle(TakePlan(1, 60.0, 0))
             assert isinstance(second, Plan)

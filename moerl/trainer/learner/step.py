@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -36,13 +37,20 @@ from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
-from moerl.config.algorithms import OBJECTIVES, base_is_reference, exact_distillation
+from moerl.config.algorithms import (
+    OBJECTIVES,
+    base_is_reference,
+    borrows_policy,
+    exact_distillation,
+    followers_of,
+    teachers_of,
+)
 from moerl.config.schema import Config
-from moerl.core.errors import NonRetryableError
-from moerl.core.types import Array, BatchPlan
+from moerl.core.errors import NonRetryableError, TrainerError
+from moerl.core.types import Array, BatchPlan, PolicyVersion
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
-from moerl.data.ref_scores import received
+from moerl.data.ref_scores import check_teachers, received
 from moerl.data.row_cost import pair_cost
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.optimizer import (
@@ -53,13 +61,18 @@ from moerl.trainer.learner.optimizer import (
     router_grad_norm,
     take_step,
 )
-from moerl.trainer.learner.ref_model import BasePolicy, RefModel, open_ref_models
+from moerl.trainer.learner.ref_model import BorrowedPolicy, RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import SampledScores, StepSums, describe, load_metrics, no_loss
 from moerl.trainer.model.gpt import Chunk, Model, wrap
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import forward, probe, proximal
-from moerl.trainer.passes.over_support import support_terms, teacher_supports, wanted_entries
+from moerl.trainer.passes.over_support import (
+    TeacherSupport,
+    support_terms,
+    teacher_supports,
+    wanted_entries,
+)
 from moerl.trainer.passes.proximal import ReferenceLogprobs
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
 from moerl.trainer.passes.schedule import (
@@ -70,6 +83,7 @@ from moerl.trainer.passes.schedule import (
     next_pass,
     no_tokens,
     run_pass,
+    score,
 )
 
 if TYPE_CHECKING:
@@ -120,9 +134,13 @@ class Learner:
         ] = {}  # by role; empty with ref_models.placement: separate
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
-        self.base: BasePolicy | None = None
-        if base_is_reference(config):
-            self.base = BasePolicy(model, lambda: self.before_update())
+        self.borrowed = {
+            name: BorrowedPolicy(model, config, parallel, lambda: self.before_update())
+            for name in (
+                *(["reference"] if base_is_reference(config) else []),
+                *(t.name for t in teachers_of(config.algorithm) if borrows_policy(config, t)),
+            )
+        }
         routers_move = bool(model.spec.moe_layers) and not model.adapters
         self.watches_routers = routers_move and not optimizer.distributed
         self.router_losses = None
@@ -156,11 +174,29 @@ class Learner:
             metrics["loss/grad_norm"] = max(norms)
         if self.model.adapters:
             metrics["lora/changed_frac"] = self.changed_frac
-        if self.base is not None:
-            metrics["lora/base_swap_s"] = self.base.swap_s
+        if "reference" in self.borrowed:
+            metrics["lora/base_swap_s"] = self.borrowed["reference"].swap_s
         if routers:
             metrics["loss/grad_norm_router"] = max(routers)
         return metrics if self.critic is None else metrics | self.critic.update(parts)
+
+    def take_teachers(
+        self, teachers: Mapping[str, PolicyVersion], folder: Callable[[str, PolicyVersion], Path]
+    ) -> dict[str, float]:
+        """Give the teachers on these ranks their versions for the next step; returns metrics.
+
+        folder: of a teacher's version.  Raises ModelError.
+        """
+        metrics = {}
+        for name, version in teachers.items():
+            teacher, begin = self._teacher(name), time.perf_counter()
+            if teacher.version != version:
+                teacher.take(version, folder(name, version))
+                metrics[f"teacher/{name}/seconds"] = time.perf_counter() - begin
+        return metrics
+
+    def _teacher(self, name: str) -> RefModel | BorrowedPolicy:
+        return self.ref_models[name] if name in self.ref_models else self.borrowed[name]
 
     def read_ahead(self, plan: BatchPlan, records: RecordReads) -> None:
         """Read the records of the first microbatch of each optimizer step of a plan.
@@ -192,28 +228,55 @@ class Learner:
         Scores of separate reference ranks come with the plan.  Returns one entry per minibatch.
         """
         config, known, read = self.config, [], []
-        came = received(plan, config) if config.ref_models.placement == "separate" else {}
+        if config.ref_models.placement == "separate":
+            came = received(plan, config)
+        else:
+            came = {}
+            check_teachers(plan, config)
+            for name in followers_of(config.algorithm):
+                if (taken := self._teacher(name).version) != plan.teachers[name]:
+                    raise TrainerError(f"{plan.teachers[name]} of {name} is wanted, it has {taken}")
         for part in minibatches:
             batches = Batches(part.plan, config, self.parallel, self.store)
             scores = ReferenceLogprobs()
             if proximal.is_needed(config):
                 scores = proximal.proximal_pass(self.model, config, batches)
             for role, policy in self.ref_models.items():
-                if role == "teacher" and exact_distillation(config.algorithm):
-                    scores.teacher = teacher_supports(policy.model, config.algorithm, batches)
+                if self._is_exact_teacher(role):
+                    scores.supports[role] = teacher_supports(
+                        policy.model, config.algorithm, batches
+                    )
                 else:
                     scores.logprobs[role] = policy.logprobs(batches)
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
             read.append(batches)
-        if self.base is not None:
-            for scores, found in zip(known, self.base.logprobs(read), strict=True):
-                scores.logprobs["reference"] = found
+        for role, borrowed in self.borrowed.items():
+            every = borrowed.each(read, partial(self._scored, role))
+            for scores, found in zip(known, every, strict=True):
+                self._keep(scores, role, found)
+        for scores, batches in zip(known, read, strict=True):
+            scores.mix(config.algorithm, batches)
         if "m2" in config.algorithm.corrections:
             limit = config.algorithm.m2_limit
             proximal.bound_second_moment(minibatches, known, limit, self.parallel, self.store)
         return known
+
+    def _is_exact_teacher(self, role: str) -> bool:
+        return role != "reference" and exact_distillation(self.config.algorithm)
+
+    def _scored(
+        self, role: str, model: Model, batches: Batches
+    ) -> dict[int, Tensor] | dict[int, TeacherSupport]:
+        """By microbatch: log-probabilities, or those over a support of exact distillation."""
+        if self._is_exact_teacher(role):
+            return teacher_supports(model, self.config.algorithm, batches)
+        return score(model, batches, Mode.OFF)
+
+    def _keep(self, scores: ReferenceLogprobs, role: str, found: Any) -> None:
+        into = scores.supports if self._is_exact_teacher(role) else scores.logprobs
+        into[role] = found
 
     def _advantages(
         self,
@@ -330,7 +393,7 @@ class Learner:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = scheduled.batch
         algorithm = self.config.algorithm
-        teacher = reference.teacher.get(scheduled.microbatch)
+        teacher = reference.support(scheduled.microbatch, batch.held)
         wanted = wanted_entries(batch, teacher)
         scores = forward.sampled_logprobs(
             self.model, hidden, batch, self.parallel, full_entropy=wide, support=wanted

@@ -111,6 +111,11 @@ class Model:
         for adapters in self.adapters:
             adapters.set_factors(values)
 
+    def parts_of(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's parts of whole factors, by Hugging Face name."""
+        every = (adapters.parts_of(values) for adapters in self.adapters)
+        return {name: part for parts in every for name, part in parts.items()}
+
     def factors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each factor, by Hugging Face name."""
         return {name: t for adapters in self.adapters for name, t in adapters.factors().items()}

@@ -49,6 +49,7 @@ from moerl.core.errors import ConfigError
 from moerl.layout import (
     ModelSpec,
     Named,
+    at,
     hf_shapes,
     megatron_tiles,
     padded_vocab,
@@ -198,11 +199,15 @@ class Adapters(torch.nn.Module):
     @torch.no_grad()
     def set_factors(self, values: Mapping[str, Tensor]) -> None:
         """Take whole factors by Hugging Face name, and merge."""
-        for name, param in self.named_parameters():
-            (tile,) = self.tiles[name].tiles
-            rows, cols = tile.hf_box
-            param.copy_(values[tile.hf][rows.start : rows.stop, cols.start : cols.stop])
+        parts = self.parts_of(values)
+        for name, factor in self.factors().items():
+            factor.copy_(parts[name])
         self.merge()
+
+    def parts_of(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole factors, by Hugging Face name."""
+        tiles = [local.tiles[0] for local in self.tiles.values()]
+        return {tile.hf: values[tile.hf][at(tile.hf_box)] for tile in tiles}
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -8,7 +8,8 @@ Legend: N sampled tokens of the data-parallel rank, M of them on this rank, Z en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class TeacherSupport:
 
     entries: SamplingMask  # of M tokens, on the host
     logprobs: Tensor  # [Z]
+    weight: Tensor | None = None  # [M] of the token's term, on the host
 
 
 def teacher_supports(
@@ -62,6 +64,25 @@ def teacher_supports(
     }
 
 
+def of_tasks(
+    every: Sequence[TeacherSupport], weights_N: Sequence[Tensor], held: Tensor
+) -> TeacherSupport:
+    """For each token the teacher of its task, with its weight.
+
+    weights_N: [N] by teacher, at most one above 0.  held: [M], the rank's tokens.
+    """
+    weight_TM = torch.stack([weight_N[held] for weight_N in weights_N])
+    first, owner_M = every[0], weight_TM.argmax(0)
+    if len(every) == 1:
+        return replace(first, weight=weight_TM[0])
+    offsets = first.entries.offsets  # masks are the record's, and each teacher has as many ids
+    owner_Z = owner_M.repeat_interleave(offsets.diff())[None]
+    ids = torch.stack([one.entries.ids for one in every]).gather(0, owner_Z)[0]
+    logprobs = torch.stack([one.logprobs for one in every])
+    logprobs = logprobs.gather(0, upload(owner_Z, logprobs.device))[0]
+    return TeacherSupport(SamplingMask(offsets, ids), logprobs, weight_TM.sum(0))
+
+
 def wanted_entries(batch: Microbatch, teacher: TeacherSupport | None) -> SamplingMask | None:
     """Entries of the M tokens whose log-probabilities the loss needs."""
     if batch.support is not None:
@@ -88,8 +109,10 @@ def support_terms(
     is_whole = batch.mask_offsets is not None
     if batch.support is None:
         assert teacher is not None, "its entries are wanted"
+        assert teacher.weight is not None, "teachers are weighed"
         kl = forward_kl if algorithm.distill_kl == "forward" else reverse_kl
-        term = {"teacher_kl": kl(Support(scores.support, teacher.logprobs, lengths_M, is_whole))}
+        support = Support(scores.support, teacher.logprobs, lengths_M, is_whole)
+        term = {"teacher_kl": upload(teacher.weight, device) * kl(support)}
     else:
         rule = RatioRule.of(algorithm)
         assert rule is not None, "algorithm.centering is checked when a run starts"

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
-from moerl.algorithms.device_copies import to_host
-from moerl.config.algorithms import needed
-from moerl.config.schema import Config
+from moerl.algorithms.device_copies import to_host, upload
+from moerl.config.algorithms import exact_distillation, needed, teachers_of, weight_for
+from moerl.config.schema import AlgorithmConfig, Config
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch
-from moerl.data.packing import Microbatch, by_row, rollout_at
+from moerl.data.packing import Microbatch, by_microbatch, by_row, rollout_at
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import RecordReads
@@ -41,7 +41,7 @@ from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.replay import RouteReplay
 from moerl.trainer.passes import forward
-from moerl.trainer.passes.over_support import TeacherSupport
+from moerl.trainer.passes.over_support import TeacherSupport, of_tasks
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
 
 Routes = dict[Key, Tensor]  # [rows of this rank, K] u8 or u16
@@ -52,10 +52,49 @@ class ReferenceLogprobs:
     """Results for one minibatch before its optimizer step; log-probabilities on the last stage."""
 
     logprobs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """proximal, reference, teacher (if needed) -> microbatch -> [N] fp32."""
+    """proximal, reference, teachers (if needed) -> microbatch -> [N] fp32."""
     routes: Routes | None = None  # R2: routes that the training pass replays
     m2_bound: float = math.inf
-    teacher: dict[int, TeacherSupport] = field(default_factory=dict)  # of exact distillation
+    supports: dict[str, dict[int, TeacherSupport]] = field(default_factory=dict)
+    """Teachers of exact distillation -> microbatch."""
+    weights: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Of these teachers -> microbatch -> [N] by the task of the token, on the host."""
+
+    def mix(self, algorithm: AlgorithmConfig, batches: Batches) -> None:
+        """Weigh the teachers by the tasks of the rows, once all have scored: the sum of their
+        weighted log-probabilities is `teacher`, that of the weights `teacher_weight`."""
+        teachers = teachers_of(algorithm)
+        if not teachers or not batches.parallel.is_last_stage:
+            return
+        plan, rollouts = batches.plan, batches.plan.rollouts()
+        for teacher in teachers:
+            each = [weight_for(teacher, plan.groups[row.group].prompt.task) for row in plan.rows]
+            rows = [
+                np.full(rollout.num_sampled, weight, np.float32)
+                for rollout, weight in zip(rollouts, each, strict=True)
+            ]
+            count, rank = batches.num_microbatches, batches.parallel.dp_rank
+            self.weights[teacher.name] = by_microbatch(plan, rank, rows, count)
+        if exact_distillation(algorithm):
+            return
+        device = batches.parallel.device
+        parts = [
+            (self.logprobs.pop(name), {n: upload(w, device) for n, w in weights.items()})
+            for name, weights in self.weights.items()
+        ]
+        numbers = range(batches.num_microbatches)
+        self.logprobs["teacher"] = {
+            n: torch.stack([w[n] * t[n] for t, w in parts]).sum(0) for n in numbers
+        }
+        self.logprobs["teacher_weight"] = {
+            n: torch.stack([w[n] for _, w in parts]).sum(0) for n in numbers
+        }
+
+    def support(self, microbatch: int, held: Tensor) -> TeacherSupport | None:
+        """Of exact distillation.  held: the rank's tokens, `Microbatch.held`."""
+        every = [found[microbatch] for found in self.supports.values()]
+        weights = [self.weights[name][microbatch] for name in self.supports]
+        return of_tasks(every, weights, held) if every else None
 
     def tokens(self, microbatch: int) -> dict[str, Tensor]:
         """The fields of `moerl.algorithms.tokens.Tokens` that are known for a microbatch."""
