@@ -177,6 +177,7 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     _check_measure(a)
     _check_centering(config)
     _check_distillation(config)
+    _check_roles(config)
     if folders:
         _check_folders(config)
         if a.objective not in OBJECTIVES:
@@ -432,5 +433,26 @@ def _check_distillation(config: Config) -> None:
         )
 
 
+def _check_roles(config: Config) -> None:
+    """Refuse what compares or carries one number per episode."""
+    advantage, rollout = config.algorithm.advantage, config.rollout
+    for task in entries_of(config):
+        if not task.roles:
+            continue
+        if advantage in ("gae", "online_dpo") or "steps" in ADVANTAGES[advantage].needs:
+            allowed = "task.roles needs an advantage of one number per role, such as grpo_mean"
+            raise ConfigError("algorithm.advantage", advantage, allowed)
+        for name, wanted in (("late_siblings", "drop"), ("stale_siblings", "group")):
+            if (value := getattr(rollout, name)) != wanted:
+                allowed = f"task.roles needs {wanted}: a sibling elsewhere is known by one reward"
+                raise ConfigError(f"rollout.{name}", value, allowed)
+        for name, role in task.roles.items():
+            if role.baseline != "role" and advantage not in _COMPARES_SIBLINGS:
+                field, allowed = f"roles.{name}.baseline", f"{advantage} compares no siblings"
+                with naming(task):
+                    raise ConfigError(f"task.{field}", role.baseline, allowed)
+
+
 def _truncates(config: Config) -> bool:
-    return any(entry.sampling.truncates for entry in entries_of(config))
+    samplings = (one for entry in entries_of(config) for one in entry.samplings.values())
+    return any(sampling.truncates for sampling in samplings)

@@ -24,7 +24,7 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 from moerl.config.lora_settings import LoraConfig
-from moerl.config.reward_terms import RewardTerm
+from moerl.config.reward_terms import RewardTerm, RoleConfig
 from moerl.config.task_kinds import TaskKind, kind_of_environment
 from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 
@@ -80,6 +80,8 @@ class TaskConfig:
     reward: str = ""
     # Several terms in place of `reward` (docs/scoring.md): [{name, weight, where, timeout_s, ...}]
     rewards: list[RewardTerm] = field(default_factory=list)
+    # Roles of the policy in an episode, by name (docs/scoring.md): {solver: {loss_weight: 0.5}}
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""

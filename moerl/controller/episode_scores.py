@@ -21,7 +21,7 @@ from moerl.controller.task_group import TaskGroup
 from moerl.core.episode_view import EpisodeView, ScoreRequest, TurnView
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorers
-from moerl.core.types import Prompt, Score, reward_problem
+from moerl.core.types import Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
 from moerl.episodes.finished_episode import view_of_turn as viewed
 from moerl.episodes.open_episode import OpenEpisode, TurnCall
@@ -68,6 +68,7 @@ class EpisodeScores:
     ) -> None:
         self._decode = decode
         self._terms = {entry.label: entry.terms for entry in entries}
+        self._roles = {entry.label: list(entry.roles) for entry in entries}
         self._episodes: dict[str, _Episode] = {}  # by name
         self._queues: dict[tuple[str, str], ScorerQueue] = {}
         for entry in entries:
@@ -174,7 +175,11 @@ class EpisodeScores:
             others = [term for term in terms if term.where != "own"]
             view = await self._view(episode) if others else EpisodeView(episode.episode_id, ())
             for term in others:
-                request = ScoreRequest(view.name, episode.prompt, view.only(term.needs))
+                seen = view.only(term.needs, term.roles)
+                if not seen.turns:  # its roles had no turn
+                    found[term.name] = Score(0.0)
+                    continue
+                request = ScoreRequest(view.name, episode.prompt, seen)
                 asked[term.name] = self._queues[task, term.name].put(request)
             for name, answer in asked.items():
                 (found[name],) = await answer
@@ -214,8 +219,9 @@ class EpisodeScores:
         views = [await self._view(episode) for episode in episodes]
         for term in terms:
             requests = [
-                ScoreRequest(f"{v.name}:group", prompt, v.only(term.needs), group=views[0].name)
+                ScoreRequest(f"{v.name}:group", prompt, seen, group=views[0].name)
                 for v in views
+                for seen in [v.only(term.needs, term.roles)]
             ]
             asked[term.name] = self._queues[prompt.task, term.name].put(*requests)
         try:
@@ -238,11 +244,18 @@ class EpisodeScores:
             if isinstance(answer, ScoreError):
                 raise answer
             scores.append(placed(answer, episode, self._decode))
-        total = scores[0]
-        if len(terms) > 1 or terms[0].weight != 1.0:
-            total = weighted(terms, scores, sum(turn.num_sampled for turn in episode.turns))
-        if problem := reward_problem(total.reward):
-            raise ScoreError(f"{episode.episode_id}: the reward {total.reward} {problem}")
+        total, known = scores[0], self._roles[episode.prompt.task]
+        if len(terms) > 1 or terms[0].weight != 1.0 or terms[0].roles:
+            num_sampled = sum(turn.num_sampled for turn in episode.turns)
+            total = weighted(terms, scores, num_sampled, known)
+        for reward in (total.reward, *total.roles.values()):
+            if problem := reward_problem(reward):
+                raise ScoreError(f"{episode.episode_id}: the reward {reward} {problem}")
+        if strange := [role for role in total.roles if base_role(role) not in known]:
+            allowed = f"task.roles has {', '.join(known) or '(none)'}"
+            raise ScoreError(
+                f"{episode.episode_id}: a reward of the role {strange[0]!r}; {allowed}"
+            )
         return total
 
 
@@ -262,8 +275,16 @@ async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
     )
 
 
-def weighted(terms: Sequence[RewardTerm], scores: Sequence[Score], num_sampled: int) -> Score:
-    """The sum of several terms.  A term without steps counts at the last token beside one with."""
+def weighted(
+    terms: Sequence[RewardTerm],
+    scores: Sequence[Score],
+    num_sampled: int,
+    roles: Sequence[str] = (),
+) -> Score:
+    """The sum of several terms.  A term without steps counts at the last token beside one with.
+
+    roles: of the task.  A role has the sum of its own terms and of those of all.
+    """
     has_steps, steps = any(score.steps for score in scores), dict[int, float]()
     metrics: dict[str, float] = {}
     for term, score in zip(terms, scores, strict=True):
@@ -273,12 +294,24 @@ def weighted(terms: Sequence[RewardTerm], scores: Sequence[Score], num_sampled: 
         metrics[term.name] = score.reward
         metrics |= {f"{term.name}.{name}": value for name, value in score.metrics.items()}
     pairs = list(zip(terms, scores, strict=True))
+    named = {role for score in scores for role in score.roles}
+    if named or any(term.roles for term in terms):
+        named.update(roles)
     return Score(
         sum(term.weight * score.reward for term, score in pairs),
         tuple(sorted(steps.items())),
         errors=sum(score.errors for score in scores),
         metrics=metrics,
         reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
+        roles={role: _of_role(role, pairs) for role in sorted(named)},
+    )
+
+
+def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
+    return sum(
+        term.weight * (score.reward if term.roles else score.reward_of(role))
+        for term, score in pairs
+        if not term.roles or base_role(role) in term.roles
     )
 
 

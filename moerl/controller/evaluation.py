@@ -105,8 +105,11 @@ class Evaluator:
         config, services = context.config, context.services
         self._config = config.evaluation
         self._entries: dict[str, TaskEntry] = by_label(config)
-        self._sampling = {
-            label: sampling_of(self._config, sampling_params(entry.sampling, services.model))
+        self._samplings = {
+            label: {
+                role: sampling_of(self._config, sampling_params(sampling, services.model))
+                for role, sampling in entry.samplings.items()
+            }
             for label, entry in self._entries.items()
         }
         self._held_out, self._blobs = services.held_out, services.blobs
@@ -190,7 +193,8 @@ class Evaluator:
             EpisodeSpec(
                 name=f"eval-{version}-{place}.{sample}",
                 prompt=prompt,
-                sampling=self._sampling[prompt.task],
+                sampling=self._samplings[prompt.task][""],
+                roles=self._samplings[prompt.task],
                 prompt_ids=prompt_ids,
                 max_turns=self._entries[prompt.task].turn_limit,
                 held_out=True,

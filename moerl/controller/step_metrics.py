@@ -18,7 +18,14 @@ from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus, UpdateDone
-from moerl.core.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
+from moerl.core.types import (
+    EpisodeGroup,
+    Finish,
+    GraphTurn,
+    PolicyVersion,
+    Rollout,
+    base_role,
+)
 from moerl.episodes.finished_episode import BLOCKED
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
@@ -263,6 +270,8 @@ def _reward_parts(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     for score in (episode.score for group in groups for episode in group.episodes):
         for name, value in score.metrics.items() if score else ():
             found[f"reward/{name}"].append(value)
+        for role, value in score.roles.items() if score else ():
+            found[f"reward/{base_role(role)}"].append(value)
     return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 

@@ -17,6 +17,7 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -392,6 +393,16 @@ class Score:
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
     reason: str = ""  # for the report
+    roles: dict[str, float] = field(default_factory=dict)  # rewards of roles of the policy
+
+    def reward_of(self, role: str) -> float:
+        """Of a role `solver`, or of `solver.2`; a role without a reward shares the episode's."""
+        return self.roles.get(role, self.roles.get(base_role(role), self.reward))
+
+
+def base_role(role: str) -> str:
+    """The role without the number of its conversation: `solver` of `solver.2`."""
+    return role.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,6 +412,7 @@ class Turn:
     rollout: Rollout
     parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
     origins: tuple[str, ...] = ()  # per trained turn: how its request continued the conversation
+    role: str = ""  # of the policy in all of its turns
 
 
 # Why a turn is left out of training; "" = it is trained.
@@ -429,7 +441,7 @@ class GraphTurn:
     # Name of the turn whose tokens begin this turn's prompt, or "".  The tokens of other models are
     # unknown, so their turns have no parent and are no parent.
     parent: str
-    role: str  # policy, or the name of another model
+    role: str  # policy, policy/ROLE, or the name of another model
     left_out: LeftOut = ""
     versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
     num_sampled: int = 0  # tokens that the policy sampled
@@ -453,15 +465,20 @@ class Episode:
 
     def turn_lengths(self) -> list[tuple[int, Finish]]:
         """(sampled tokens, finish) of each turn of the policy, over all rows."""
-        found: list[tuple[int, Finish]] = []
-        carried = 0  # tokens of a turn that began in an earlier row
-        for end, length in ((end, n) for turn in self.turns for end, n in _lengths(turn.rollout)):
-            if end.finish == Finish.ABORT:
-                carried += length
-            else:
-                found.append((carried + length, end.finish))
-                carried = 0
-        return found
+        return turn_lengths(turn.rollout for turn in self.turns)
+
+
+def turn_lengths(rows: Iterable[Rollout]) -> list[tuple[int, Finish]]:
+    """(sampled tokens, finish) of each turn in these rows of an episode, in order."""
+    found: list[tuple[int, Finish]] = []
+    carried = 0  # tokens of a turn that began in an earlier row
+    for end, length in ((end, n) for row in rows for end, n in _lengths(row)):
+        if end.finish == Finish.ABORT:
+            carried += length
+        else:
+            found.append((carried + length, end.finish))
+            carried = 0
+    return found
 
 
 def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:

@@ -83,13 +83,14 @@ class TextReplies(SingleTurn):
         if len(turns) == self._spec.max_turns:
             return None
         sampled = sum(len(turn.output_ids) for turn in turns)
-        if self._most and sampled + self._spec.sampling.max_new_tokens > self._most:
+        answer = self._spec.sampling_of(self._spec.role_in_turn(len(turns))).max_new_tokens
+        if self._most and sampled + answer > self._most:
             self.counts = {"limits_reached": 1.0}
             return None
         texts = [self._decode(turn.output_ids.tolist()) for turn in turns]
         text = await self._reply(texts)
         token_ids = self._encode(text) if text else []
-        needed = turns[-1].num_tokens + len(token_ids) + self._spec.sampling.max_new_tokens
+        needed = turns[-1].num_tokens + len(token_ids) + answer
         if token_ids and self._context and needed > self._context:
             self.counts = {"context_ends": 1.0}
             return None
@@ -134,10 +135,12 @@ class EnvironmentRunner:
         return Outcome(counts=environment.counts)
 
     async def _converse(self, episode: OpenEpisode, environment: Environment) -> None:
-        turn = await episode.sample(TurnRequest(await environment.reset()))
+        role_in = episode.spec.role_in_turn
+        turn = await episode.sample(TurnRequest(await environment.reset(), role=role_in(0)))
         while (said := await environment.step(episode.turns)) is not None:
             prompt_ids = np.concatenate([turn.token_ids, said])
-            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens))
+            role = role_in(len(episode.turns))
+            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens, role=role))
 
     def end(self, name: str) -> None:
         """`OpenEpisode.end` is enough."""

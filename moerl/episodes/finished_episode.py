@@ -197,7 +197,8 @@ class FinishedEpisode:
             for row in rows:
                 trained = [self.turns[place] for place in new if self._is_in(place, row)]
                 origins = tuple(turn.origin for turn in trained if turn.origin)
-                nodes.append(Turn(row, () if before is None else (before,), origins))
+                parents = () if before is None else (before,)
+                nodes.append(Turn(row, parents, origins, trained[0].sampled.role))
                 before = len(nodes) - 1
         return tuple(nodes)
 
@@ -239,6 +240,7 @@ def view_of_turn(prompt: Prompt, turn: RecordedTurn, decode: Decode) -> TurnView
         parent="" if turn.before is None else turn.before.name,
         read=prompt.text if is_prompt else decode(new.tolist()),
         response=decode(output),
+        role=turn.sampled.role,
         token_ids=tuple(output),
         finish=turn.finish.value,
     )

@@ -652,7 +652,7 @@ class ThreeTurns(FakeRunner):
             inherited = turn.num_tokens if turn else 0
             turn = await episode.sample(TurnRequest(ids, turn, inherited))
             ids = np.append(turn.token_ids, np.int32(5))
-        return Outcome(reward=float(sibling))
+        return Outcome(score=Score(float(sibling)))
 
     def end(self, name: str) -> None: ...
 

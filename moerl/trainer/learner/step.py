@@ -38,6 +38,7 @@ from moerl.algorithms.registry import choose
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import OBJECTIVES, base_is_reference, exact_distillation
 from moerl.config.schema import Config
+from moerl.config.task_mixture import by_label
 from moerl.core.errors import NonRetryableError
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch, split_plan
@@ -111,6 +112,7 @@ class Learner:
         # import a user's objective now: if it is missing, the start fails and not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         self.pair_cost = pair_cost(model.spec)
+        self._roles = {label: entry.roles for label, entry in by_label(config).items()}
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
@@ -230,7 +232,7 @@ class Learner:
         if algorithm.advantage == "online_dpo":
             assert drift is not None, "online_dpo compares gains over the reference"
             return plan_pairs(algorithm, plan, [float(gain.sum()) for gain in drift])
-        return plan_advantages(algorithm, plan, drift), {}
+        return plan_advantages(algorithm, plan, drift, self._roles), {}
 
     def _accumulate(
         self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
@@ -248,7 +250,9 @@ class Learner:
             self.config,
             self.parallel,
             self.store,
-            loss=LossInputs(advantages, plan_weights(self.config.algorithm, part.plan)),
+            loss=LossInputs(
+                advantages, plan_weights(self.config.algorithm, part.plan, self._roles)
+            ),
         )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0
