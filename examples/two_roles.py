@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 
-
 def reply(prompt: str, answer: object, turns: Sequence[str], extra: Mapping[str, object]) -> str:
     """Text between the turns; empty: the episode is over."""
     return "=" if len(turns) == 1 else ""
