@@ -2,8 +2,9 @@
 
     python bench/roles_learn.py --out runs/roles      (stopped? the same line goes on)
 
-Recipe `proposer-solver` (`examples/two_roles.py`): a proposer earns up to ten points, a solver up to
-one.  With one baseline a solver's advantage is its distance to the proposer's points.  Prints the
+Recipe `proposer-solver` (`examples/two_roles.py`): a proposer earns up to ten points, a solver up
+to one.  With one baseline the advantage of a solver is its distance to the points of the proposer.
+Prints the
 held-out reward of the solver by step, one line of each run; the seeds of the arms are paired.
 
 Required, over the seeds: with two baselines the last tenth is above the first, and above one

@@ -252,7 +252,8 @@ def plan_advantages(
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
-    assert algorithm.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
+    others = ("gae", "online_dpo", "vine")  # they need a critic, a reference, or forks
+    assert algorithm.advantage not in others, "it has a function of its own"
     function = choose("algorithm.advantage", algorithm.advantage, ADVANTAGES)
     has_steps = "steps" in ADVANTAGES[algorithm.advantage].needs
     per_token = has_steps or drift is not None

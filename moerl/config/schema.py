@@ -187,6 +187,16 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class ForkConfig:
+    """Other continuations of an answer, from some of its tokens on (docs/scoring.md)."""
+
+    pivots: Natural = 0  # most of an answer; 0 = no forks
+    continuations: Annotated[int, Meta(ge=2)] = 4  # of each pivot
+    every: Natural = 0  # tokens between pivots; 0 = a pivot behind each separator
+    separator: str = "\n\n"  # text that ends a step
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     groups_per_step: Count = 32
     group_size: Count = 8  # trained episodes per prompt
@@ -228,6 +238,7 @@ class RolloutConfig:
     # A sibling that is too old for the next step costs its group, or is dropped from it; its reward
     # still counts in the baseline if it has one
     stale_siblings: Literal["group", "drop"] = "group"
+    forks: ForkConfig = field(default_factory=ForkConfig)
     # Node-local folder of the controller's journal; empty = the run directory
     journal_dir: str = ""
     # Failures that the journal survives; node: loss of every process, shared: also loss of a node

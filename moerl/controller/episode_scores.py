@@ -7,8 +7,7 @@ group when it has closed; a group waits for its last answer, and nothing else do
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from moerl.core.types import Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
 from moerl.episodes.finished_episode import view_of_turn as viewed
 from moerl.episodes.open_episode import OpenEpisode, TurnCall
+from moerl.episodes.text_steps import last_token_of, step_ends
 
 Asked = asyncio.Future[list[Answer]]
 _REASON = 2000  # most characters of a reason
@@ -47,6 +47,7 @@ class _Episode:
     cut: dict[str, int] = field(default_factory=dict)  # characters in whole steps, by turn
     parts: dict[str, list[_Part]] = field(default_factory=dict)  # by term
     whole: asyncio.Task[dict[str, Answer]] | None = None  # by term
+    forks: tuple[str, ...] = ()  # names of its forks, which have questions of their own
 
     def answers(self) -> list[asyncio.Future[Any]]:
         found: list[asyncio.Future[Any]] = [
@@ -152,7 +153,14 @@ class EpisodeScores:
 
     # --- ended episodes ---------------------------------------------------------------------------
     def ended(self, episode: FinishedEpisode) -> None:
-        """Ask about an episode; a second call asks nothing."""
+        """Ask about an episode and its forks; a second call asks nothing."""
+        first, *forks = episode.answers
+        self._ended(first)
+        self._of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
+        for fork in forks:
+            self._ended(fork)
+
+    def _ended(self, episode: FinishedEpisode) -> None:
         one = self._of(episode.episode_id)
         if one.whole is not None:
             return
@@ -198,6 +206,15 @@ class EpisodeScores:
         """The scores of the episodes of one group.  Raises ScoreError."""
         for episode in episodes:
             self.ended(episode)
+        answers = [episode.answers for episode in episodes]
+        scores = iter(await self._scores([one for some in answers for one in some]))
+        found = []
+        for some in answers:
+            first, *forks = [next(scores) for _ in some]
+            found.append(replace(first, forks=tuple(fork.reward for fork in forks)))
+        return found
+
+    async def _scores(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
         together = await self._of_groups(episodes)
         found = []
         for place, episode in enumerate(episodes):
@@ -235,6 +252,8 @@ class EpisodeScores:
         if (one := self._episodes.pop(name, None)) is not None:
             for answer in one.answers():
                 answer.cancel()
+            for fork in one.forks:
+                self.forget(fork)
 
     def _sum(self, episode: FinishedEpisode, found: Mapping[str, Answer]) -> Score:
         """The weighted sum of the terms, with steps at sampled tokens.  Raises ScoreError."""
@@ -315,20 +334,6 @@ def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
     )
 
 
-def step_ends(text: str, begin: int, separator: str, *, is_over: bool) -> list[int]:
-    """Characters of a text before the end of each whole step behind `begin`.
-
-    is_over: the rest of the text is a step, too.
-    """
-    found, end = [], begin
-    while (at := text.find(separator, end)) >= 0:
-        end = at + len(separator)
-        found.append(end)
-    if is_over and (end < len(text) or not text):
-        found.append(len(text))
-    return found
-
-
 def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
     """Process rewards at sampled tokens instead of turns and characters of the last response.
 
@@ -345,11 +350,6 @@ def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
         token = begins[last.name] + last_token_of(last.output_ids.tolist(), end, decode)
         found[token] = found.get(token, 0.0) + reward
     return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
-
-
-def last_token_of(ids: Sequence[int], end: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """The token that holds the last of the first `end` characters."""
-    return bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
 
 
 def _begins(episode: FinishedEpisode) -> dict[str, int]:

@@ -271,6 +271,8 @@ class Producer:
         return name_rollout(group_id, sibling, self.life, self._buffer.new_try())
 
     def _count(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
+        if given_up := int(ended.counts.get("forks_given_up", 0)):
+            self._step_metrics.forks["given_up"] += given_up
         if not self._speaks_messages(group):
             return
         is_stale = group.is_stale or group.is_dropped(ended.episode_id)

@@ -187,7 +187,8 @@ class ScoringStage:
             return
         self._scored[prompt.task].append(True)
         peers = await self._swap(group_id, tuple(score.reward for score in scores))
-        if self._drops_equal({_signal(score) for score in scores}.union((one,) for one in peers)):
+        signals = {signal for score in scores for signal in _signals(score)}
+        if self._drops_equal(signals.union((one,) for one in peers)):
             self._discard(group_id, partials)
             return
         scored = [
@@ -358,9 +359,10 @@ class ScoringStage:
         self._ref_counts.release(sealed_uris(partials))
 
 
-def _signal(score: Score) -> tuple[float, ...]:
-    """What siblings must differ in: the rewards of the episode and of its roles."""
-    return (score.reward, *(score.roles[role] for role in sorted(score.roles)))
+def _signals(score: Score) -> list[tuple[float, ...]]:
+    """What siblings must differ in: the rewards of the episode with its roles, and of its forks."""
+    own = (score.reward, *(score.roles[role] for role in sorted(score.roles)))
+    return [own, *((reward,) for reward in score.forks)]
 
 
 def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:

@@ -121,6 +121,7 @@ class StepMetrics:
         self.stalled_requests = 0
         self.context_ends = 0
         self.agents = defaultdict[str, float](float)  # of episodes that programs played
+        self.forks = Counter[str]()  # continuations, prompt tokens fed and cached, given_up
 
     def episode_played(
         self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
@@ -199,6 +200,10 @@ class StepMetrics:
         if self.prompt_tokens:
             row["async/cached_frac"] = self.cached_tokens / self.prompt_tokens
         row |= self._engines(engines, elapsed)
+        if self.forks:
+            row["fork/continuations"] = float(self.forks["continuations"])
+            row["fork/cached_frac"] = self.forks["cached"] / max(1, self.forks["fed"])
+            row["fork/given_up"] = float(self.forks["given_up"])
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
         row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
@@ -324,7 +329,7 @@ def samples_of(
     first = {group.prompt.task: group for group in reversed(groups)}
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
-    rollout = episode.turns[-1].rollout
+    rollout = [turn for turn in episode.turns if turn.fork_at < 0][-1].rollout
     plays = by_label(config)[group.prompt.task].kind.speaks_messages
     begin = rollout.prompt_len if plays else len(group.prompt.token_ids)
     return [

@@ -394,6 +394,7 @@ class Score:
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
     reason: str = ""  # for the report
     roles: dict[str, float] = field(default_factory=dict)  # rewards of roles of the policy
+    forks: tuple[float, ...] = ()  # rewards of further continuations, in the order of their rows
 
     def reward_of(self, role: str) -> float:
         """Of a role `solver`, or of `solver.2`; a role without a reward shares the episode's."""
@@ -413,6 +414,8 @@ class Turn:
     parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
     origins: tuple[str, ...] = ()  # per trained turn: how its request continued the conversation
     role: str = ""  # of the policy in all of its turns
+    # Another continuation of the episode's answer, behind so many of its sampled tokens; -1: none
+    fork_at: int = -1
 
 
 # Why a turn is left out of training; "" = it is trained.
@@ -426,6 +429,7 @@ LeftOut = Literal[
     "failed",  # the episode failed
     "ended",  # the episode was ended because a sibling failed
     "stale",  # the episode was ended because its group was too old
+    "version_gone",  # a continuation of a pivot whose weights were replaced meanwhile
 ]
 
 
@@ -446,6 +450,7 @@ class GraphTurn:
     versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
     num_sampled: int = 0  # tokens that the policy sampled
     tools: tuple[str, ...] = ()  # names of the functions that its answer calls, in order
+    fork_at: int = -1  # sampled tokens of its parent that it continues in another way; -1: all
 
     @property
     def trained(self) -> bool:
@@ -465,7 +470,7 @@ class Episode:
 
     def turn_lengths(self) -> list[tuple[int, Finish]]:
         """(sampled tokens, finish) of each turn of the policy, over all rows."""
-        return turn_lengths(turn.rollout for turn in self.turns)
+        return turn_lengths(turn.rollout for turn in self.turns if turn.fork_at < 0)
 
 
 def turn_lengths(rows: Iterable[Rollout]) -> list[tuple[int, Finish]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -113,17 +113,24 @@ class EnvironmentRunner:
         self,
         make: Callable[[EpisodeSpec], Environment],
         wall_s: Callable[[EpisodeSpec], float] = lambda spec: 0.0,
+        fork: Callable[[OpenEpisode], Awaitable[Mapping[str, float]]] | None = None,
     ) -> None:
-        """wall_s: seconds of an episode; 0 = no limit."""
-        self._make, self._wall_s = make, wall_s
+        """wall_s: seconds of an episode; 0 = no limit.
+
+        fork: continues the answer of an episode that is trained in other ways; counts.
+        """
+        self._make, self._wall_s, self._fork = make, wall_s, fork
 
     async def start(self) -> None: ...
 
     async def run(self, episode: OpenEpisode) -> Outcome:
         environment, wall_s = self._make(episode.spec), self._wall_s(episode.spec)
+        counts: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(wall_s or None):
                 await self._converse(episode, environment)
+                if self._fork is not None and episode.spec.pin is None:
+                    counts = await self._fork(episode)
         except TimeoutError:
             return Outcome("timeout", f"took longer than task.wall_s = {wall_s:g}")
         except EpisodeEnded:
@@ -132,7 +139,7 @@ class EnvironmentRunner:
             return Outcome(REFUSED, str(error), refused=error)
         except ScoreError as error:
             return Outcome("environment", str(error))
-        return Outcome(counts=environment.counts)
+        return Outcome(counts={**environment.counts, **counts})
 
     async def _converse(self, episode: OpenEpisode, environment: Environment) -> None:
         role_in = episode.spec.role_in_turn

@@ -163,6 +163,10 @@ class Router(Protocol):
         """Nobody waits for this turn any more."""
         ...
 
+    def current(self, episode: OpenEpisode) -> PolicyVersion:
+        """The weights that would sample the next turn of an episode."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -263,13 +267,22 @@ class OpenEpisode:
     def fork(self, turn: RecordedTurn, at: int, count: int) -> list[TurnRequest]:
         """Requests for other ends of a turn, behind the first `at` of its sampled tokens.
 
-        They share their prompt, so they travel in one message and one prefill serves them.
+        They share their prompt, so they travel in one message and one prefill serves them, and are
+        sampled under the current weights or not at all.
         """
         if not 0 <= at < turn.num_sampled:
             raise ValueError(f"{turn.name} has {turn.num_sampled} sampled tokens, fork at {at}")
         inherited = len(turn.sampled.prompt_ids) + at
         prompt_ids = turn.token_ids[:inherited]
-        wanted = TurnRequest(prompt_ids, turn, inherited, "forked", fork_at=at)
+        wanted = TurnRequest(
+            prompt_ids,
+            turn,
+            inherited,
+            "forked",
+            fork_at=at,
+            version=self._router.current(self),
+            max_new_tokens=turn.sampled.sampling.max_new_tokens - at,
+        )
         return [wanted] * count
 
     def begin(self, parent: str, role: str = POLICY) -> str:
@@ -390,16 +403,14 @@ class OpenEpisode:
         # Tokens of stop texts say where this turn ends, not how it is sampled.
         own, most = self.spec.sampling_of(wanted.role), turn.sampling.max_new_tokens
         own = own if own.max_new_tokens == most else replace(own, max_new_tokens=most)
+        at, sampled = wanted.fork_at, turn.sampled(own, wanted.role)
         recorded = RecordedTurn(
-            wanted.parent,
-            wanted.inherited,
-            wanted.origin,
-            turn.name,
-            turn.sampled(own, wanted.role),
+            wanted.parent, wanted.inherited, wanted.origin, turn.name, sampled, at
         )
         left_out: LeftOut = "held_out" if self.spec.held_out else ""
         parent = self._graph[turn.name].parent
-        self._graph[turn.name] = recorded.sampled.in_graph(turn.name, parent, left_out)
+        in_graph = recorded.sampled.in_graph(turn.name, parent, left_out)
+        self._graph[turn.name] = replace(in_graph, fork_at=at)
         return recorded
 
     def _drop(self, name: str, error: BaseException) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from moerl.algorithms.advantages import advantage_metrics, plan_advantages
 from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.device_copies import upload
+from moerl.algorithms.fork_advantages import plan_vine
 from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
@@ -232,6 +233,8 @@ class Learner:
         if algorithm.advantage == "online_dpo":
             assert drift is not None, "online_dpo compares gains over the reference"
             return plan_pairs(algorithm, plan, [float(gain.sum()) for gain in drift])
+        if algorithm.advantage == "vine":
+            return plan_vine(plan), {}
         return plan_advantages(algorithm, plan, drift, self._roles), {}
 
     def _accumulate(
