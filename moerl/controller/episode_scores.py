@@ -322,6 +322,7 @@ def weighted(
         errors=sum(score.errors for score in scores),
         metrics=metrics,
         reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
+        answer=next((score.answer for score in scores if score.answer), ""),
         roles={role: _of_role(role, pairs) for role in sorted(named)},
     )
 

@@ -345,6 +345,7 @@ def samples_of(
             "turns": shown_turns(episode, decode),
             "graph": shown_graph(episode),
             "reward": episode.score.reward if episode.score else None,
+            **({"roles": episode.score.roles} if episode.score and episode.score.roles else {}),
             **({"reason": episode.score.reason} if episode.score and episode.score.reason else {}),
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])

@@ -393,6 +393,7 @@ class Score:
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
     reason: str = ""  # for the report
+    answer: str = ""  # that the scorer extracted, for majorities
     roles: dict[str, float] = field(default_factory=dict)  # rewards of roles of the policy
     forks: tuple[float, ...] = ()  # rewards of further continuations, in the order of their rows
 

@@ -35,6 +35,7 @@ from moerl.core.types import (
     Grammar,
     PolicyVersion,
     SamplingParams,
+    Score,
     Segment,
 )
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
