@@ -4,8 +4,8 @@
 
 Recipe `proposer-solver` (`examples/two_roles.py`): a proposer earns up to ten points, a solver up
 to one.  With one baseline the advantage of a solver is its distance to the points of the proposer.
-Prints the
-held-out reward of the solver by step, one line of each run; the seeds of the arms are paired.
+Prints the held-out reward of the solver by step, a line for each run; the seeds of the arms are
+paired.
 
 Required, over the seeds: with two baselines the last tenth is above the first, and above one
 baseline, by 5 standard errors; with one baseline the last tenth is below 2 (`learning_arms.py`).

@@ -26,7 +26,7 @@ def reward(
     prompt: str, answer: object, response: str, extra: Mapping[str, object]
 ) -> dict[str, object]:
     """The rewards of the roles; the reward of the episode is the solver's."""
-    proposed, solved = cast(Sequence[str], extra["turns"])
+    proposed, solved = [*cast(Sequence[str], extra["turns"]), ""][:2]  # the context may end
     ascending = str(answer)
     found = {
         "proposer": 10 * share(ascending[::-1], proposed),
