@@ -28,10 +28,11 @@ class Player:
         self._context_tokens = services.model.context_tokens
         self.router = router
         self.episodes: dict[str, OpenEpisode] = {}  # by name
-        forks, fork = context.config.rollout.forks, None
-        if forks.pivots:
-            fork = partial(fork_answer, settings=forks, decode=services.decode)
-        self._texts = EnvironmentRunner(self._environment, self._wall_s, fork)
+        forks = context.config.rollout.forks
+        fork = partial(fork_answer, settings=forks, decode=services.decode)
+        self._texts = EnvironmentRunner(
+            self._environment, self._wall_s, fork if forks.pivots else None
+        )
         self._runners: dict[str, EpisodeRunner] = {
             label: services.agents[label] if entry.kind.speaks_messages else self._texts
             for label, entry in self._entries.items()

@@ -18,7 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 def shown_turns(episode: Episode, decode: Decode) -> list[dict[str, object]]:
     """The trained turns in the order of the rows; read by `moerl.observe.episode_section`."""
     forks = iter(episode.score.forks if episode.score else ())
-    found, before = [], 0  # sampled tokens of earlier rows
+    found: list[dict[str, object]] = []
+    before = 0  # sampled tokens of earlier rows
     for place, node in enumerate(episode.turns):
         more: dict[str, object] = {"role": node.role, "fork_at": node.fork_at}
         if node.fork_at >= 0:

@@ -190,7 +190,8 @@ class Chain:
         for place, values in zip(plan.rows, plan_vine(plan), strict=True):
             pair = pairs[place.group]
             sampled = pair[place.episode][0]
-            begin, said = (), sampled.answer
+            begin: tuple[int, ...] = ()
+            said = sampled.answer
             if place.turn:
                 at, said = sampled.forks[place.turn - 1]
                 begin = sampled.answer[:at]
