@@ -27,7 +27,7 @@ from moerl.agents.stop_texts import Stops
 from moerl.agents.turn_forest import MatchedRequest, TurnForest
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import without_life
-from moerl.core.types import Array, Grammar
+from moerl.core.types import Array, Grammar, Score
 from moerl.data.chat_template import TemplateError
 from moerl.episodes.finished_episode import RecordedTurn
 from moerl.episodes.open_episode import EpisodeEnded, Outcome, TurnRequest
@@ -52,6 +52,7 @@ class _Plan:
     tools: Sequence[Json]  # calls of these are parsed
     is_chat: bool
     tell: Tell | None = None
+    role: str = ""  # of the policy
 
 
 class ChatTurns:
@@ -60,6 +61,7 @@ class ChatTurns:
     def __init__(self, episode: FarEpisode, policy: Policy, limits: EpisodeLimits) -> None:
         self.name, self.limits, self._policy = episode.name, limits, policy
         self._episode, self.sampling = episode, episode.spec.sampling
+        self.sampling_of = episode.spec.sampling_of  # a role of the policy
         self._stop_ids = frozenset(self.sampling.stop_token_ids)
         self.key = secrets.token_urlsafe(24)
         self.forest = TurnForest()
@@ -84,11 +86,13 @@ class ChatTurns:
         *,
         calls: bool = True,
         tell: Tell | None = None,
+        role: str = "",
     ) -> list[TurnAnswer]:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
         tell: receives what can be shown of the answers while they are sampled.
+        role: of the policy.
         """
         stops = await self._stops(ends.stop)
         self._check_open(n)
@@ -96,13 +100,20 @@ class ChatTurns:
         self._check_length(len(message.text) for message in messages[request.covered :])
         prompt = self._chat_prompt(request, messages, tools)
         ends = self._with_calls(ends, tools)
-        most = self._most(prompt, ends, n)
+        most = self._most(prompt, ends, n, role)
         shown_tools = tools if calls else ()
-        plan = _Plan(prompt, most, ends.grammar, stops, shown_tools, is_chat=True, tell=tell)
+        plan = _Plan(
+            prompt, most, ends.grammar, stops, shown_tools, is_chat=True, tell=tell, role=role
+        )
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def complete(
-        self, prompt: str | Sequence[int], ends: Ends, n: int = 1, tell: Tell | None = None
+        self,
+        prompt: str | Sequence[int],
+        ends: Ends,
+        n: int = 1,
+        tell: Tell | None = None,
+        role: str = "",
     ) -> list[TurnAnswer]:
         """Continue a text, or tokens, without a template.  Raises ApiError."""
         stops = await self._stops(ends.stop)
@@ -115,8 +126,8 @@ class ChatTurns:
             ids = self._known_ids(prompt)
             request = self.forest.match_tokens(ids)
             found = PromptIds(ids, request.parent.num_tokens if request.parent else 0)
-        most = self._most(found, ends, n)
-        plan = _Plan(found, most, ends.grammar, stops, (), is_chat=False, tell=tell)
+        most = self._most(found, ends, n, role)
+        plan = _Plan(found, most, ends.grammar, stops, (), is_chat=False, tell=tell, role=role)
         return await self._siblings([self.forest.begin(request) for _ in range(n)], plan)
 
     async def ask_other(self, role: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -141,16 +152,16 @@ class ChatTurns:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def outcome(
-        self, failure: tuple[str, str], reward: float | None, counts: Mapping[str, float]
+        self, failure: tuple[str, str], own: Score | None, counts: Mapping[str, float]
     ) -> Outcome:
         """failure: one word, empty if the episode can be trained, and a sentence.
 
-        reward: by the episode's own program; counts: added to those of the turns.
+        own: score by the episode's own program; counts: added to those of the turns.
         """
         word, detail = failure
         counted = {name: float(count) for name, count in self.counts.items()}
         detail = f"the agent of {self.name} {detail}" if word else ""
-        return Outcome(word, detail, None if word else reward, {**counts, **counted})
+        return Outcome(word, detail, None if word else own, {**counts, **counted})
 
     # --- prompts ----------------------------------------------------------------------------------
     def _chat_prompt(
@@ -198,13 +209,13 @@ class ChatTurns:
                 retry=False,
             )
 
-    def _most(self, prompt: PromptIds, ends: Ends, n: int) -> int:
+    def _most(self, prompt: PromptIds, ends: Ends, n: int, role: str) -> int:
         """Most tokens that each of n turns may sample.  Raises ApiError."""
         if ends.grammar is not None:
             self._check_grammars()
-        return self._room(prompt, ends, n)
+        return self._room(prompt, ends, n, role)
 
-    def _room(self, prompt: PromptIds, ends: Ends, n: int) -> int:
+    def _room(self, prompt: PromptIds, ends: Ends, n: int, role: str) -> int:
         """Most tokens that each of n turns may sample.  Raises ApiError when there are none."""
         context, used = self.limits.context_tokens, len(prompt.ids)
         room = context - used - 1  # the engine keeps one position free
@@ -220,7 +231,7 @@ class ChatTurns:
                 f"the episode has none of its {self.limits.sampled_tokens} sampled tokens left",
                 retry=False,
             )
-        most = self.sampling.max_new_tokens
+        most = self.sampling_of(role).max_new_tokens
         return min(room, left, most, ends.max_tokens or most)
 
     def _check_length(self, num_chars: Iterable[int]) -> None:
@@ -340,6 +351,7 @@ class ChatTurns:
             parent=request.parent,
             inherited=plan.prompt.inherited,
             origin=request.origin,
+            role=plan.role,
             max_new_tokens=plan.max_new_tokens,
             stop_ids=tuple(sorted(stops.ids)),
             grammar=plan.grammar,

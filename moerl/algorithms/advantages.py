@@ -11,25 +11,31 @@ as scored, and get no advantage.
 A single episode has no siblings: its advantage is 0 wherever a group baseline is subtracted.  verl
 gives groups of one their raw reward; the configuration refuses group_size 1 for these baselines.
 
+In a task with roles each role of an episode counts as an episode of its own, and its group is the
+set of rewards that `task.roles.ROLE.baseline` names.
+
 Legend: E episodes of the step, K rewarded steps of them, M sampled tokens of all episodes in
 episode order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moerl.algorithms.aggregation import NO_ROLES, Roles, SequenceId, plan_sequences
 from moerl.algorithms.registry import choose
 from moerl.config.algorithms import ADVANTAGES
+from moerl.config.reward_terms import Baseline
 from moerl.config.schema import AlgorithmConfig
 from moerl.core.errors import RecordError
-from moerl.core.types import Array, BatchPlan, Episode, Finish
+from moerl.core.types import Array, BatchPlan, Episode, Finish, Turn, base_role, turn_lengths
 
+Units = Mapping[SequenceId, Mapping[int, Turn]]
 _STD_EPS = 1e-4  # as in TRL; verl uses 1e-6
 _WHITEN_EPS = 1e-8
 
@@ -167,17 +173,14 @@ def plan_outcomes(
     algorithm: AlgorithmConfig, plan: BatchPlan
 ) -> tuple[Outcomes, dict[tuple[int, int], int]]:
     """Outcome rewards of a plan's episodes, and their indices by (group, episode)."""
-    episodes = _episodes(plan)
-    outcomes = _outcomes(algorithm, episodes, per_token=False)
-    return outcomes, {key: idx for idx, key in enumerate(episodes)}
+    units = plan_sequences(plan)
+    outcomes = _outcomes(algorithm, plan, units, NO_ROLES, per_token=False)
+    return outcomes, {unit[:2]: idx for idx, unit in enumerate(units)}
 
 
-def _episodes(plan: BatchPlan) -> dict[tuple[int, int], Episode]:
-    return {
-        (g, e): episode
-        for g, group in enumerate(plan.groups)
-        for e, episode in enumerate(group.episodes)
-    }
+def _places(units: Units) -> list[tuple[int, int, int]]:
+    """(group, episode, row of the episode) of all rows, in the order of the sampled tokens."""
+    return [(*unit[:2], number) for unit, rows in units.items() for number in rows]
 
 
 def plan_gae(
@@ -194,9 +197,9 @@ def plan_gae(
     tokens of the step, as in verl; returns are not, and the critic also learns from episodes that
     `mask_truncated` leaves out.  drift: as in `plan_advantages`.  Raises RecordError as it does.
     """
-    episodes = _episodes(plan)
-    outcomes = _outcomes(algorithm, episodes, per_token=False)
-    places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
+    units = plan_sequences(plan)
+    outcomes = _outcomes(algorithm, plan, units, NO_ROLES, per_token=False)
+    places = _places(units)
     value_M = _in_order(plan, places, values)
     reward_M = torch.zeros_like(value_M)
     if drift is not None:
@@ -207,9 +210,9 @@ def plan_gae(
     )
     deviation = advantage.var(unbiased=False) + _WHITEN_EPS
     advantage = (advantage - advantage.mean()) / deviation.sqrt()
-    cut = _left_out(algorithm, episodes).repeat_interleave(outcomes.length)
+    cut = _left_out(algorithm, units).repeat_interleave(outcomes.length)
     advantage = advantage.masked_fill(cut, 0.0)
-    sizes = [episodes[g, e].turns[turn].rollout.num_sampled for g, e, turn in places]
+    sizes = _sizes(units)
     split = dict(
         zip(places, zip(advantage.split(sizes), target.split(sizes), strict=True), strict=True)
     )
@@ -237,44 +240,48 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def plan_advantages(
-    algorithm: AlgorithmConfig, plan: BatchPlan, drift: Sequence[Array] | None = None
+    algorithm: AlgorithmConfig,
+    plan: BatchPlan,
+    drift: Sequence[Array] | None = None,
+    roles: Roles = NO_ROLES,
 ) -> list[float | Array]:
-    """Advantage of each row of `plan.rows`, in that order; rows of one episode share it.
+    """Advantage of each row of `plan.rows`, in that order; rows of one episode and role share it.
 
     A number for the whole row, or one per sampled token ([n] f64) with process rewards and with a
     KL inside the reward.  drift: for the latter, proximal - reference log-probabilities by row.
     Raises ConfigError for an unknown name, RecordError `score_missing` for an unscored episode and
     `score_steps` for steps that do not lie in it.
     """
-    assert algorithm.advantage not in ("gae", "online_dpo"), "they need a critic or a reference"
+    others = ("gae", "online_dpo", "vine")  # they need a critic, a reference, or forks
+    assert algorithm.advantage not in others, "it has a function of its own"
     function = choose("algorithm.advantage", algorithm.advantage, ADVANTAGES)
     has_steps = "steps" in ADVANTAGES[algorithm.advantage].needs
     per_token = has_steps or drift is not None
-    episodes = _episodes(plan)
-    outcomes = _outcomes(algorithm, episodes, has_steps)
+    units = plan_sequences(plan)
+    outcomes = _outcomes(algorithm, plan, units, roles, has_steps)
     if drift is not None:
-        places = [(*key, turn) for key, e in episodes.items() for turn in range(len(e.turns))]
-        reward_M = -algorithm.reward_kl_coef * _in_order(plan, places, drift)
+        reward_M = -algorithm.reward_kl_coef * _in_order(plan, _places(units), drift)
         outcomes = replace(outcomes, token_reward=reward_M)
-    value = function(_with_peers(outcomes, plan))[: None if per_token else len(episodes)]
-    cut = _left_out(algorithm, episodes)
-    place = {key: idx for idx, key in enumerate(episodes)}
+    value = function(_with_peers(outcomes, plan))[: None if per_token else len(units)]
+    cut = _left_out(algorithm, units)
     if not per_token:
-        numbers = value.masked_fill(cut, 0.0).tolist()
-        return [numbers[place[row.group, row.episode]] for row in plan.rows]
-    parts = value.masked_fill(cut.repeat_interleave(outcomes.length), 0.0)
-    arrays = [part.numpy() for part in parts.split(outcomes.length.tolist())]
-    result: list[float | Array] = []
-    for row in plan.rows:
-        turns = episodes[row.group, row.episode].turns
-        begin = sum(turn.rollout.num_sampled for turn in turns[: row.turn])
-        whole = arrays[place[row.group, row.episode]]
-        result.append(whole[begin : begin + turns[row.turn].rollout.num_sampled])
-    return result
+        number = dict(zip(units, value.masked_fill(cut, 0.0).tolist(), strict=True))
+        return [number[SequenceId.of(plan, row)] for row in plan.rows]
+    value = value.masked_fill(cut.repeat_interleave(outcomes.length), 0.0)
+    parts = dict(zip(_places(units), value.split(_sizes(units)), strict=True))
+    return [parts[row.group, row.episode, row.turn].numpy() for row in plan.rows]
+
+
+def _sizes(units: Units) -> list[int]:
+    """Sampled tokens of each row, in the order of `_places`."""
+    return [turn.rollout.num_sampled for rows in units.values() for turn in rows.values()]
 
 
 def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
-    """Append the rewards of siblings that another batch trains, as episodes without tokens."""
+    """Append the rewards of siblings that another batch trains, as episodes without tokens.
+
+    Tasks with roles have none, so the groups are those of the plan.
+    """
     peers = [(idx, reward) for idx, group in enumerate(plan.groups) for reward in group.peers]
     if not peers:
         return o
@@ -288,27 +295,39 @@ def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
 
 
 def _outcomes(
-    algorithm: AlgorithmConfig, episodes: dict[tuple[int, int], Episode], per_token: bool
+    algorithm: AlgorithmConfig, plan: BatchPlan, units: Units, roles: Roles, per_token: bool
 ) -> Outcomes:
     rewards: list[float] = []
     steps: list[tuple[int, int, float]] = []  # episode, end, reward
-    lengths = [_num_sampled(episode) for episode in episodes.values()]
-    for idx, episode in enumerate(episodes.values()):
+    lengths = [sum(turn.rollout.num_sampled for turn in rows.values()) for rows in units.values()]
+    cells: dict[tuple[int, int, str], int] = {}
+    groups = [
+        cells.setdefault(_compared(unit, unit.settings(plan, roles).baseline), len(cells))
+        for unit in units
+    ]
+    for idx, (unit, rows) in enumerate(units.items()):
+        episode = plan.groups[unit.group].episodes[unit.episode]
         if episode.score is None:
             raise RecordError("score_missing", f"episode {episode.episode_id} has no score")
-        penalty = _penalty(algorithm, episode) if algorithm.overlong_buffer else 0.0
-        rewards.append(episode.score.reward + penalty)
+        penalty = _penalty(algorithm, rows) if algorithm.overlong_buffer else 0.0
+        rewards.append(episode.score.reward_of(unit.role) + penalty)
         if per_token:
             steps += [(idx, *step) for step in _checked_steps(episode, lengths[idx])]
             steps += [(idx, lengths[idx] - 1, penalty)] if penalty else []
     return Outcomes(
         reward=torch.tensor(rewards, dtype=torch.float64),
-        group=torch.tensor([group for group, _ in episodes]),
+        group=torch.tensor(groups),
         length=torch.tensor(lengths),
         step_reward=torch.tensor([reward for _, _, reward in steps], dtype=torch.float64),
         step_episode=torch.tensor([idx for idx, _, _ in steps], dtype=torch.int64),
         step_end=torch.tensor([end for _, end, _ in steps], dtype=torch.int64),
     )
+
+
+def _compared(unit: SequenceId, baseline: Baseline) -> tuple[int, int, str]:
+    """What names the rewards that a unit's reward is compared with."""
+    episode = unit.episode if baseline == "episode" else -1
+    return unit.group, episode, "" if baseline == "group" else base_role(unit.role)
 
 
 def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]:
@@ -322,26 +341,26 @@ def _checked_steps(episode: Episode, length: int) -> Sequence[tuple[int, float]]
     return steps
 
 
-def _penalty(algorithm: AlgorithmConfig, episode: Episode) -> float:
+def _penalty(algorithm: AlgorithmConfig, rows: Mapping[int, Turn]) -> float:
     """Penalty of the last turn: the limit is per response."""
-    length, _ = episode.turn_lengths()[-1]
-    longest = episode.turns[-1].rollout.sampling.max_new_tokens
+    rollouts = [turn.rollout for turn in rows.values()]
+    length, _ = turn_lengths(rollouts)[-1]
+    longest = rollouts[-1].sampling.max_new_tokens
     return overlong_penalty(length, longest, algorithm.overlong_buffer)
 
 
-def _left_out(algorithm: AlgorithmConfig, episodes: dict[tuple[int, int], Episode]) -> Tensor:
+def _left_out(algorithm: AlgorithmConfig, units: Units) -> Tensor:
     """[E] bool: episodes that get no advantage because a turn was cut by the length limit."""
     return torch.tensor(
         [
             algorithm.mask_truncated
-            and any(finish == Finish.LENGTH for _, finish in episode.turn_lengths())
-            for episode in episodes.values()
+            and any(
+                finish == Finish.LENGTH
+                for _, finish in turn_lengths(turn.rollout for turn in rows.values())
+            )
+            for rows in units.values()
         ]
     )
-
-
-def _num_sampled(episode: Episode) -> int:
-    return sum(turn.rollout.num_sampled for turn in episode.turns)
 
 
 def _to_go(o: Outcomes, step_value: Tensor) -> Tensor:

@@ -6,19 +6,53 @@ denominators taken per rank or per microbatch would (a 28% wrong gradient in a t
 rejection mask zeroes still count in the denominator, and so does an episode that is rejected
 whole; verl drops fully masked sequences from its denominator unless given a global size.
 
-The unit of "sequence" is the episode: a policy that answered in several turns is one sequence.
+The unit of "sequence" is the episode: a policy that answered in several turns is one sequence.  In
+an episode with roles it is each role.
 
 Legend: E episodes of the step, |o| sampled tokens of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from moerl.algorithms.registry import choose
 from moerl.config.algorithms import AGGREGATIONS
+from moerl.config.reward_terms import RoleConfig
 from moerl.config.schema import AlgorithmConfig
-from moerl.core.types import BatchPlan
+from moerl.core.types import BatchPlan, PlanRow, Turn, base_role
+
+Roles = Mapping[str, Mapping[str, RoleConfig]]  # settings by label of the task and name of the role
+NO_ROLES: Roles = MappingProxyType({})
+
+
+class SequenceId(NamedTuple):
+    """A sequence of a plan: what the policy said in one role of an episode."""
+
+    group: int
+    episode: int
+    role: str  # "": the task has no roles
+
+    @classmethod
+    def of(cls, plan: BatchPlan, row: PlanRow) -> SequenceId:
+        turn = plan.groups[row.group].episodes[row.episode].turns[row.turn]
+        return cls(row.group, row.episode, turn.role)
+
+    def settings(self, plan: BatchPlan, roles: Roles) -> RoleConfig:
+        known = roles.get(plan.groups[self.group].prompt.task, {})
+        return known.get(base_role(self.role), RoleConfig())
+
+
+def plan_sequences(plan: BatchPlan) -> dict[SequenceId, dict[int, Turn]]:
+    """The sequences of a plan in order, each with its rows by their number in the episode."""
+    found: dict[SequenceId, dict[int, Turn]] = {}
+    for g, group in enumerate(plan.groups):
+        for e, episode in enumerate(group.episodes):
+            for number, turn in enumerate(episode.turns):
+                found.setdefault(SequenceId(g, e, turn.role), {})[number] = turn
+    return found
 
 
 def seq_mean_token_mean(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
@@ -47,20 +81,16 @@ def constant(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
     return [1.0 / (len(lengths) * algorithm.constant_tokens)] * len(lengths)
 
 
-def plan_weights(algorithm: AlgorithmConfig, plan: BatchPlan) -> list[float]:
+def plan_weights(
+    algorithm: AlgorithmConfig, plan: BatchPlan, roles: Roles = NO_ROLES
+) -> list[float]:
     """Weight of every sampled token of each row of `plan.rows`, in that order.
 
     Raises ConfigError for an unknown name.
     """
     function = choose("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
-    episodes = [
-        (group_idx, episode_idx)
-        for group_idx, group in enumerate(plan.groups)
-        for episode_idx in range(len(group.episodes))
-    ]
-    lengths = [
-        sum(turn.rollout.num_sampled for turn in plan.groups[group].episodes[episode].turns)
-        for group, episode in episodes
-    ]
-    weight = dict(zip(episodes, function(lengths, algorithm), strict=True))
-    return [weight[row.group, row.episode] for row in plan.rows]
+    units = plan_sequences(plan)
+    lengths = [sum(turn.rollout.num_sampled for turn in rows.values()) for rows in units.values()]
+    found = zip(units, function(lengths, algorithm), strict=True)
+    weight = {unit: one * unit.settings(plan, roles).loss_weight for unit, one in found}
+    return [weight[SequenceId.of(plan, row)] for row in plan.rows]

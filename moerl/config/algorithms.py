@@ -20,6 +20,7 @@ from typing import Literal
 
 from moerl.config.functions import check_importable
 from moerl.config.schema import AlgorithmConfig, Config, TeacherConfig
+from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 from moerl.config.task_tables import STEP_REWARDS
 from moerl.core.errors import ConfigError
@@ -58,10 +59,11 @@ ADVANTAGES = _table(
     ),
     process_mean=Entry("advantages:process_mean", needs=("steps",)),
     process_std=Entry("advantages:process_std", needs=("steps",)),
+    vine=Entry("fork_advantages:plan_vine", needs=("forks",)),
 )
 _COMPARES_SIBLINGS = (
     *("grpo_mean", "grpo_std", "rloo", "reinforce_pp_baseline", "online_dpo"),
-    *("process_mean", "process_std"),
+    *("process_mean", "process_std", "vine"),
 )
 _CLIP = ("clip_low", "clip_high")
 OBJECTIVES = _table(
@@ -180,6 +182,8 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     _check_measure(a)
     _check_centering(config)
     _check_distillation(config)
+    _check_roles(config)
+    _check_forks(config)
     if folders:
         _check_folders(config)
         if a.objective not in OBJECTIVES:
@@ -500,5 +504,54 @@ def _check_distillation(config: Config) -> None:
         )
 
 
+def _check_roles(config: Config) -> None:
+    """Refuse what compares or carries one number per episode."""
+    advantage, rollout = config.algorithm.advantage, config.rollout
+    for task in entries_of(config):
+        if not task.roles:
+            continue
+        if advantage in ("gae", "online_dpo") or "steps" in ADVANTAGES[advantage].needs:
+            allowed = "task.roles needs an advantage of one number per role, such as grpo_mean"
+            raise ConfigError("algorithm.advantage", advantage, allowed)
+        for name, wanted in (("late_siblings", "drop"), ("stale_siblings", "group")):
+            if (value := getattr(rollout, name)) != wanted:
+                allowed = f"task.roles needs {wanted}: a sibling elsewhere is known by one reward"
+                raise ConfigError(f"rollout.{name}", value, allowed)
+        for name, role in task.roles.items():
+            if role.baseline != "role" and advantage not in _COMPARES_SIBLINGS:
+                field, allowed = f"roles.{name}.baseline", f"{advantage} compares no siblings"
+                with naming(task):
+                    raise ConfigError(f"task.{field}", role.baseline, allowed)
+
+
+def _check_forks(config: Config) -> None:
+    """Forks and the advantage over their trees need each other, and single answers."""
+    a, forks = config.algorithm, config.rollout.forks
+    if bool(forks.pivots) != ("forks" in needed(a)):
+        allowed = "algorithm.advantage=vine and rollout.forks.pivots above 0 need each other"
+        raise ConfigError("rollout.forks.pivots", forks.pivots, allowed)
+    if not forks.pivots:
+        return
+    if not (forks.every or forks.separator):
+        raise ConfigError("rollout.forks.separator", "", "a text that ends a step is needed")
+    for name, value in (
+        ("algorithm.overlong_buffer", a.overlong_buffer),
+        ("algorithm.mask_truncated", a.mask_truncated),
+        ("rollout.oversample", config.rollout.oversample - 1),
+    ):
+        if value:
+            raise ConfigError(name, value, "it reads whole answers; it is not for rollout.forks")
+    for task in entries_of(config):
+        with naming(task):
+            if task.kind is not TaskKind.SINGLE_ANSWER:
+                allowed = "rollout.forks continues single answers"
+                raise ConfigError("task.environment", task.environment, allowed)
+            for term in task.terms:
+                if term.unit in ("step", "turn"):
+                    allowed = "with rollout.forks a term scores whole answers: episode or group"
+                    raise ConfigError("task.rewards", term.unit, allowed)
+
+
 def _truncates(config: Config) -> bool:
-    return any(entry.sampling.truncates for entry in entries_of(config))
+    samplings = (one for entry in entries_of(config) for one in entry.samplings.values())
+    return any(sampling.truncates for sampling in samplings)

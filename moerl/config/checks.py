@@ -463,7 +463,8 @@ def _check_tasks(config: Config) -> None:
     for entry in entries:
         with naming(entry):
             _check_task(entry)
-            _check_sampling(entry.sampling, kept=kept)
+            for sampling in entry.samplings.values():
+                _check_sampling(sampling, kept=kept)
     if config.tasks and config.evaluation.path:
         raise ConfigError(
             "evaluation.path",

@@ -24,7 +24,7 @@ def check_context(config: Config, max_positions: int) -> None:
     """
     most = longest_sequence(config.engine, max_positions)
     for entry in entries_of(config):
-        answer = entry.sampling.max_new_tokens
+        answer = max(one.max_new_tokens for one in entry.samplings.values())
         with naming(entry):
             if answer >= most and not entry.kind.speaks_messages:
                 raise ConfigError(

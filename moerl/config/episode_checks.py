@@ -10,7 +10,7 @@ from shutil import which
 from moerl.config.clusters import is_local
 from moerl.config.functions import check_importable, functions
 from moerl.config.schema import Config
-from moerl.config.scorer_checks import check_terms
+from moerl.config.scorer_checks import check_roles, check_terms
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS, TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
@@ -40,6 +40,7 @@ def check_episodes(config: Config) -> None:
 def _of_entry(config: Config, task: TaskEntry) -> Iterator[Problem]:
     kind = task.kind
     yield from check_terms(config, task)
+    yield from check_roles(task)
     if kind is TaskKind.PROGRAM:
         yield from _of_program(config, task)
     elif task.agent != AgentConfig():
@@ -78,7 +79,7 @@ def _of_texts(task: TaskEntry) -> Iterator[Problem]:
     if task.max_turns > 1 and task.kind is TaskKind.SINGLE_ANSWER:
         allowed = "several turns need a task.environment that answers, or task.agent.command"
         yield "task.max_turns", task.max_turns, allowed
-    answer = task.sampling.max_new_tokens
+    answer = max(one.max_new_tokens for one in task.samplings.values())
     if 0 < task.max_sampled_tokens < answer:
         yield (
             "task.max_sampled_tokens",

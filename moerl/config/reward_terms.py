@@ -10,6 +10,18 @@ from moerl.config.bounds import Count, Natural, NonNegative, Positive
 Unit = Literal["step", "turn", "episode", "group"]
 Where = Literal["function", "actors", "http", "judge", "own"]
 Need = Literal["text", "messages", "tokens", "graph"]
+# Rewards that an advantage compares: of the role in its group, of the role in its episode
+# (ROLE.1, ROLE.2, ...), of all roles in the group
+Baseline = Literal["role", "episode", "group"]
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A role of the policy in the episodes of a task."""
+
+    baseline: Baseline = "role"
+    loss_weight: NonNegative = 1.0  # factor of its tokens in the loss
+    sampling: dict[str, Any] = field(default_factory=dict)  # as `sampling`, where it differs
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class RewardTerm:
     unit: Unit = "episode"
     separator: str = "\n\n"  # unit=step: text that ends a step
     needs: list[Need] = field(default_factory=lambda: ["text"])  # parts of an episode that it gets
+    roles: list[str] = field(default_factory=list)  # whose turns it sees and scores; empty = all
     timeout_s: NonNegative = 0.0  # of a request; 0 = task.score_timeout_s
     retries: Natural = 2  # of a request that was not answered; of a function that raised: none
     batch: Count = 16  # most requests in a message

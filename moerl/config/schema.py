@@ -24,7 +24,7 @@ from moerl.config.bounds import (
     UnitInterval,
 )
 from moerl.config.lora_settings import LoraConfig
-from moerl.config.reward_terms import RewardTerm
+from moerl.config.reward_terms import RewardTerm, RoleConfig
 from moerl.config.task_kinds import TaskKind, kind_of_environment
 from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 
@@ -80,6 +80,8 @@ class TaskConfig:
     reward: str = ""
     # Several terms in place of `reward` (docs/scoring.md): [{name, weight, where, timeout_s, ...}]
     rewards: list[RewardTerm] = field(default_factory=list)
+    # Roles of the policy in an episode, by name (docs/scoring.md): {solver: {loss_weight: 0.5}}
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""
@@ -185,6 +187,16 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class ForkConfig:
+    """Other continuations of an answer, from some of its tokens on (docs/scoring.md)."""
+
+    pivots: Natural = 0  # most of an answer; 0 = no forks
+    continuations: Annotated[int, Meta(ge=2)] = 4  # of each pivot
+    every: Natural = 0  # tokens between pivots; 0 = a pivot behind each separator
+    separator: str = "\n\n"  # text that ends a step
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     groups_per_step: Count = 32
     group_size: Count = 8  # trained episodes per prompt
@@ -226,6 +238,7 @@ class RolloutConfig:
     # A sibling that is too old for the next step costs its group, or is dropped from it; its reward
     # still counts in the baseline if it has one
     stale_siblings: Literal["group", "drop"] = "group"
+    forks: ForkConfig = field(default_factory=ForkConfig)
     # Node-local folder of the controller's journal; empty = the run directory
     journal_dir: str = ""
     # Failures that the journal survives; node: loss of every process, shared: also loss of a node

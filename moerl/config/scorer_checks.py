@@ -9,7 +9,7 @@ from pathlib import Path
 from moerl.config.reward_checks import check_reward
 from moerl.config.reward_terms import RewardTerm, Where
 from moerl.config.schema import Config
-from moerl.config.task_kinds import SOURCE
+from moerl.config.task_kinds import SOURCE, TaskKind
 from moerl.config.task_mixture import TaskEntry
 from moerl.config.task_tables import REWARD_NAMES, SOURCES, STEP_REWARDS
 
@@ -51,6 +51,30 @@ def check_terms(config: Config, task: TaskEntry) -> Iterator[Problem]:
                 value = "(hidden)" if name == "api_key" else getattr(term, name)
                 yield f"{field}.{name}", value, f"only where={' or '.join(homes)} reads it"
         yield from _of_home(config, task, term, field)
+
+
+def check_roles(task: TaskEntry) -> Iterator[Problem]:
+    """Faults of `task.roles`, and of terms that name them."""
+    if task.roles and task.kind is TaskKind.SINGLE_ANSWER:
+        allowed = "a single answer has one role: use an environment or an agent"
+        yield "task.roles", list(task.roles), allowed
+    for role, sampling in task.samplings.items():
+        field = f"task.roles.{role}"
+        if role and not _NAME.fullmatch(role):
+            yield "task.roles", role, "a role is a letter, then letters, digits, _ and -"
+        if sampling.truncates != task.sampling.truncates:
+            allowed = "all roles truncate, or none: set top_p below 1, or top_k, alike"
+            yield f"{field}.sampling.top_p", sampling.top_p, allowed
+        if sampling.ignore_eos != task.sampling.ignore_eos:
+            yield f"{field}.sampling.ignore_eos", sampling.ignore_eos, "it is the task's"
+    for place, term in enumerate(task.rewards):
+        field, known = f"task.rewards.{place}", ", ".join(task.roles) or "(none)"
+        if set(term.roles) - set(task.roles):
+            yield f"{field}.roles", term.roles, f"task.roles has {known}"
+        if term.roles and term.unit in ("step", "turn"):
+            yield f"{field}.unit", term.unit, "a term of roles has unit=episode or group"
+        if term.name in task.roles:
+            yield f"{field}.name", term.name, "a role has this name"
 
 
 def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> Iterator[Problem]:

@@ -32,6 +32,16 @@ class TaskEntry(TaskConfig):
     evaluation_path: str = ""  # tasks with files: held-out prompts
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    @property
+    def samplings(self) -> dict[str, SamplingConfig]:
+        """Of each role; "": of a turn without one.  Raises ConfigError."""
+        found = {"": self.sampling}
+        for role, settings in self.roles.items():
+            where, given = f"task.roles.{role}.sampling.", settings.sampling
+            check_keys(SamplingConfig, given, where)
+            found[role] = read_section(SamplingConfig, asdict(self.sampling) | given, where)
+        return found
+
 
 def entries_of(config: Config) -> tuple[TaskEntry, ...]:
     """The tasks of a run, at least one.  Raises ConfigError."""
@@ -51,7 +61,11 @@ def by_label(config: Config) -> dict[str, TaskEntry]:
 
 def longest_row(config: Config) -> int:
     """Tokens of the longest prompt with one turn, over all tasks."""
-    return max(e.max_prompt_tokens + e.sampling.max_new_tokens for e in entries_of(config))
+    return max(
+        entry.max_prompt_tokens + sampling.max_new_tokens
+        for entry in entries_of(config)
+        for sampling in entry.samplings.values()
+    )
 
 
 def with_finite_top_k(sampling: SamplingConfig, *, kept: bool) -> SamplingConfig:

@@ -29,6 +29,11 @@ class TaskLimits:
 POLICY = "policy"  # the name by which agents call the model that is trained
 
 
+def policy_name(role: str) -> str:
+    """The name by which agents call a role of the policy: `policy/solver`."""
+    return f"{POLICY}/{role}" if role else POLICY
+
+
 @dataclass(frozen=True)
 class OtherModelConfig:
     """A model behind an OpenAI-compatible endpoint that an agent may call; it is not trained."""

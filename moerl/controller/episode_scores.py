@@ -7,8 +7,7 @@ group when it has closed; a group waits for its last answer, and nothing else do
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,10 +20,11 @@ from moerl.controller.task_group import TaskGroup
 from moerl.core.episode_view import EpisodeView, ScoreRequest, TurnView
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorers
-from moerl.core.types import Prompt, Score, reward_problem
+from moerl.core.types import Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
 from moerl.episodes.finished_episode import view_of_turn as viewed
 from moerl.episodes.open_episode import OpenEpisode, TurnCall
+from moerl.episodes.text_steps import last_token_of, step_ends
 
 Asked = asyncio.Future[list[Answer]]
 _REASON = 2000  # most characters of a reason
@@ -47,6 +47,7 @@ class _Episode:
     cut: dict[str, int] = field(default_factory=dict)  # characters in whole steps, by turn
     parts: dict[str, list[_Part]] = field(default_factory=dict)  # by term
     whole: asyncio.Task[dict[str, Answer]] | None = None  # by term
+    forks: tuple[str, ...] = ()  # names of its forks, which have questions of their own
 
     def answers(self) -> list[asyncio.Future[Any]]:
         found: list[asyncio.Future[Any]] = [
@@ -68,6 +69,7 @@ class EpisodeScores:
     ) -> None:
         self._decode = decode
         self._terms = {entry.label: entry.terms for entry in entries}
+        self._roles = {entry.label: list(entry.roles) for entry in entries}
         self._episodes: dict[str, _Episode] = {}  # by name
         self._queues: dict[tuple[str, str], ScorerQueue] = {}
         for entry in entries:
@@ -151,7 +153,14 @@ class EpisodeScores:
 
     # --- ended episodes ---------------------------------------------------------------------------
     def ended(self, episode: FinishedEpisode) -> None:
-        """Ask about an episode; a second call asks nothing."""
+        """Ask about an episode and its forks; a second call asks nothing."""
+        first, *forks = episode.answers
+        self._ended(first)
+        self._of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
+        for fork in forks:
+            self._ended(fork)
+
+    def _ended(self, episode: FinishedEpisode) -> None:
         one = self._of(episode.episode_id)
         if one.whole is not None:
             return
@@ -174,7 +183,11 @@ class EpisodeScores:
             others = [term for term in terms if term.where != "own"]
             view = await self._view(episode) if others else EpisodeView(episode.episode_id, ())
             for term in others:
-                request = ScoreRequest(view.name, episode.prompt, view.only(term.needs))
+                seen = view.only(term.needs, term.roles)
+                if not seen.turns:  # its roles had no turn
+                    found[term.name] = Score(0.0)
+                    continue
+                request = ScoreRequest(view.name, episode.prompt, seen)
                 asked[term.name] = self._queues[task, term.name].put(request)
             for name, answer in asked.items():
                 (found[name],) = await answer
@@ -193,6 +206,15 @@ class EpisodeScores:
         """The scores of the episodes of one group.  Raises ScoreError."""
         for episode in episodes:
             self.ended(episode)
+        answers = [episode.answers for episode in episodes]
+        scores = iter(await self._scores([one for some in answers for one in some]))
+        found = []
+        for some in answers:
+            first, *forks = [next(scores) for _ in some]
+            found.append(replace(first, forks=tuple(fork.reward for fork in forks)))
+        return found
+
+    async def _scores(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
         together = await self._of_groups(episodes)
         found = []
         for place, episode in enumerate(episodes):
@@ -214,8 +236,9 @@ class EpisodeScores:
         views = [await self._view(episode) for episode in episodes]
         for term in terms:
             requests = [
-                ScoreRequest(f"{v.name}:group", prompt, v.only(term.needs), group=views[0].name)
+                ScoreRequest(f"{v.name}:group", prompt, seen, group=views[0].name)
                 for v in views
+                for seen in [v.only(term.needs, term.roles)]
             ]
             asked[term.name] = self._queues[prompt.task, term.name].put(*requests)
         try:
@@ -229,6 +252,8 @@ class EpisodeScores:
         if (one := self._episodes.pop(name, None)) is not None:
             for answer in one.answers():
                 answer.cancel()
+            for fork in one.forks:
+                self.forget(fork)
 
     def _sum(self, episode: FinishedEpisode, found: Mapping[str, Answer]) -> Score:
         """The weighted sum of the terms, with steps at sampled tokens.  Raises ScoreError."""
@@ -238,11 +263,18 @@ class EpisodeScores:
             if isinstance(answer, ScoreError):
                 raise answer
             scores.append(placed(answer, episode, self._decode))
-        total = scores[0]
-        if len(terms) > 1 or terms[0].weight != 1.0:
-            total = weighted(terms, scores, sum(turn.num_sampled for turn in episode.turns))
-        if problem := reward_problem(total.reward):
-            raise ScoreError(f"{episode.episode_id}: the reward {total.reward} {problem}")
+        total, known = scores[0], self._roles[episode.prompt.task]
+        if len(terms) > 1 or terms[0].weight != 1.0 or terms[0].roles:
+            num_sampled = sum(turn.num_sampled for turn in episode.turns)
+            total = weighted(terms, scores, num_sampled, known)
+        for reward in (total.reward, *total.roles.values()):
+            if problem := reward_problem(reward):
+                raise ScoreError(f"{episode.episode_id}: the reward {reward} {problem}")
+        if strange := [role for role in total.roles if base_role(role) not in known]:
+            allowed = f"task.roles has {', '.join(known) or '(none)'}"
+            raise ScoreError(
+                f"{episode.episode_id}: a reward of the role {strange[0]!r}; {allowed}"
+            )
         return total
 
 
@@ -262,8 +294,16 @@ async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
     )
 
 
-def weighted(terms: Sequence[RewardTerm], scores: Sequence[Score], num_sampled: int) -> Score:
-    """The sum of several terms.  A term without steps counts at the last token beside one with."""
+def weighted(
+    terms: Sequence[RewardTerm],
+    scores: Sequence[Score],
+    num_sampled: int,
+    roles: Sequence[str] = (),
+) -> Score:
+    """The sum of several terms.  A term without steps counts at the last token beside one with.
+
+    roles: of the task.  A role has the sum of its own terms and of those of all.
+    """
     has_steps, steps = any(score.steps for score in scores), dict[int, float]()
     metrics: dict[str, float] = {}
     for term, score in zip(terms, scores, strict=True):
@@ -273,27 +313,26 @@ def weighted(terms: Sequence[RewardTerm], scores: Sequence[Score], num_sampled: 
         metrics[term.name] = score.reward
         metrics |= {f"{term.name}.{name}": value for name, value in score.metrics.items()}
     pairs = list(zip(terms, scores, strict=True))
+    named = {role for score in scores for role in score.roles}
+    if named or any(term.roles for term in terms):
+        named.update(roles)
     return Score(
         sum(term.weight * score.reward for term, score in pairs),
         tuple(sorted(steps.items())),
         errors=sum(score.errors for score in scores),
         metrics=metrics,
         reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
+        answer=next((score.answer for score in scores if score.answer), ""),
+        roles={role: _of_role(role, pairs) for role in sorted(named)},
     )
 
 
-def step_ends(text: str, begin: int, separator: str, *, is_over: bool) -> list[int]:
-    """Characters of a text before the end of each whole step behind `begin`.
-
-    is_over: the rest of the text is a step, too.
-    """
-    found, end = [], begin
-    while (at := text.find(separator, end)) >= 0:
-        end = at + len(separator)
-        found.append(end)
-    if is_over and (end < len(text) or not text):
-        found.append(len(text))
-    return found
+def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
+    return sum(
+        term.weight * (score.reward if term.roles else score.reward_of(role))
+        for term, score in pairs
+        if not term.roles or base_role(role) in term.roles
+    )
 
 
 def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
@@ -312,11 +351,6 @@ def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
         token = begins[last.name] + last_token_of(last.output_ids.tolist(), end, decode)
         found[token] = found.get(token, 0.0) + reward
     return replace(score, steps=tuple(sorted(found.items())), text_steps=(), turns=())
-
-
-def last_token_of(ids: Sequence[int], end: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """The token that holds the last of the first `end` characters."""
-    return bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
 
 
 def _begins(episode: FinishedEpisode) -> dict[str, int]:

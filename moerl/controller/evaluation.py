@@ -14,9 +14,11 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from moerl.config.task_mixture import TaskEntry, by_label
 from moerl.controller.context import Context
 from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
-from moerl.core.types import Finish, PolicyVersion, SamplingParams
+from moerl.core.types import Finish, PolicyVersion, Prompt, SamplingParams, Score, base_role
 from moerl.data.prompt_mixture import usable
 from moerl.episodes.finished_episode import ENDED, FinishedEpisode
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
@@ -35,7 +37,8 @@ from moerl.episodes.turn import sampling_params
 log = logging.getLogger(__name__)
 _Z95 = 1.96  # of a normal distribution
 _SCORE_S = 600.0  # longest time for the scores of an evaluation
-Scored = list[tuple[FinishedEpisode, float]]  # answers to one prompt, with their rewards
+_RIGHT = 1.0  # least reward of an answer that passes
+Scored = list[tuple[FinishedEpisode, Score]]  # answers to one prompt
 
 
 class _HeldOut:
@@ -105,8 +108,11 @@ class Evaluator:
         config, services = context.config, context.services
         self._config = config.evaluation
         self._entries: dict[str, TaskEntry] = by_label(config)
-        self._sampling = {
-            label: sampling_of(self._config, sampling_params(entry.sampling, services.model))
+        self._samplings = {
+            label: {
+                role: sampling_of(self._config, sampling_params(sampling, services.model))
+                for role, sampling in entry.samplings.items()
+            }
             for label, entry in self._entries.items()
         }
         self._held_out, self._blobs = services.held_out, services.blobs
@@ -190,16 +196,30 @@ class Evaluator:
             EpisodeSpec(
                 name=f"eval-{version}-{place}.{sample}",
                 prompt=prompt,
-                sampling=self._sampling[prompt.task],
+                sampling=self._samplings[prompt.task][""],
+                roles=self._samplings[prompt.task],
                 prompt_ids=prompt_ids,
                 max_turns=self._entries[prompt.task].turn_limit,
                 held_out=True,
                 pin=pin,
             )
-            for place, prompt in enumerate(islice(usable(held_out.prompt), count))
+            for place, prompt in enumerate(self._items(islice(usable(held_out.prompt), count)))
             for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
             for sample in range(self._config.samples)
         ]
+
+    def _items(self, drawn: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Each held-out item once, however often the prompts repeat it.
+
+        A program or an environment object may choose its task by the number of the prompt.
+        """
+        seen = set[tuple[object, ...]]()
+        for prompt in drawn:
+            number = prompt.index if self._entries[prompt.task].kind.speaks_messages else -1
+            item = prompt.task, number, prompt.text, repr(prompt.answer)
+            if item not in seen:
+                yield prompt
+            seen.add(item)
 
     async def _scored(self, groups: Sequence[Sequence[FinishedEpisode]]) -> list[Scored]:
         """groups: answers to one prompt each.  Raises ScoreError."""
@@ -216,7 +236,7 @@ class Evaluator:
         finally:
             for answer in answers:
                 self._scores.forget(answer.episode_id)
-        return [(one, score.reward) for one, score in zip(answers, scores, strict=True)]
+        return list(zip(answers, scores, strict=True))
 
     def _figures(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Over all answers, and of each task of a mixture.  Raises ScoreError."""
@@ -235,19 +255,62 @@ class Evaluator:
 
 def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
     answers = [answer for answers in scored for answer, _ in answers]
-    by_prompt = [[reward for _, reward in answers] for answers in scored]
+    by_prompt = [[score.reward for _, score in answers] for answers in scored]
     rewards = [reward for rewards in by_prompt for reward in rewards]
     low, high = interval_95([statistics.fmean(rewards) for rewards in by_prompt])
     cut = [answer.turns[-1].finish == Finish.LENGTH for answer in answers]
-    return {
-        "eval/reward_mean": statistics.fmean(rewards),
-        "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
-        "eval/reward_low": low,
-        "eval/reward_high": high,
-        "eval/reward_best": statistics.fmean(map(max, by_prompt)),
-        "eval/length_mean": statistics.fmean(answer.num_sampled for answer in answers),
-        "eval/truncated_frac": statistics.fmean(cut),
+    return (
+        _of_roles(scored)
+        | _of_samples(scored, by_prompt)
+        | {
+            "eval/items": float(len(scored)),
+            "eval/reward_mean": statistics.fmean(rewards),
+            "eval/reward_se": statistics.pstdev(rewards) / len(rewards) ** 0.5,
+            "eval/reward_low": low,
+            "eval/reward_high": high,
+            "eval/reward_best": statistics.fmean(map(max, by_prompt)),
+            "eval/length_mean": statistics.fmean(answer.num_sampled for answer in answers),
+            "eval/truncated_frac": statistics.fmean(cut),
+        }
+    )
+
+
+def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
+    """Mean reward of each role that has rewards of its own."""
+    found = defaultdict[str, list[float]](list)
+    for _, score in (one for answers in scored for one in answers):
+        for role, reward in score.roles.items():
+            found[f"eval/role/{base_role(role)}"].append(reward)
+    return {name: statistics.fmean(found[name]) for name in sorted(found)}
+
+
+def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) -> dict[str, float]:
+    """pass@k of 1, 2, 4, ... answers, and the reward of the most frequent one of each prompt."""
+    most = min(map(len, by_prompt))
+    found = {
+        f"eval/pass_at_{k}": statistics.fmean(pass_at(k, rewards) for rewards in by_prompt)
+        for k in (2**power for power in range(most.bit_length()))
     }
+    if most > 1:
+        found["eval/majority"] = statistics.fmean(map(_majority, scored))
+    return found
+
+
+def pass_at(k: int, rewards: Sequence[float]) -> float:
+    """Probability that one of k of these answers is right (arXiv 2107.03374 eq. 1), unbiased."""
+    wrong = sum(reward < _RIGHT for reward in rewards)
+    return 1.0 - comb(wrong, k) / comb(len(rewards), k)
+
+
+def _majority(answers: Scored) -> float:
+    """Mean reward of the most frequent answer; of equally frequent ones, of the first.
+
+    An answer is what the reward extracted, or without it the last turn.
+    """
+    said = [score.answer or one.turns[-1].output_ids.tobytes() for one, score in answers]
+    ((chosen, _),) = Counter(said).most_common(1)
+    pairs = zip(said, answers, strict=True)
+    return statistics.fmean(score.reward for one, (_, score) in pairs if one == chosen)
 
 
 def interval_95(means: Sequence[float]) -> tuple[float, float]:

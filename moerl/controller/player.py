@@ -6,12 +6,14 @@ Training, evaluation and the measurement of idle engines use it alike.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from moerl.config.task_mixture import by_label
 from moerl.controller.context import Context
 from moerl.controller.turn_router import TurnRouter
 from moerl.episodes.environment import Environment, EnvironmentRunner, SingleTurn, TextReplies
 from moerl.episodes.finished_episode import FinishedEpisode
+from moerl.episodes.forks import fork_answer
 from moerl.episodes.open_episode import EpisodeRunner, EpisodeSpec, OpenEpisode
 
 
@@ -26,7 +28,11 @@ class Player:
         self._context_tokens = services.model.context_tokens
         self.router = router
         self.episodes: dict[str, OpenEpisode] = {}  # by name
-        self._texts = EnvironmentRunner(self._environment, self._wall_s)
+        forks = context.config.rollout.forks
+        fork = partial(fork_answer, settings=forks, decode=services.decode)
+        self._texts = EnvironmentRunner(
+            self._environment, self._wall_s, fork if forks.pivots else None
+        )
         self._runners: dict[str, EpisodeRunner] = {
             label: services.agents[label] if entry.kind.speaks_messages else self._texts
             for label, entry in self._entries.items()

@@ -54,8 +54,11 @@ class Producer:
         self._entries = by_label(context.config)
         kinds = {label: entry.kind for label, entry in self._entries.items()}
         self._speak_messages = {label for label in kinds if kinds[label].speaks_messages}
-        self._sampling = {
-            label: sampling_params(entry.sampling, services.model)
+        self._samplings = {
+            label: {
+                role: sampling_params(sampling, services.model)
+                for role, sampling in entry.samplings.items()
+            }
             for label, entry in self._entries.items()
         }
         self._buffer, self._pool, self._tasks = context.buffer, context.pool, context.tasks
@@ -234,7 +237,8 @@ class Producer:
         first = EpisodeSpec(
             name="",
             prompt=prompt,
-            sampling=self._sampling[prompt.task],
+            sampling=self._samplings[prompt.task][""],
+            roles=self._samplings[prompt.task],
             prompt_ids=np.asarray(prompt.token_ids, np.int32),
             max_turns=1 if pin is not None else entry.turn_limit,
             audit=self._config.replay.audit and pin is None,
@@ -267,6 +271,8 @@ class Producer:
         return name_rollout(group_id, sibling, self.life, self._buffer.new_try())
 
     def _count(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
+        if given_up := int(ended.counts.get("forks_given_up", 0)):
+            self._step_metrics.forks["given_up"] += given_up
         if not self._speaks_messages(group):
             return
         is_stale = group.is_stale or group.is_dropped(ended.episode_id)

@@ -20,7 +20,7 @@ from moerl.controller.context import Context
 from moerl.controller.journal.write_retry import WriteRetry
 from moerl.core.errors import ConfigError, EngineError, JournalError, RecordError, ScoreError
 from moerl.core.ids import without_life
-from moerl.core.types import Episode, EpisodeGroup, Rollout
+from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.episodes.finished_episode import (
     FinishedEpisode,
     Settled,
@@ -187,7 +187,8 @@ class ScoringStage:
             return
         self._scored[prompt.task].append(True)
         peers = await self._swap(group_id, tuple(score.reward for score in scores))
-        if self._drops_equal({score.reward for score in scores}.union(peers)):
+        signals = {signal for score in scores for signal in _signals(score)}
+        if self._drops_equal(signals.union((one,) for one in peers)):
             self._discard(group_id, partials)
             return
         scored = [
@@ -286,7 +287,7 @@ class ScoringStage:
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
 
-    def _drops_equal(self, rewards: Collection[float]) -> bool:
+    def _drops_equal(self, rewards: Collection[tuple[float, ...]]) -> bool:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): drop groups of equal rewards.
 
         The number per batch is bounded, so that a solved or hopeless task does not stop the run.
@@ -297,7 +298,8 @@ class ScoringStage:
         if len(set(rewards)) > 1:
             self._equal_in_row = 0
             return False
-        self._say_equal(*set(rewards))
+        ((reward, *_),) = set(rewards)
+        self._say_equal(reward)
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
         self._dropped += 1
@@ -355,6 +357,12 @@ class ScoringStage:
 
     def _delete(self, partials: Sequence[FinishedEpisode]) -> None:
         self._ref_counts.release(sealed_uris(partials))
+
+
+def _signals(score: Score) -> list[tuple[float, ...]]:
+    """What siblings must differ in: the rewards of the episode with its roles, and of its forks."""
+    own = (score.reward, *(score.roles[role] for role in sorted(score.roles)))
+    return [own, *((reward,) for reward in score.forks)]
 
 
 def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:

@@ -10,16 +10,23 @@ from itertools import pairwise
 
 import numpy as np
 
-from moerl.core.types import Episode, Rollout
+from moerl.core.types import Array, Episode, Rollout
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def shown_turns(episode: Episode, decode: Decode) -> list[dict[str, object]]:
     """The trained turns in the order of the rows; read by `moerl.observe.episode_section`."""
-    return [
-        turn for place in range(len(episode.turns)) for turn in _turns_of(episode, place, decode)
-    ]
+    forks = iter(episode.score.forks if episode.score else ())
+    found: list[dict[str, object]] = []
+    before = 0  # sampled tokens of earlier rows
+    for place, node in enumerate(episode.turns):
+        more: dict[str, object] = {"role": node.role, "fork_at": node.fork_at}
+        if node.fork_at >= 0:
+            more["reward"] = next(forks, None)
+        found += [turn | more for turn in _turns_of(episode, place, before, decode)]
+        before += node.rollout.num_sampled
+    return found
 
 
 def shown_graph(episode: Episode) -> list[dict[str, object]]:
@@ -33,15 +40,18 @@ def shown_graph(episode: Episode) -> list[dict[str, object]]:
             "versions": [str(version) for version in turn.versions],
             "tokens": turn.num_sampled,
             "tools": turn.tools,
+            "fork_at": turn.fork_at,
         }
         for turn in episode.graph
     ]
 
 
-def _turns_of(episode: Episode, place: int, decode: Decode) -> Iterator[dict[str, object]]:
+def _turns_of(
+    episode: Episode, place: int, before: int, decode: Decode
+) -> Iterator[dict[str, object]]:
     node = episode.turns[place]
     row, sampled = node.rollout, np.flatnonzero(node.rollout.loss_mask)
-    continues = node.parents[-1] if node.parents else None
+    continues = node.parents[-1] if node.parents else 0 if node.fork_at >= 0 else None
     parent = None if continues is None else episode.turns[continues].rollout
     shared = shown = 0 if parent is None else min(_shared(row, parent), int(sampled[0]))
     begin = 0
@@ -56,9 +66,21 @@ def _turns_of(episode: Episode, place: int, decode: Decode) -> Iterator[dict[str
             "context_tokens": first - shown,
             "answer": decode(row.token_ids[first:stop].tolist()),
             "pieces": _pieces(row, begin, end.end, first, decode),
+            "steps": _steps(episode, before + begin, row.token_ids[first:stop], decode),
             "finish": end.finish.value,
         }
         shown, begin = stop, end.end
+
+
+def _steps(episode: Episode, begin: int, said: Array, decode: Decode) -> list[dict[str, object]]:
+    """The steps of a turn that has the sampled tokens `said` of an episode, from `begin` on."""
+    steps = episode.score.steps if episode.score else ()
+    mine = [(end + 1 - begin, reward) for end, reward in steps if 0 <= end - begin < len(said)]
+    edges = [0, *(end for end, _ in mine)]
+    return [
+        {"text": decode(said[start:end].tolist()), "reward": reward}
+        for start, (end, reward) in zip(edges, mine, strict=False)
+    ]
 
 
 def _shared(row: Rollout, parent: Rollout) -> int:

@@ -18,7 +18,14 @@ from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus, UpdateDone
-from moerl.core.types import EpisodeGroup, Finish, GraphTurn, PolicyVersion, Rollout
+from moerl.core.types import (
+    EpisodeGroup,
+    Finish,
+    GraphTurn,
+    PolicyVersion,
+    Rollout,
+    base_role,
+)
 from moerl.episodes.finished_episode import BLOCKED
 
 # Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
@@ -115,6 +122,7 @@ class StepMetrics:
         self.stalled_requests = 0
         self.context_ends = 0
         self.agents = defaultdict[str, float](float)  # of episodes that programs played
+        self.forks = Counter[str]()  # continuations, prompt tokens fed and cached, given_up
 
     def episode_played(
         self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
@@ -194,6 +202,10 @@ class StepMetrics:
         if self.prompt_tokens:
             row["async/cached_frac"] = self.cached_tokens / self.prompt_tokens
         row |= self._engines(engines, elapsed)
+        if self.forks:
+            row["fork/continuations"] = float(self.forks["continuations"])
+            row["fork/cached_frac"] = self.forks["cached"] / max(1, self.forks["fed"])
+            row["fork/given_up"] = float(self.forks["given_up"])
         for reason, count in self.refused.items():
             row[f"refused/{reason}"] = float(count)
         row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
@@ -265,6 +277,8 @@ def _reward_parts(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     for score in (episode.score for group in groups for episode in group.episodes):
         for name, value in score.metrics.items() if score else ():
             found[f"reward/{name}"].append(value)
+        for role, value in score.roles.items() if score else ():
+            found[f"reward/{base_role(role)}"].append(value)
     return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 
@@ -317,7 +331,7 @@ def samples_of(
     first = {group.prompt.task: group for group in reversed(groups)}
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
-    rollout = episode.turns[-1].rollout
+    rollout = [turn for turn in episode.turns if turn.fork_at < 0][-1].rollout
     plays = by_label(config)[group.prompt.task].kind.speaks_messages
     begin = rollout.prompt_len if plays else len(group.prompt.token_ids)
     return [
@@ -333,6 +347,7 @@ def samples_of(
             "turns": shown_turns(episode, decode),
             "graph": shown_graph(episode),
             "reward": episode.score.reward if episode.score else None,
+            **({"roles": episode.score.roles} if episode.score and episode.score.roles else {}),
             **({"reason": episode.score.reason} if episode.score and episode.score.reason else {}),
             "group_mean": float(
                 np.mean([e.score.reward for e in group.episodes if e.score is not None])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -78,6 +78,13 @@ class TurnRouter:
             del self._sent[call.asked.name]
             call.member.calls.cancel([call.asked.name], late)
             self._has_left(call, call.member)
+
+    def current(self, episode: OpenEpisode) -> PolicyVersion:
+        """The weights that would sample the next turn of an episode."""
+        members = self._pool.members
+        if (member := members.get(episode.engine)) is not None:
+            return member.version
+        return max((one.version for one in members.values()), default=episode.newest)
 
     def _came_late(self, episode: OpenEpisode, reply: Reply) -> None:
         """A reply that nobody waits for."""
@@ -285,6 +292,10 @@ class TurnRouter:
             return
         metrics.prompt_tokens += request.num_tokens
         metrics.cached_tokens += reply.cached_tokens
+        if call.wanted.fork_at >= 0 and not request.num_sampled:
+            metrics.forks += Counter(
+                continuations=1, fed=request.num_tokens, cached=reply.cached_tokens
+            )
         if request.num_sampled and len(reply.output_ids):
             metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from moerl.core.types import GraphTurn, Prompt
+from moerl.core.types import GraphTurn, Prompt, base_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class TurnView:
     response: str
     token_ids: tuple[int, ...]  # of the response
     finish: str  # stop | length
+    role: str = ""  # of the policy, such as solver or solver.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,12 @@ class EpisodeView:
     turns: tuple[TurnView, ...]
     graph: tuple[GraphTurn, ...] = ()
 
-    def only(self, needs: Collection[str]) -> EpisodeView:
-        """With the parts that a scorer needs (`RewardTerm.needs`), and without the others."""
-        turns = self.turns
+    def only(self, needs: Collection[str], roles: Collection[str] = ()) -> EpisodeView:
+        """With the parts that a scorer needs (`RewardTerm.needs`), and without the others.
+
+        roles: whose turns it sees; empty: all.
+        """
+        turns = tuple(one for one in self.turns if not roles or base_role(one.role) in roles)
         if "messages" not in needs:
             turns = tuple(replace(turn, read="") for turn in turns)
         if "tokens" not in needs:

@@ -17,6 +17,7 @@ Legend: T tokens, S sampled tokens, L MoE layers, K experts per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -392,6 +393,18 @@ class Score:
     errors: float = 0.0  # errors of tools and format, >= 0; GRPO-RoC prefers successes with few
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for `reward/{name}`
     reason: str = ""  # for the report
+    answer: str = ""  # that the scorer extracted, for majorities
+    roles: dict[str, float] = field(default_factory=dict)  # rewards of roles of the policy
+    forks: tuple[float, ...] = ()  # rewards of further continuations, in the order of their rows
+
+    def reward_of(self, role: str) -> float:
+        """Of a role `solver`, or of `solver.2`; a role without a reward shares the episode's."""
+        return self.roles.get(role, self.roles.get(base_role(role), self.reward))
+
+
+def base_role(role: str) -> str:
+    """The role without the number of its conversation: `solver` of `solver.2`."""
+    return role.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,6 +414,9 @@ class Turn:
     rollout: Rollout
     parents: tuple[int, ...] = ()  # indices of earlier nodes of the same episode
     origins: tuple[str, ...] = ()  # per trained turn: how its request continued the conversation
+    role: str = ""  # of the policy in all of its turns
+    # Another continuation of the episode's answer, behind so many of its sampled tokens; -1: none
+    fork_at: int = -1
 
 
 # Why a turn is left out of training; "" = it is trained.
@@ -414,6 +430,7 @@ LeftOut = Literal[
     "failed",  # the episode failed
     "ended",  # the episode was ended because a sibling failed
     "stale",  # the episode was ended because its group was too old
+    "version_gone",  # a continuation of a pivot whose weights were replaced meanwhile
 ]
 
 
@@ -429,11 +446,12 @@ class GraphTurn:
     # Name of the turn whose tokens begin this turn's prompt, or "".  The tokens of other models are
     # unknown, so their turns have no parent and are no parent.
     parent: str
-    role: str  # policy, or the name of another model
+    role: str  # policy, policy/ROLE, or the name of another model
     left_out: LeftOut = ""
     versions: tuple[PolicyVersion, ...] = ()  # versions that sampled the tokens, in order
     num_sampled: int = 0  # tokens that the policy sampled
     tools: tuple[str, ...] = ()  # names of the functions that its answer calls, in order
+    fork_at: int = -1  # sampled tokens of its parent that it continues in another way; -1: all
 
     @property
     def trained(self) -> bool:
@@ -453,15 +471,20 @@ class Episode:
 
     def turn_lengths(self) -> list[tuple[int, Finish]]:
         """(sampled tokens, finish) of each turn of the policy, over all rows."""
-        found: list[tuple[int, Finish]] = []
-        carried = 0  # tokens of a turn that began in an earlier row
-        for end, length in ((end, n) for turn in self.turns for end, n in _lengths(turn.rollout)):
-            if end.finish == Finish.ABORT:
-                carried += length
-            else:
-                found.append((carried + length, end.finish))
-                carried = 0
-        return found
+        return turn_lengths(turn.rollout for turn in self.turns if turn.fork_at < 0)
+
+
+def turn_lengths(rows: Iterable[Rollout]) -> list[tuple[int, Finish]]:
+    """(sampled tokens, finish) of each turn in these rows of an episode, in order."""
+    found: list[tuple[int, Finish]] = []
+    carried = 0  # tokens of a turn that began in an earlier row
+    for end, length in ((end, n) for row in rows for end, n in _lengths(row)):
+        if end.finish == Finish.ABORT:
+            carried += length
+        else:
+            found.append((carried + length, end.finish))
+            carried = 0
+    return found
 
 
 def _lengths(rollout: Rollout) -> list[tuple[TurnEnd, int]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from moerl.core.types import Score, reward_problem
 
-_FIELDS = ("reward", "steps", "turns", "errors", "reason")
+_FIELDS = ("reward", "steps", "turns", "errors", "reason", "roles", "answer")
+_ANSWER = 2000  # most characters of an extracted answer
 _METRIC = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TAKEN = ("mean", "std", "zero_var_frac")  # metrics reward/... of moerl
 _METRICS, _SHOWN = 32, 80  # most metrics of a dict; characters of a value in an error
@@ -23,12 +24,13 @@ def score_of(found: Any, key: str = "reward") -> Score:
     """The Score of a returned value.  key: of the reward in a dict.  Raises BadReturn."""
     if not isinstance(found, Mapping):
         return Score(number(found))
-    if key not in found and not found.get("steps") and not found.get("turns"):
-        wanted = f"{key}, steps or turns" if key == "reward" else key
+    if key not in found and not any(found.get(one) for one in ("steps", "turns", "roles")):
+        wanted = f"{key}, steps, turns or roles" if key == "reward" else key
         raise BadReturn(f"returned {quoted(found)}, which has no {wanted}")
     steps = tuple((int(end), number(reward)) for end, reward in found.get("steps", ()))
     turns = tuple(number(reward) for reward in found.get("turns", ()))
-    earned = sum(value for _, value in steps) + sum(turns)
+    roles = {str(role): number(reward) for role, reward in dict(found.get("roles", {})).items()}
+    earned = sum(value for _, value in steps) + sum(turns) + sum(roles.values())
     return Score(
         number(found.get(key, earned)),
         text_steps=steps,
@@ -36,6 +38,8 @@ def score_of(found: Any, key: str = "reward") -> Score:
         errors=number(found.get("errors", 0.0)),
         metrics=_metrics(found, {key, *_FIELDS}),
         reason=str(found.get("reason") or ""),
+        answer=str(found.get("answer") or "")[:_ANSWER],
+        roles=roles,
     )
 
 

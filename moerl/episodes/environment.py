@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -83,13 +83,14 @@ class TextReplies(SingleTurn):
         if len(turns) == self._spec.max_turns:
             return None
         sampled = sum(len(turn.output_ids) for turn in turns)
-        if self._most and sampled + self._spec.sampling.max_new_tokens > self._most:
+        answer = self._spec.sampling_of(self._spec.role_in_turn(len(turns))).max_new_tokens
+        if self._most and sampled + answer > self._most:
             self.counts = {"limits_reached": 1.0}
             return None
         texts = [self._decode(turn.output_ids.tolist()) for turn in turns]
         text = await self._reply(texts)
         token_ids = self._encode(text) if text else []
-        needed = turns[-1].num_tokens + len(token_ids) + self._spec.sampling.max_new_tokens
+        needed = turns[-1].num_tokens + len(token_ids) + answer
         if token_ids and self._context and needed > self._context:
             self.counts = {"context_ends": 1.0}
             return None
@@ -112,17 +113,24 @@ class EnvironmentRunner:
         self,
         make: Callable[[EpisodeSpec], Environment],
         wall_s: Callable[[EpisodeSpec], float] = lambda spec: 0.0,
+        fork: Callable[[OpenEpisode], Awaitable[Mapping[str, float]]] | None = None,
     ) -> None:
-        """wall_s: seconds of an episode; 0 = no limit."""
-        self._make, self._wall_s = make, wall_s
+        """wall_s: seconds of an episode; 0 = no limit.
+
+        fork: continues the answer of an episode that is trained in other ways; counts.
+        """
+        self._make, self._wall_s, self._fork = make, wall_s, fork
 
     async def start(self) -> None: ...
 
     async def run(self, episode: OpenEpisode) -> Outcome:
         environment, wall_s = self._make(episode.spec), self._wall_s(episode.spec)
+        counts: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(wall_s or None):
                 await self._converse(episode, environment)
+                if self._fork is not None and episode.spec.pin is None:
+                    counts = await self._fork(episode)
         except TimeoutError:
             return Outcome("timeout", f"took longer than task.wall_s = {wall_s:g}")
         except EpisodeEnded:
@@ -131,13 +139,15 @@ class EnvironmentRunner:
             return Outcome(REFUSED, str(error), refused=error)
         except ScoreError as error:
             return Outcome("environment", str(error))
-        return Outcome(counts=environment.counts)
+        return Outcome(counts={**environment.counts, **counts})
 
     async def _converse(self, episode: OpenEpisode, environment: Environment) -> None:
-        turn = await episode.sample(TurnRequest(await environment.reset()))
+        role_in = episode.spec.role_in_turn
+        turn = await episode.sample(TurnRequest(await environment.reset(), role=role_in(0)))
         while (said := await environment.step(episode.turns)) is not None:
             prompt_ids = np.concatenate([turn.token_ids, said])
-            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens))
+            role = role_in(len(episode.turns))
+            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens, role=role))
 
     def end(self, name: str) -> None:
         """`OpenEpisode.end` is enough."""

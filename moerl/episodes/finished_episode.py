@@ -51,7 +51,16 @@ class RecordedTurn:
     earlier ones.
     """
 
-    __slots__ = ("_ids", "before", "inherited", "name", "num_tokens", "origin", "sampled")
+    __slots__ = (
+        "_ids",
+        "before",
+        "fork_at",
+        "inherited",
+        "name",
+        "num_tokens",
+        "origin",
+        "sampled",
+    )
 
     def __init__(
         self,
@@ -60,9 +69,14 @@ class RecordedTurn:
         origin: str,
         name: str,
         sampled: SampledTurn,
+        fork_at: int = -1,
     ) -> None:
-        """Raises RecordError when the turn does not continue its parent."""
+        """fork_at: sampled tokens of its parent that it continues in another way; -1: all.
+
+        Raises RecordError when the turn does not continue its parent.
+        """
         self.before, self.inherited, self.origin, self.name = before, inherited, origin, name
+        self.fork_at = fork_at
         self.sampled, self.num_tokens = sampled, sampled.end
         self._ids: SharedIds | None = None  # of the conversation, made for the first continuation
         if before is not None:
@@ -197,9 +211,20 @@ class FinishedEpisode:
             for row in rows:
                 trained = [self.turns[place] for place in new if self._is_in(place, row)]
                 origins = tuple(turn.origin for turn in trained if turn.origin)
-                nodes.append(Turn(row, () if before is None else (before,), origins))
+                parents = () if before is None else (before,)
+                role, fork_at = trained[0].sampled.role, trained[0].fork_at
+                nodes.append(Turn(row, parents, origins, role, fork_at))
                 before = len(nodes) - 1
         return tuple(nodes)
+
+    @property
+    def answers(self) -> list[FinishedEpisode]:
+        """What is scored: the episode without its forks, then each fork as an episode."""
+        forks = [turn for turn in self.turns if turn.fork_at >= 0]
+        if not forks:
+            return [self]
+        plain = replace(self, turns=tuple(turn for turn in self.turns if turn.fork_at < 0))
+        return [plain, *(replace(self, episode_id=one.name, turns=(one,)) for one in forks)]
 
     def view(self, decode: Decode) -> EpisodeView:
         """The episode for its reward."""
@@ -231,14 +256,17 @@ class FinishedEpisode:
 
 
 def view_of_turn(prompt: Prompt, turn: RecordedTurn, decode: Decode) -> TurnView:
-    """A turn for its reward.  prompt: of the episode."""
-    new, output = turn.sampled.prompt_ids[turn.inherited :], turn.output_ids.tolist()
-    is_prompt = not turn.inherited and tuple(new.tolist()) == prompt.token_ids
+    """A turn for its reward, a fork as the whole answer.  prompt: of the episode."""
+    begun = turn if turn.fork_at < 0 or turn.before is None else turn.before
+    end = len(begun.sampled.prompt_ids)
+    new, output = begun.sampled.prompt_ids[begun.inherited :], turn.token_ids[end:].tolist()
+    is_prompt = not begun.inherited and tuple(new.tolist()) == prompt.token_ids
     return TurnView(
         name=turn.name,
-        parent="" if turn.before is None else turn.before.name,
+        parent="" if begun.before is None else begun.before.name,
         read=prompt.text if is_prompt else decode(new.tolist()),
         response=decode(output),
+        role=turn.sampled.role,
         token_ids=tuple(output),
         finish=turn.finish.value,
     )
@@ -261,6 +289,7 @@ def checked_graph(episode: FinishedEpisode, nodes: Sequence[Turn]) -> tuple[Grap
     Age, admission, advantages and sums of the loss read rows, and so count no other turn.
     Raises RecordError `graph`.
     """
+    _check_forks(episode)
     trained = [turn for turn in episode.graph if turn.trained]
     rows = [node.rollout for node in nodes]
     said = sum(turn.num_sampled for turn in trained), {v for one in trained for v in one.versions}
@@ -269,6 +298,18 @@ def checked_graph(episode: FinishedEpisode, nodes: Sequence[Turn]) -> tuple[Grap
         detail = f"{said[0]} tokens of {_shown(said[1])}, its rows {found[0]} of {_shown(found[1])}"
         raise RecordError("graph", f"{episode.episode_id}: the graph trains {detail}")
     return episode.graph
+
+
+def _check_forks(episode: FinishedEpisode) -> None:
+    """All continuations of one pivot have one version.  Raises RecordError `versions`."""
+    found: dict[tuple[str, int], set[PolicyVersion]] = {}
+    for turn in episode.graph:
+        if turn.trained and turn.fork_at >= 0:
+            found.setdefault((turn.parent, turn.fork_at), set()).update(turn.versions)
+    for (parent, at), versions in found.items():
+        if len(versions) > 1:
+            detail = f"continuations of {parent} behind token {at} are of {_shown(versions)}"
+            raise RecordError("versions", f"{episode.episode_id}: {detail}")
 
 
 def _shown(versions: Collection[PolicyVersion]) -> str:

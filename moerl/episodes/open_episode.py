@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.config.task_programs import POLICY
+from moerl.config.task_programs import POLICY, policy_name
 from moerl.core.errors import EngineError, MoerlError, RecordError
 from moerl.core.types import (
     Array,
@@ -27,6 +27,7 @@ from moerl.core.types import (
     SamplingParams,
     Score,
     Segment,
+    base_role,
 )
 from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Settled
 from moerl.episodes.turn import TurnInFlight
@@ -73,7 +74,7 @@ class EpisodeSpec:
 
     name: str  # GROUP.SIBLING and its try
     prompt: Prompt
-    sampling: SamplingParams  # of each turn
+    sampling: SamplingParams  # of each turn without a role
     prompt_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # siblings share it
     max_turns: int = 1
     audit: bool = False  # see GenerateRequest
@@ -83,6 +84,15 @@ class EpisodeSpec:
     pin: EnginePin | None = None
     inherited: frozenset[str] = frozenset()  # blobs of an earlier try, for deletion
     watch: EpisodeWatch | None = None
+    roles: Mapping[str, SamplingParams] = field(default_factory=dict)  # of turns with a role
+
+    def role_in_turn(self, number: int) -> str:
+        """Role in turn `number` from 0 where the task's roles take turns; empty: it has none."""
+        names = [role for role in self.roles if role]
+        return names[number % len(names)] if names else ""
+
+    def sampling_of(self, role: str) -> SamplingParams:
+        return self.roles.get(base_role(role), self.sampling)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +104,7 @@ class TurnRequest:
 
     fork_at: number of the parent's sampled tokens that are kept; -1: all of them.
     version: the turn is sampled under these weights only, or not at all; None: under any.
-    role: of the policy in this turn, for the graph.
+    role: of the policy in this turn, such as `solver` or `solver.2`; empty: it has none.
     ends: whether these tokens, at whose end is one of `stop_ids`, end the turn.
     heard: receives all tokens so far, now and then; used on the controller's loop.
     """
@@ -105,7 +115,7 @@ class TurnRequest:
     origin: str = ""
     fork_at: int = -1
     version: PolicyVersion | None = None
-    role: str = POLICY
+    role: str = ""
     max_new_tokens: int = 0  # 0: the episode's own limit
     stop_ids: tuple[int, ...] = ()  # beside the stop tokens of the episode
     grammar: Grammar | None = None
@@ -153,20 +163,24 @@ class Router(Protocol):
         """Nobody waits for this turn any more."""
         ...
 
+    def current(self, episode: OpenEpisode) -> PolicyVersion:
+        """The weights that would sample the next turn of an episode."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an episode ended.
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
-    reward: by the episode's own program or environment; None: it gave none.
+    score: by the episode's own program or environment; None: it gave none.
     refused: the error of a record for which the episode is played again.  settled: hears what
     became of it, on the controller's loop.
     """
 
     failure: str = ""
     detail: str = ""
-    reward: float | None = None
+    score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
     settled: Callable[[Settled], None] = lambda how: None
@@ -231,7 +245,8 @@ class OpenEpisode:
         """The next turn.  Raises EpisodeEnded, VersionGone, RecordError, EngineError."""
         if self._ended:
             raise EpisodeEnded(f"episode {self.name} has ended")
-        name = self.begin("" if wanted.parent is None else wanted.parent.name, wanted.role)
+        parent = "" if wanted.parent is None else wanted.parent.name
+        name = self.begin(parent, policy_name(wanted.role))
         call = TurnCall(self, self._turn(name, wanted), wanted)
         self._is_sampling(call)
         try:
@@ -252,13 +267,22 @@ class OpenEpisode:
     def fork(self, turn: RecordedTurn, at: int, count: int) -> list[TurnRequest]:
         """Requests for other ends of a turn, behind the first `at` of its sampled tokens.
 
-        They share their prompt, so they travel in one message and one prefill serves them.
+        They share their prompt, so they travel in one message and one prefill serves them, and are
+        sampled under the current weights or not at all.
         """
         if not 0 <= at < turn.num_sampled:
             raise ValueError(f"{turn.name} has {turn.num_sampled} sampled tokens, fork at {at}")
         inherited = len(turn.sampled.prompt_ids) + at
         prompt_ids = turn.token_ids[:inherited]
-        wanted = TurnRequest(prompt_ids, turn, inherited, "forked", fork_at=at)
+        wanted = TurnRequest(
+            prompt_ids,
+            turn,
+            inherited,
+            "forked",
+            fork_at=at,
+            version=self._router.current(self),
+            max_new_tokens=turn.sampled.sampling.max_new_tokens - at,
+        )
         return [wanted] * count
 
     def begin(self, parent: str, role: str = POLICY) -> str:
@@ -302,7 +326,7 @@ class OpenEpisode:
             failure=failure,
             detail=outcome.detail,
             refused=outcome.refused,
-            own_score=None if failure or outcome.reward is None else Score(outcome.reward),
+            own_score=None if failure else outcome.score,
             counts=counts,
             settled=outcome.settled,
             graph=graph,
@@ -354,7 +378,7 @@ class OpenEpisode:
 
     # --- plumbing ---------------------------------------------------------------------------------
     def _turn(self, name: str, wanted: TurnRequest) -> TurnInFlight:
-        own, parent = self.spec.sampling, wanted.parent
+        own, parent = self.spec.sampling_of(wanted.role), wanted.parent
         sampling = own
         if wanted.max_new_tokens or wanted.stop_ids or wanted.grammar:
             sampling = replace(
@@ -377,16 +401,16 @@ class OpenEpisode:
         """Raises RecordError when the turn does not continue its parent."""
         wanted, turn = call.wanted, call.turn
         # Tokens of stop texts say where this turn ends, not how it is sampled.
-        own, most = self.spec.sampling, turn.sampling.max_new_tokens
+        own, most = self.spec.sampling_of(wanted.role), turn.sampling.max_new_tokens
         own = own if own.max_new_tokens == most else replace(own, max_new_tokens=most)
+        at, sampled = wanted.fork_at, turn.sampled(own, wanted.role)
         recorded = RecordedTurn(
-            wanted.parent, wanted.inherited, wanted.origin, turn.name, turn.sampled(own)
+            wanted.parent, wanted.inherited, wanted.origin, turn.name, sampled, at
         )
         left_out: LeftOut = "held_out" if self.spec.held_out else ""
-        begun = self._graph[turn.name]
-        self._graph[turn.name] = recorded.sampled.in_graph(
-            turn.name, begun.parent, left_out, begun.role
-        )
+        parent = self._graph[turn.name].parent
+        in_graph = recorded.sampled.in_graph(turn.name, parent, left_out)
+        self._graph[turn.name] = replace(in_graph, fork_at=at)
         return recorded
 
     def _drop(self, name: str, error: BaseException) -> None:

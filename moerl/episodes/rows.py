@@ -11,9 +11,9 @@ then, so the parts of all calls tile the row; nothing is shifted and no row is i
               prefilled: each row is exact under one version
     separate  a row per turn, as long as the conversation at its end
 
-In all three a row has one distribution: a turn sampled at another temperature or truncation begins
-a new one.  A turn on several branches is trained in one of them and is context in the others
-(`trained`), as in slime and prime-rl.
+In all three a row has one distribution and one role: a turn sampled at another temperature or
+truncation, or in another role of the policy, begins a new one.  A turn on several branches is
+trained in one of them and is context in the others (`trained`), as in slime and prime-rl.
 """
 
 from __future__ import annotations
@@ -115,15 +115,20 @@ def _runs(turns: Sequence[SampledTurn], *, separate: bool) -> Iterator[tuple[int
     first = 0
     for place, idx in enumerate(trained):
         after = trained[place + 1 : place + 2]
-        if separate or not after or _other_distribution(turns[idx], turns[after[0]]):
+        if separate or not after or _differ(turns[idx], turns[after[0]]):
             yield trained[first], idx
             first = place + 1
 
 
-def _other_distribution(turn: SampledTurn, after: SampledTurn) -> bool:
-    """A row has one temperature, and masks for all of its sampled tokens or for none."""
+def _differ(turn: SampledTurn, after: SampledTurn) -> bool:
+    """A row has one role and temperature, and masks for all of its sampled tokens or for none."""
     a, b = turn.sampling, after.sampling
-    return (a.temperature, a.top_p, a.top_k, a.min_p) != (b.temperature, b.top_p, b.top_k, b.min_p)
+    return turn.role != after.role or (a.temperature, a.top_p, a.top_k, a.min_p) != (
+        b.temperature,
+        b.top_p,
+        b.top_k,
+        b.min_p,
+    )
 
 
 def _ends(turns: Sequence[SampledTurn]) -> tuple[TurnEnd, ...]:

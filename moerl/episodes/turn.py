@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moerl.config.schema import SamplingConfig
-from moerl.config.task_programs import POLICY
+from moerl.config.task_programs import policy_name
 from moerl.core.errors import RecordError
 from moerl.core.types import (
     Array,
@@ -67,6 +67,7 @@ class SampledTurn:
     segments: tuple[Segment, ...]
     sampling: SamplingParams
     trained: bool = True  # False: context of the turns behind it
+    role: str = ""  # of the policy
 
     @property
     def output_ids(self) -> Array:
@@ -77,15 +78,13 @@ class SampledTurn:
         """Tokens of the conversation at its end."""
         return len(self.prompt_ids) + sum(len(segment.output_ids) for segment in self.segments)
 
-    def in_graph(
-        self, name: str, parent: str, left_out: LeftOut = "", role: str = POLICY
-    ) -> GraphTurn:
+    def in_graph(self, name: str, parent: str, left_out: LeftOut = "") -> GraphTurn:
         """The turn in the graph of its episode."""
         versions = tuple(dict.fromkeys(span.version for span in versions_of(self.segments)))
         return GraphTurn(
             name,
             parent,
-            role,
+            policy_name(self.role),
             left_out=left_out,
             versions=versions,
             num_sampled=self.end - len(self.prompt_ids),
@@ -177,9 +176,9 @@ class TurnInFlight:
         finish = Finish.LENGTH if full else Finish.ABORT
         self.segments[-1] = replace(self.segments[-1], finish=finish)
 
-    def sampled(self, sampling: SamplingParams) -> SampledTurn:
+    def sampled(self, sampling: SamplingParams, role: str = "") -> SampledTurn:
         """The turn as it is trained.  sampling: its distribution."""
-        return SampledTurn(self.prompt_ids, tuple(self.segments), sampling)
+        return SampledTurn(self.prompt_ids, tuple(self.segments), sampling, role=role)
 
     def _end_slice(self) -> None:
         """The call ended at its slice's limit, not at the turn's: the turn is not finished.

@@ -30,6 +30,11 @@ class _Piece(msgspec.Struct):
     text: str = ""
 
 
+class _Step(msgspec.Struct):
+    text: str = ""
+    reward: float = 0.0
+
+
 class _Turn(msgspec.Struct):
     """As `moerl.controller.shown_turns` writes it."""
 
@@ -42,6 +47,10 @@ class _Turn(msgspec.Struct):
     answer: str = ""
     pieces: list[_Piece] = []
     finish: str = "-"
+    role: str = ""
+    fork_at: int = -1
+    reward: float | None = None  # of a fork
+    steps: list[_Step] = []
 
 
 class _GraphTurn(msgspec.Struct):
@@ -52,10 +61,12 @@ class _GraphTurn(msgspec.Struct):
     versions: list[str] = []
     tokens: int = 0
     tools: list[str] = []
+    fork_at: int = -1
 
     def line(self) -> str:
         """One line of text."""
-        parent = f"continues {self.parent}" if self.parent else ""
+        behind = f" behind token {self.fork_at}" if self.fork_at >= 0 else ""
+        parent = f"continues {self.parent}{behind}" if self.parent else ""
         of = f"version {', '.join(self.versions)}" if self.versions else ""
         tokens = f"{self.tokens} tokens" if self.tokens else ""
         calls = f"calls {', '.join(self.tools)}" if self.tools else ""
@@ -113,6 +124,8 @@ def _transcript(
     rows = len({turn.row for turn in turns})
     reward = reward_of(sample)
     shown = "-" if reward is None else f"{reward:.3f}"
+    if isinstance(roles := sample.get("roles"), Mapping):
+        shown += "".join(f", {role} {value}" for role, value in roles.items())
     title = f"step {sample.get('step', '-')}, episode {sample.get('episode', '-')}: reward {shown}"
     note = (
         f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'} "
@@ -150,6 +163,8 @@ def _passages(
     for place, piece in enumerate(turn.pieces):
         notes = [
             f"turn {number + 1}, version {piece.version}, {piece.tokens} tokens, trained",
+            f"role {turn.role}" if turn.role else "",
+            f"fork behind token {turn.fork_at}, reward {turn.reward}" if turn.fork_at >= 0 else "",
             _lag(piece.version, step),
             "after an update of the weights" if place else _REASONS.get(turn.origin, ""),
             "on the KV cache of older weights" if piece.kept_kv else "",
@@ -157,3 +172,6 @@ def _passages(
         ]
         colour = versions.index(piece.version) % len(COLORS) + 1
         yield Passage(visible("; ".join(filter(None, notes))), visible(piece.text), colour)
+    if turn.steps:
+        text = "\n".join(f"{step.reward:+.3f}  {step.text}" for step in turn.steps)
+        yield Passage(f"rewards of the {len(turn.steps)} steps of turn {number + 1}", visible(text))

@@ -43,7 +43,7 @@ from moerl.observe.page import (
     visible,
     write_html,
 )
-from moerl.observe.report_sections import chart_sections
+from moerl.observe.report_sections import chart_sections, scorer_section
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import read_spans
 
@@ -89,6 +89,7 @@ def write_report(
     samples, loads = read_lines(run.samples), read_lines(run.expert_load)
     entries, num_steps = entries_of(config), config.run.steps
     labels = [entry.label for entry in entries] if config.tasks else []
+    roles = list(dict.fromkeys(role for entry in entries for role in entry.roles))
     has_agent = any(entry.kind.speaks_messages for entry in entries)
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
@@ -101,7 +102,8 @@ def write_report(
         paragraphs=[_subtitle(config, rows)],
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
         sections=[
-            *chart_sections(rows, loads, labels, has_agent=has_agent),
+            *chart_sections(rows, loads, labels, roles, has_agent=has_agent),
+            *scorer_section(rows),
             _timeline(spans),
             *episode_section(samples),
             _samples(samples, by_task=bool(labels)),

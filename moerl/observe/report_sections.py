@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moerl.observe.charts import COLORS, Chart, Heatmap
 from moerl.observe.metrics import Row
-from moerl.observe.page import PageSection, figure
+from moerl.observe.page import Column, PageSection, Table, figure
 
 _LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
@@ -111,14 +111,19 @@ _TASK_CHARTS = (  # title, unit, metric
 
 
 def chart_sections(
-    rows: Sequence[Row], loads: Sequence[Row], labels: Sequence[str], *, has_agent: bool
+    rows: Sequence[Row],
+    loads: Sequence[Row],
+    labels: Sequence[str],
+    roles: Sequence[str] = (),
+    *,
+    has_agent: bool,
 ) -> list[PageSection]:
-    """The charts of one run, with those of its tasks and the heatmaps of its routers.
+    """The charts of one run, with those of its tasks and roles and the heatmaps of its routers.
 
     loads: the lines of `RunDir.expert_load`.  labels: of the tasks of a mixture.
     """
     more: dict[str, Sequence[Chart | Heatmap]] = {
-        _LEARNING: task_charts(labels),
+        _LEARNING: [*task_charts(labels), *role_charts(roles)],
         _ROUTERS: router_heatmaps(rows, loads),
     }
     return [
@@ -135,6 +140,46 @@ def task_charts(labels: Sequence[str]) -> list[Chart]:
         for at in range(0, len(labels), len(COLORS))
         for title, unit, name in _TASK_CHARTS
     ]
+
+
+def role_charts(roles: Sequence[str]) -> list[Chart]:
+    """Rewards of the roles of the policy."""
+    shown = roles[: len(COLORS)]
+    return [
+        Chart(title, "reward", {f"{name}/{role}": role for role in shown})
+        for title, name in (("Reward by role", "reward"), ("Held-out by role", "eval/role"))
+        if shown
+    ]
+
+
+def scorer_section(rows: Sequence[Row]) -> list[PageSection]:
+    """A table of the scorers of a run; [] where nothing was asked."""
+    asked = {name for row in rows for name in row if name.startswith("scorer/asked/")}
+    scorers = sorted(name.removeprefix("scorer/asked/") for name in asked)
+    if not scorers:
+        return []
+    text = (
+        "Requests to each scorer: sent again because no answer came, given up or refused, the most "
+        "that waited at once, the mean seconds of a request until it was sent and of a message "
+        "until its answer, and the cost that the answers named."
+    )
+    titles = ("Requests", "Repeated", "Unscored", "Most waiting", "Wait s", "Answer s", "Cost")
+    columns = [Column("Scorer"), *(Column(title, "number") for title in titles)]
+    return [PageSection("Scorers", text, Table(columns, [_scorer(rows, one) for one in scorers]))]
+
+
+def _scorer(rows: Sequence[Row], name: str) -> list[str]:
+    def values(count: str) -> list[float]:
+        return [row.get(f"scorer/{count}/{name}", 0.0) for row in rows]
+
+    asked = values("asked")
+    sums = [sum(values(count)) for count in ("asked", "repeated", "unscored")]
+    means = [
+        sum(a * b for a, b in zip(asked, values(count), strict=True)) / max(1.0, sums[0])
+        for count in ("wait_s", "answer_s")
+    ]
+    numbers = [*(f"{one:,.0f}" for one in (*sums, max(values("waiting_max"))))]
+    return [name, *numbers, *(f"{mean:.3f}" for mean in means), f"{sum(values('cost')):g}"]
 
 
 def router_heatmaps(rows: Sequence[Row], loads: Sequence[Row]) -> list[Heatmap]:

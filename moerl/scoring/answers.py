@@ -35,7 +35,8 @@ def refusal(score: Score, responses: Sequence[str]) -> str:
     length = len(responses[-1])
     if score.turns and len(score.turns) != len(responses):
         return f"has rewards for {len(score.turns)} of {len(responses)} turns"
-    for number in (score.reward, *(value for _, value in score.text_steps), *score.turns):
+    steps = (value for _, value in score.text_steps)
+    for number in (score.reward, *steps, *score.turns, *score.roles.values()):
         if problem := reward_problem(number):
             return f"gave {number}, which {problem}"
     if not 0.0 <= score.errors < math.inf:

@@ -72,6 +72,41 @@ def test_every_turn_is_trained_on_the_rows_of_its_weights(tmp_path: Path, turn_r
         assert found["other/both"] > 1e-3, "control: weights of another version"
 
 
+def test_continuations_of_pivots_are_sampled_under_one_version_and_re_scored(
+    tmp_path: Path,
+) -> None:
+    """Their prefix is context, with routes of the weights that continue it."""
+    settings = [one for one in SETTINGS if not one.startswith("evaluation")]
+    run = start(tmp_path, "vine", *settings, name="x", copies=True)
+    assert run.finish() == 0, run.text()
+    groups = [group for _, group in run.trained.groups(run.rows())]
+    episodes = [episode for group in groups for episode in group.episodes]
+    forks = [turn for episode in episodes for turn in episode.turns if turn.fork_at >= 0]
+    assert len(forks) > 2 * len(episodes)
+    for episode in episodes:
+        for at in {turn.fork_at for turn in episode.turns} - {-1}:
+            rows = [turn.rollout for turn in episode.turns if turn.fork_at == at]
+            assert len(rows) == 3
+            (version,) = {span.version for row in rows for span in row.versions}
+            assert {part.version for row in rows for part in row.routing} == {version}
+    assert 0 < max(row.get("fork/cached_frac", 0) for row in run.rows()) <= 1
+    for version in sorted({turn.rollout.oldest for turn in forks}):
+        job = score(
+            run.plan(),
+            [turn.rollout for turn in forks if turn.rollout.oldest == version],
+            tmp_path,
+            variants=["both", "both_shifted"],
+            dtypes=["fp32"],
+            model=run.dir.versions / str(version),
+            version=str(version),
+        )
+        scores = np.load(job.out)
+        gaps = [np.abs(scores[f"fp32/{one}"] - scores["engine"]).max() for one in job.variants]
+        print(f"{len(scores['engine'])} tokens of continuations of {version}: {gaps}")
+        assert gaps[0] <= 5e-5
+        assert gaps[1] > 1e-2, "control: rows of the token before"
+
+
 def test_tails_of_an_update_in_place_are_in_bins_of_their_own(tmp_path: Path) -> None:
     """Turns continue on the KV cache of the older weights; a later turn is prefilled anew."""
     settings = [*SETTINGS, "rollout.in_flight_mode=in_place"]

@@ -11,7 +11,15 @@ import numpy as np
 from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.far_episode import FarEpisode
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.types import Array, Finish, GenerateRequest, Prompt, SamplingParams, Segment
+from moerl.core.types import (
+    Array,
+    Finish,
+    GenerateRequest,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    Segment,
+)
 from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, TurnCall
 from moerl.records.record_uris import blob_uris
@@ -46,6 +54,9 @@ class OneEngineRouter:
     def withdraw(self, call: TurnCall) -> None:
         if call.member is not None and call.asked is not None:
             self._spawn(self._engine.abort([call.asked.name]))
+
+    def current(self, episode: OpenEpisode) -> PolicyVersion:
+        return episode.newest
 
     async def _sample(self, call: TurnCall) -> None:
         try:

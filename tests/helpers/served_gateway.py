@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,7 @@ async def serve(
     models: Mapping[str, OtherModelConfig] | None = None,
     parser: AnswerParser | None = None,
     tokens: PromptTokens = TOKENS,
+    roles: Collection[str] = (),
     **endpoint: Any,
 ) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
@@ -109,7 +110,7 @@ async def serve(
         logprobs=lambda rollout: rollout.logprobs,
         no_grammar=no_grammar,
     )
-    gateway = Gateway(policy, Endpoint(**endpoint), OtherModels(models or {}))
+    gateway = Gateway(policy, Endpoint(**endpoint), OtherModels(models or {}, roles))
     await gateway.start()
     try:
         opened = open_episode(engine, "e", sampling)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moerl.core.types import Array, PolicyVersion, SamplingParams
+from moerl.core.types import Array, PolicyVersion, SamplingParams, Score
 from moerl.episodes.environment import EnvironmentRunner, SingleTurn
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, checked_graph
 from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, Outcome, TurnRequest, VersionGone
@@ -104,7 +104,7 @@ def test_a_fork_of_an_episode_at_a_token() -> None:
             await episode.sample(wanted)
         with pytest.raises(ValueError, match="fork at 4"):
             episode.fork(turn, at=4, count=1)
-        return episode.finish(Outcome(reward=1.0))
+        return episode.finish(Outcome(score=Score(1.0)))
 
     assert rows(asyncio.run(body())) == [
         ([1, 2, 3, 4, 6, END], [3, 4, 6, END]),
@@ -118,10 +118,10 @@ def test_two_roles_of_one_policy() -> None:
 
     async def body() -> FinishedEpisode:
         episode = opened([3, END], [4, END])
-        solved = await episode.sample(TurnRequest(IDS, role="policy/solver"))
+        solved = await episode.sample(TurnRequest(IDS, role="solver"))
         asked = np.concatenate([[6], solved.output_ids]).astype(np.int32)
-        await episode.sample(TurnRequest(asked, role="policy/checker"))
-        return episode.finish(Outcome(reward=0.5))
+        await episode.sample(TurnRequest(asked, role="checker"))
+        return episode.finish(Outcome(score=Score(0.5)))
 
     done = asyncio.run(body())
     assert [turn.role for turn in done.graph] == ["policy/solver", "policy/checker"]

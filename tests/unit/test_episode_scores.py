@@ -13,10 +13,11 @@ import pytest
 
 from moerl.config.reward_terms import RewardTerm
 from moerl.config.schema import Config
-from moerl.controller.episode_scores import step_ends, weighted
+from moerl.controller.episode_scores import weighted
 from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
 from moerl.core.types import Score
+from moerl.episodes.text_steps import step_ends
 from tests.helpers.controllers import CONFIG, StubScorer, make, running, train
 from tests.helpers.stub_engine import StubEngine
 

@@ -11,12 +11,13 @@ import pytest
 
 from moerl.config.checks import check
 from moerl.config.load import load_config
+from moerl.config.reward_terms import RewardTerm, RoleConfig
 from moerl.config.schema import EvaluationConfig
-from moerl.controller.evaluation import interval_95, sampling_of
+from moerl.controller.evaluation import interval_95, pass_at, sampling_of
 from moerl.core.errors import ConfigError
 from moerl.core.messages import Stop, TakePlan
 from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
-from tests.helpers.controllers import CONFIG, Prompts, StubScorer, make, running, train
+from tests.helpers.controllers import CONFIG, Prompts, StubScorer, make, running, sibling, train
 from tests.helpers.stub_engine import StubEngine
 
 EVERY_TWO = EvaluationConfig(every=2, prompts=3, samples=2, max_requests=4, hold_s=5.0)
@@ -224,3 +225,61 @@ def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
         assert {(s.max_new_tokens, s.temperature) for s in trained} >= {(short, 1.0), (7, 0.5)}
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("k", "rewards", "found"),
+    [
+        (1, [1.0, 0.0, 0.5, 0.0], 0.25),
+        (2, [1.0, 0.0, 0.5, 0.0], 0.5),  # 1 - 3 x 2 / (4 x 3)
+        (4, [1.0, 0.0, 0.5, 0.0], 1.0),
+        (2, [0.0, 0.0], 0.0),
+        (2, [1.0, 1.0, 0.0], 1.0),
+    ],
+)
+def test_pass_at_k_is_unbiased(k: int, rewards: list[float], found: float) -> None:
+    assert pass_at(k, rewards) == pytest.approx(found)
+
+
+class Repeats(Prompts):
+    """A file of two items, over and over."""
+
+    def prompt(self, index: int) -> Prompt:
+        return replace(super().prompt(index % 2), index=index)
+
+
+class ByRole(StubScorer):
+    """Says what the answers are: of the first item the wrong one is more frequent."""
+
+    async def rewards(self, prompt: Prompt, episodes: Any) -> list[Score]:
+        right = [sibling(one) == 0 or prompt.index == 1 for one in episodes]
+        return [
+            Score(float(one), roles={"a": 2.0 * one, "b.1": 0.5}, answer="right" if one else "no")
+            for one in right
+        ]
+
+
+def test_items_count_once_and_figures_of_samples_and_roles(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, float]:
+        engine = StubEngine()
+        task = replace(
+            CONFIG.task,
+            roles={"a": RoleConfig(), "b": RoleConfig()},
+            rewards=[RewardTerm("x", where="http", url="http://x")],
+        )
+        evaluation = replace(EVERY_TWO, prompts=5, samples=3)
+        config = replace(CONFIG, evaluation=evaluation, task=task)
+        controller, reports = make(tmp_path, engine, config, held_out=Repeats(), scorer=ByRole())
+        await running(controller, train(controller, 2))
+        asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.0")]
+        assert len(asked) == 2 * 3, "each of the two items once, three answers"
+        return evaluations(reports)[0]
+
+    row = asyncio.run(scenario())
+    assert row["eval/items"] == 2.0
+    assert row["eval/pass_at_1"] == pytest.approx((1 / 3 + 1.0) / 2)
+    assert row["eval/pass_at_2"] == pytest.approx((2 / 3 + 1.0) / 2)
+    assert "eval/pass_at_4" not in row
+    assert row["eval/majority"] == 0.5, "of the first item the wrong answer is more frequent"
+    assert row["eval/role/a"] == pytest.approx(2.0 * row["eval/reward_mean"])
+    assert row["eval/role/b"] == 0.5

@@ -233,6 +233,33 @@ def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
     assert [html.count(f"--edge: var(--c{number})") for number in (1, 2, 3)] == [2, 1, 0]
 
 
+def test_roles_forks_steps_and_scorers_are_shown(run: RunDir) -> None:
+    more = {
+        "scorer/asked/judge": 8.0,
+        "scorer/unscored/judge": 1.0,
+        "scorer/waiting_max/judge": 5.0,
+    }
+    fill(run, 2, **more, **{"scorer/wait_s/judge": 0.25, "scorer/cost/judge": 1.5})
+    steps = [{"text": "ab", "reward": 0.5}, {"text": "c", "reward": -1}]
+    turns = [
+        turn("abc", role="solver", steps=steps),
+        turn("ab!", row=1, continues=0, fork_at=2, reward=0.25),
+    ]
+    graph = [{"name": "7.0.t1", "parent": "7.0.t0", "role": "policy", "fork_at": 2}]
+    sample = {"step": 1, "reward": 0.5, "roles": {"solver": 2.0}, "turns": turns, "graph": graph}
+    run.samples.write_text(json.dumps(sample) + "\n")
+    text = " ".join(Page(report(run)).text.split())
+    for shown in (
+        "reward 0.500, solver 2.0",
+        "trained; role solver; lag 0",
+        "rewards of the 2 steps of turn 1 +0.500 ab -1.000 c",
+        "fork behind token 2, reward 0.25",
+        "7.0.t1 policy; continues 7.0.t0 behind token 2",
+        "judge 16 0 2 5 0.250 0.000 3",
+    ):
+        assert shown in text
+
+
 def test_hostile_episodes_are_shown_and_never_markup(run: RunDir) -> None:
     fill(run, 2)
     bad = turn(HOSTILE, context=HOSTILE, finish=HOSTILE, origin=HOSTILE)

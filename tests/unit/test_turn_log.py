@@ -35,6 +35,7 @@ from moerl.core.types import (
     Grammar,
     PolicyVersion,
     SamplingParams,
+    Score,
     Segment,
 )
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
@@ -652,7 +653,7 @@ class ThreeTurns(FakeRunner):
             inherited = turn.num_tokens if turn else 0
             turn = await episode.sample(TurnRequest(ids, turn, inherited))
             ids = np.append(turn.token_ids, np.int32(5))
-        return Outcome(reward=float(sibling))
+        return Outcome(score=Score(float(sibling)))
 
     def end(self, name: str) -> None: ...
 

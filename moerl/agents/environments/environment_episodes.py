@@ -30,8 +30,9 @@ from moerl.agents.environments.episode_environment import (
 from moerl.agents.episode_types import Ends, Policy, TurnAnswer
 from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.api_errors import ApiError
+from moerl.config.reward_terms import RoleConfig
 from moerl.config.schema import TaskConfig
-from moerl.core.types import Prompt, reward_problem
+from moerl.core.types import Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import ENDED
 from moerl.episodes.open_episode import Outcome
 
@@ -88,25 +89,45 @@ class EnvironmentEpisodes(AgentRunner):
 
 @dataclass(slots=True, eq=False)
 class _Talk:
-    """A conversation so far."""
+    """The conversations so far, and the rewards."""
 
-    messages: list[ChatMessage] = field(default_factory=list)
+    roles: Mapping[str, RoleConfig]  # of the task
+    role: str = ""  # that has the next turn
+    conversations: dict[str, list[ChatMessage]] = field(default_factory=dict)  # by role
     tools: Sequence[Json] = ()
+    own: dict[str, float] = field(default_factory=dict)  # rewards of roles
     reward: float = 0.0
     is_rewarded: bool = False  # the environment has given a reward, which may be 0
 
     def hear(self, observation: Observation) -> None:
         """Raises EpisodeFailed."""
-        self.messages += _messages(observation.messages)
+        self.role = observation.role
+        if self.role and base_role(self.role) not in self.roles:
+            known = ", ".join(self.roles) or "(none)"
+            detail = (
+                f"has an environment that asks the role {self.role[:80]!r}; task.roles has {known}"
+            )
+            raise EpisodeFailed("environment", detail)
+        self.messages.extend(_messages(observation.messages))
         if observation.tools is not None:
             self.tools = list(observation.tools)
         self.add(observation.reward)
         self.is_rewarded |= bool(observation.reward)
 
+    @property
+    def messages(self) -> list[ChatMessage]:
+        return self.conversations.setdefault(self.role, [])
+
+    def end(self, last: EpisodeEnd) -> None:
+        """Raises EpisodeFailed."""
+        self.is_rewarded |= last.reward is not None or bool(last.roles)
+        self.add(last.reward or 0.0)
+        for reward in last.roles.values():
+            _check_reward(reward, reward)
+        self.own = dict(last.roles)
+
     def add(self, reward: float) -> None:
-        if problem := reward_problem(reward) or reward_problem(self.reward + reward):
-            detail = f"has an environment whose reward of {reward} {problem}"
-            raise EpisodeFailed("no_reward", detail)
+        _check_reward(reward, self.reward + reward)
         self.reward += reward
 
 
@@ -123,7 +144,7 @@ class _EnvironmentTable(EpisodeTable):
         await self._environments.close()
 
     async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
-        name, talk = episode.name, _Talk()
+        name, talk = episode.name, _Talk(self._task.roles)
         turns = ChatTurns(episode, self._policy, self._limits)
         counts: dict[str, float] = {}
         failure = "", ""
@@ -141,7 +162,7 @@ class _EnvironmentTable(EpisodeTable):
             await turns.end()
         if not failure[0]:
             failure = self._missing(talk, has_turns=bool(turns.forest.turns))
-        own = talk.reward if self._task.brings_reward else None
+        own = Score(talk.reward, roles=talk.own) if self._task.brings_reward else None
         return turns.outcome(failure, own, counts)
 
     async def _converse(
@@ -159,8 +180,7 @@ class _EnvironmentTable(EpisodeTable):
                     talk.is_rewarded = True  # a reward at the end only is 0 here
                     return
                 seen = await environment.step(answer)
-            talk.is_rewarded |= seen.reward is not None
-            talk.add(seen.reward or 0.0)
+            talk.end(seen)
         finally:
             await environment.close()
             counts |= environment.counts
@@ -183,7 +203,7 @@ async def _turn(turns: ChatTurns, talk: _Talk) -> PolicyAnswer | None:
     """The policy's next turn, which is added to the conversation; None: a limit is reached."""
     for left in range(_TRIES)[::-1]:
         try:
-            (answer,) = await turns.chat(talk.messages, talk.tools, Ends())
+            (answer,) = await turns.chat(talk.messages, talk.tools, Ends(), role=talk.role)
             talk.messages.append(ChatMessage("assistant", answer.text, list(answer.calls)))
             return _answer(answer)
         except ApiError as error:
@@ -202,6 +222,12 @@ def _answer(answer: TurnAnswer) -> PolicyAnswer:
         for call in answer.calls
     )
     return PolicyAnswer(answer.text, calls, answer.reasoning, answer.finish_reason)
+
+
+def _check_reward(reward: float, total: float) -> None:
+    if problem := reward_problem(reward) or reward_problem(total):
+        detail = f"has an environment whose reward of {reward} {problem}"
+        raise EpisodeFailed("no_reward", detail)
 
 
 def _messages(given: Sequence[Json]) -> list[ChatMessage]:

@@ -74,19 +74,25 @@ class Observation:
     """Text that the policy reads next.
 
     messages: in OpenAI's form, appended to the conversation.  tools: schemas of what it may call;
-    None: those of before.  reward: added to the episode's.
+    None: those of before.  reward: added to the episode's.  role: of the policy that reads them,
+    in a conversation of its own: `solver`, or `solver.2` for a second one.
     """
 
     messages: Sequence[Json]
     tools: Sequence[Json] | None = None
     reward: float = 0.0
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """The episode is over.  reward: added to the episode's; None: none was given at its end."""
+    """The episode is over.  reward: added to the episode's; None: none was given at its end.
+
+    roles: rewards of roles of the policy; a role without one has the episode's.
+    """
 
     reward: float | None = None
+    roles: Mapping[str, float] = field(default_factory=dict)
 
 
 class EpisodeEnvironment(Protocol):

@@ -161,7 +161,8 @@ class Gateway:
         news = NewestPartials()
         # Log-probabilities are in the record, which is there when the answer is complete.
         tell = news.tell if asked.stream and not asked.logprobs else None
-        reply = self._reply(_turns(episode, asked, tell), logprobs=bool(asked.logprobs))
+        turns = _turns(episode, asked, tell, await self._role(request))
+        reply = self._reply(turns, logprobs=bool(asked.logprobs))
         if not asked.stream:
             return json_answer((await reply).chat())
         writer = ChatEvents(self._endpoint.model, usage=asked.wants_usage)
@@ -171,8 +172,8 @@ class Gateway:
         episode = self._episode(request)
         asked = await self._read(request, ResponsesRequest, episode)
         news, model = NewestPartials(), self._endpoint.model
-        form = partial(ResponsesReply, asked=asked, model=model)
-        reply = self._translated(episode, asked.chat(), form, news.tell)
+        form, role = partial(ResponsesReply, asked=asked, model=model), await self._role(request)
+        reply = self._translated(episode, asked.chat(), form, news.tell, role)
         if not asked.stream:
             return json_answer((await reply).whole())
         writer = ResponsesEvents(model, asked)
@@ -182,8 +183,8 @@ class Gateway:
         episode = self._episode(request)
         asked = await self._read(request, MessagesRequest, episode)
         news, model = NewestPartials(), self._endpoint.model
-        form = partial(MessagesReply, model=model)
-        reply = self._translated(episode, asked.chat(), form, news.tell)
+        form, role = partial(MessagesReply, model=model), await self._role(request)
+        reply = self._translated(episode, asked.chat(), form, news.tell, role)
         if not asked.stream:
             return json_answer((await reply).whole())
         return await stream(request, reply, news, MessagesEvents(model), event_streams.ANTHROPIC)
@@ -196,7 +197,8 @@ class Gateway:
         self._check_logprobs(asked.logprobs is not None)
         news, logprobs = NewestPartials(), asked.logprobs is not None
         tell = news.tell if asked.stream and not logprobs else None
-        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell)
+        role = await self._role(request)
+        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell, role)
         reply = self._reply(turns, logprobs=logprobs)
         if not asked.stream:
             return json_answer((await reply).completion())
@@ -209,7 +211,8 @@ class Gateway:
         if asked.stream:
             raise ApiError(400, "unsupported_parameter", "stream: not for tokens; leave it out")
         self._check_logprobs(asked.logprobs)
-        turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1)
+        role = await self._role(request)
+        turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1, role=role)
         return json_answer((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -222,6 +225,10 @@ class Gateway:
     async def _other_model(self, request: web.Request) -> str:
         """The model that a request names; empty: the policy is asked."""
         return self._others.asked(await self._body(request), self._endpoint.model)
+
+    async def _role(self, request: web.Request) -> str:
+        """The role of the policy that a request names; empty: none."""
+        return self._others.role(await self._body(request), self._endpoint.model)
 
     async def _ask_other(
         self, request: web.Request, episode: ChatTurns, name: str
@@ -248,7 +255,8 @@ class Gateway:
             message = f"the model {other} is served by chat/completions and completions only"
             raise ApiError(404, "model_not_found", message, retry=False)
         data = await self._body(request)
-        return read_request(data, form, episode.sampling, episode.counts)
+        sampling = episode.sampling_of(await self._role(request))
+        return read_request(data, form, sampling, episode.counts)
 
     async def _body(self, request: web.Request) -> bytes:
         """It is read once, and kept by the request.  Raises ApiError."""
@@ -306,12 +314,13 @@ class Gateway:
         asked: ChatRequest,
         form: Callable[[TurnAnswer], Translated],
         tell: Tell,
+        role: str,
     ) -> Translated:
         try:
             check_chat(asked)
         except msgspec.ValidationError as error:
             raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
-        (answer,) = await _turns(episode, asked, tell if asked.stream else None)
+        (answer,) = await _turns(episode, asked, tell if asked.stream else None, role)
         return form(answer)
 
     async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:
@@ -327,7 +336,7 @@ class Gateway:
 
 
 def _turns(
-    episode: ChatTurns, asked: ChatRequest, tell: Tell | None
+    episode: ChatTurns, asked: ChatRequest, tell: Tell | None, role: str
 ) -> Coroutine[None, None, list[TurnAnswer]]:
     forces = forced_call(asked.tool_choice)
     return episode.chat(
@@ -337,6 +346,7 @@ def _turns(
         asked.n or 1,
         calls=asked.tool_choice != "none",
         tell=tell,
+        role=role,
     )
 
 

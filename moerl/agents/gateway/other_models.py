@@ -12,7 +12,7 @@ message to the policy, it is context as any other text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import aiohttp
@@ -24,6 +24,7 @@ from moerl.agents.environments.http_environment import SHOWN, connected
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.config.secret_values import HIDDEN
 from moerl.config.task_programs import OtherModelConfig
+from moerl.core.types import base_role
 
 _CONNECTIONS = 256  # of all models; further calls wait
 _CLIENTS_FAULT = (400, 413, 422)  # of an endpoint: the same request would fail again
@@ -60,8 +61,9 @@ class _Reply(msgspec.Struct):
 class OtherModels:
     """Used from one event loop."""
 
-    def __init__(self, models: Mapping[str, OtherModelConfig]) -> None:
-        self._models = dict(models)
+    def __init__(self, models: Mapping[str, OtherModelConfig], roles: Collection[str] = ()) -> None:
+        """roles: of the policy, which clients name as POLICY/ROLE or POLICY/ROLE.NUMBER."""
+        self._models, self._roles = dict(models), frozenset(roles)
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -82,15 +84,22 @@ class OtherModels:
     def asked(self, data: bytes, policy: str) -> str:
         """The other model that a request names; empty: the policy, whose name is `policy`.
 
-        A request without a name is for the policy.  Where a run has no other models any name is:
-        agents send the names that they know.  Raises ApiError.
+        A request without a name is for the policy.  Where a run has neither other models nor roles
+        any name is: agents send the names that they know.  Raises ApiError.
         """
-        name = _name_in(data) if self._models else ""
-        if name in self._models or name in ("", policy):
-            return "" if name == policy else name
-        allowed = ", ".join((policy, *self._models))
+        name = _name_in(data) if self._models or self._roles else ""
+        if name in self._models or name in ("", policy) or self.role(data, policy):
+            return name if name in self._models else ""
+        roles = [f"{policy}/{role}" for role in sorted(self._roles)]
+        allowed = ", ".join((policy, *roles, *self._models))
         message = f"there is no model {name[:SHOWN]!r}; allowed are {allowed}"
         raise ApiError(404, "model_not_found", message, retry=False)
+
+    def role(self, data: bytes, policy: str) -> str:
+        """The role of the policy that a request names; empty: none."""
+        name = _name_in(data) if self._roles else ""
+        role = name.removeprefix(f"{policy}/")
+        return role if role != name and base_role(role) in self._roles else ""
 
     async def ask(self, name: str, route: str, data: bytes) -> web.Response:
         """The endpoint's answer to a request.  Raises ApiError."""

@@ -27,7 +27,7 @@ from moerl.agents.programs.agent_process import BOX_PORT, ProgramEnd, run_progra
 from moerl.agents.programs.agent_workers import AgentWorkers
 from moerl.agents.programs.remote_workers import RemoteWorkers
 from moerl.config.schema import TaskConfig
-from moerl.core.types import Prompt, reward_problem
+from moerl.core.types import Prompt, Score, reward_problem
 from moerl.episodes.finished_episode import ENDED
 from moerl.episodes.open_episode import Outcome
 from moerl.sandbox.isolation import Isolation
@@ -76,7 +76,9 @@ class _ProgramTable(EpisodeTable):
         if task.agent.command and task.isolation == "bwrap":
             endpoint = Endpoint(port=BOX_PORT, socket=f"{sockets}/{log_file.stem}.sock")
         self._door = endpoint.socket
-        self._gateway = Gateway(policy, endpoint, OtherModels(task.agent.models), routes)
+        self._gateway = Gateway(
+            policy, endpoint, OtherModels(task.agent.models, task.roles), routes
+        )
         self._limits = policy.limits(task)
         self._isolation: Isolation | None = None
         self._workers = AgentWorkers(task, self._log) if task.agent.workers else None
@@ -115,10 +117,10 @@ class _ProgramTable(EpisodeTable):
         finally:
             await self._gateway.end_episode(name)
         self._log_end(name, ended)
-        reward = _reward(ended.out, secret) if self._task.brings_reward else None
+        own = _own_score(ended.out, secret) if self._task.brings_reward else None
         has_turns = bool(turns.forest.turns)
-        failure = _failure(self._task, ended, reward, has_turns=has_turns)
-        outcome = turns.outcome(failure, reward, {})
+        failure = _failure(self._task, ended, own, has_turns=has_turns)
+        outcome = turns.outcome(failure, own, {})
         if self._remote is None:
             return outcome
         return replace(outcome, settled=told_on(partial(self._remote.settled, name)))
@@ -178,7 +180,7 @@ def _program_log(file: Path) -> logging.Logger:
 
 
 def _failure(
-    task: TaskConfig, ended: ProgramEnd, reward: float | None, *, has_turns: bool
+    task: TaskConfig, ended: ProgramEnd, own: Score | None, *, has_turns: bool
 ) -> tuple[str, str]:
     """Why an episode cannot be trained; empty if it can."""
     if ended.why == "ended":
@@ -195,7 +197,7 @@ def _failure(
         return "exit", f"ended with exit code {ended.code}: {_last_line(ended.err)}"
     if not has_turns:
         return "no_turn", "asked for no turn that was finished"
-    if task.brings_reward and reward is None:
+    if task.brings_reward and own is None:
         return "no_reward", (
             'did not print {"reward": NUMBER, "secret": SECRET} with the secret of its input; its '
             f"last line is {_last_line(ended.out)!r}"
@@ -211,13 +213,16 @@ def _last_line(printed: bytes) -> str:
 class _Reward(msgspec.Struct):
     reward: float
     secret: str = ""
+    roles: dict[str, float] = {}
 
 
-def _reward(printed: bytes, secret: str) -> float | None:
+def _own_score(printed: bytes, secret: str) -> Score | None:
     """Of the last line {"reward": x, "secret": ...}; None where there is no finite number."""
     for line in reversed(printed.splitlines()):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = msgspec.json.decode(line, type=_Reward)
             if hmac.compare_digest(found.secret.encode(), secret.encode()):
-                return None if reward_problem(found.reward) else found.reward
+                numbers = (found.reward, *found.roles.values())
+                is_wrong = any(map(reward_problem, numbers))
+                return None if is_wrong else Score(found.reward, roles=found.roles)
     return None

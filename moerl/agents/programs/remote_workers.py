@@ -52,6 +52,7 @@ class _Register(msgspec.Struct, forbid_unknown_fields=True):
 class _Submit(msgspec.Struct, forbid_unknown_fields=True):
     episode: str
     reward: float | None = None
+    roles: dict[str, float] = {}
     error: str | None = None
 
 
@@ -201,8 +202,11 @@ class RemoteWorkers:
         reward, task = given.reward, self._task
         if not task.brings_reward and reward is not None:
             raise _invalid(f"reward: {reward:g}; allowed is none, {task.reward!r} scores episodes")
-        if task.brings_reward and (reward is None or reward_problem(reward)):
-            raise _invalid(f"reward: {reward}; allowed is a finite number")
+        wrong = [
+            one for one in (reward, *given.roles.values()) if one is None or reward_problem(one)
+        ]
+        if task.brings_reward and wrong:
+            raise _invalid(f"reward: {wrong[0]}; allowed is a finite number")
 
     async def _status(self, request: web.Request) -> web.Response:
         name = request.query.get("episode", "")

@@ -33,6 +33,7 @@ from torch import Tensor
 from moerl.algorithms.advantages import advantage_metrics, plan_advantages
 from moerl.algorithms.aggregation import plan_weights
 from moerl.algorithms.device_copies import upload
+from moerl.algorithms.fork_advantages import plan_vine
 from moerl.algorithms.loss import loss_metrics, policy_loss
 from moerl.algorithms.preference import plan_pairs
 from moerl.algorithms.registry import choose
@@ -46,6 +47,7 @@ from moerl.config.algorithms import (
     teachers_of,
 )
 from moerl.config.schema import Config
+from moerl.config.task_mixture import by_label
 from moerl.core.errors import NonRetryableError, TrainerError
 from moerl.core.types import Array, BatchPlan, PolicyVersion
 from moerl.data.batching import Minibatch, split_plan
@@ -125,6 +127,7 @@ class Learner:
         # import a user's objective now: if it is missing, the start fails and not the first step
         choose("algorithm.objective", config.algorithm.objective, OBJECTIVES)
         self.pair_cost = pair_cost(model.spec)
+        self._roles = {label: entry.roles for label, entry in by_label(config).items()}
         optimizer = config.trainer.optimizer
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
@@ -293,7 +296,9 @@ class Learner:
         if algorithm.advantage == "online_dpo":
             assert drift is not None, "online_dpo compares gains over the reference"
             return plan_pairs(algorithm, plan, [float(gain.sum()) for gain in drift])
-        return plan_advantages(algorithm, plan, drift), {}
+        if algorithm.advantage == "vine":
+            return plan_vine(plan), {}
+        return plan_advantages(algorithm, plan, drift, self._roles), {}
 
     def _accumulate(
         self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
@@ -311,7 +316,9 @@ class Learner:
             self.config,
             self.parallel,
             self.store,
-            loss=LossInputs(advantages, plan_weights(self.config.algorithm, part.plan)),
+            loss=LossInputs(
+                advantages, plan_weights(self.config.algorithm, part.plan, self._roles)
+            ),
         )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0
