@@ -37,6 +37,11 @@ class RefScoreQueue:
         self._roles = ref_models_of(config) if config.ref_models.placement == "separate" else {}
         self._known: dict[str, RefScores] = {}
 
+    @property
+    def in_use(self) -> bool:
+        """Whether plans have scores of separate ranks."""
+        return bool(self._roles)
+
     async def wait(self, step: int, timeout_s: float, is_current: Callable[[], bool]) -> float:
         """Wait until the groups of a planned step are scored; returns the seconds waited.
 

@@ -300,7 +300,8 @@ class TrainerHandler:
         came_ahead = take.came_ahead and groups is self._ahead
         plan = None if came_ahead else await self._plan(take.step, groups)
         ahead = await self._plan_ahead(take.step + 1)
-        await self._seal(take.step)
+        if self._ref_models.in_use:  # another controller might get other scores
+            await self._seal(take.step)
         if self._batches.planned.get(take.step) is not groups:
             return None
         if came_ahead:
@@ -308,13 +309,16 @@ class TrainerHandler:
         return None if plan is None else Plan(plan, ahead)
 
     async def _seal(self, step: int) -> None:
-        """Wait until the stream has the step's file, as the trainer must not be ahead of it."""
-        if self._stream is None:
+        """Wait until the stream has the file of a planned step."""
+        stream = self._stream
+        if stream is None:
             return
+        if not stream.is_prepared(step):  # planned by an earlier controller: the same plan again
+            await self._plan(step, self._batches.planned[step])
         try:
-            await self._stream.sealed(step)
+            await stream.sealed(step)
         except OSError as error:
-            what, stream = f"the records of step {step}", self._stream
+            what = f"the records of step {step}"
             self._writes.failed(what, error)
             await self._writes.until_done(what, lambda: stream.write_again(step), self._limit_s)
 
@@ -393,7 +397,10 @@ class TrainerHandler:
         if groups is None:
             raise ProtocolError(f"step {done.step} is not planned: a record of it is damaged")
         self._step_metrics.failed_writes += self._journal.take_failed()
-        line = None if self._stream is None else await self._stream.done(done, groups)
+        line = None
+        if self._stream is not None and not self._stream.has(done.version):
+            await self._seal(done.step)
+            line = await self._stream.done(done, groups)
         metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)

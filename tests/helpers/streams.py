@@ -86,8 +86,8 @@ class Writing:
     async def report(self, version: PolicyVersion, groups: list[EpisodeGroup]) -> None:
         after = replace(version, step=version.step + 1)
         done = StepDone(version.step, after, {"loss/grad_norm": 1.0}, "", f"w{after.step}")
-        if (line := await self.writer.done(done, groups)) is not None:
-            self.writer.add(line)
+        if not self.writer.has(after):
+            self.writer.add(await self.writer.done(done, groups))
 
 
 def small_stream(root: Path, steps: int = 3, keep_steps: int = -1) -> Writing:

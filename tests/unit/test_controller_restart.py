@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,10 @@ from moerl.core.messages import (
     VerifyUpdate,
 )
 from moerl.core.types import PolicyVersion
+from moerl.records.stream_files import StepFile, read_lines, surviving, whole_plan
 from moerl.runtime import disk_wait
 from tests.helpers.controllers import hello, make, publish, running, successor, train
+from tests.helpers.streams import Writing
 from tests.helpers.stub_engine import StubEngine
 
 
@@ -93,6 +96,36 @@ def test_a_step_whose_reply_was_lost_counts_once(tmp_path: Path) -> None:
 
         await running(second, work())
         assert rows == []
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["", "another number of ranks"])
+def test_the_file_of_a_step_is_written_by_the_next_controller(tmp_path: Path, damage: bool) -> None:
+    """The first one died between plan and file.  The file has the plan that was trained."""
+
+    async def body() -> None:
+        engine, writing = StubEngine(), Writing(tmp_path)
+        parts: dict[str, Any] = {"stream": writing.writer, "blobs": writing.blobs}
+        first, _ = make(tmp_path, engine, **parts)
+        tasks = asyncio.create_task(first.run())
+        await train(first, 1)
+        writing.writer.prepare = lambda plan: None  # type: ignore[method-assign]
+        while not isinstance(reply := await first.handle(TakePlan(1, 5.0, 0)), Plan):
+            pass
+        writing.open()
+        parts["stream"] = writing.writer
+        second, _ = successor(tmp_path, engine, first, trainer_alive=True, **parts)
+        tasks.cancel()
+        await second.rejoin([])
+        if damage:
+            second.trainer._dp_size = 2
+        done = StepDone(1, PolicyVersion(0, 2), {}, "")
+        assert await running(second, second.handle(done)) == Ok()
+        kept, _ = surviving(line for line, _ in read_lines(writing.folder.log))
+        found, _ = whole_plan(StepFile(writing.folder, kept[1]))
+        assert [g.group_id for g in found.groups] == [g.group_id for g in reply.plan.groups]
+        assert (found.rows == reply.plan.rows) != damage
 
     asyncio.run(body())
 

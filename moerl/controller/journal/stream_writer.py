@@ -1,8 +1,8 @@
 """Writes the stream of a run: the content of each planned step, and a line per trained step.
 
-A step's file is written while the step before it trains, and is complete before the trainer gets
-the plan; its line follows before the step is done in the journal.  So every step that counts has
-both, whatever process is killed, and a step that is reported twice has one line.
+A step's file is written while the step trains.  File and line are complete before the step is done
+in the journal, so every step that counts has both, whatever process is killed; a step that is
+reported twice has one line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StreamWriter:
         """Open the log and cut a torn last line.  Raises OSError; StreamError when it is damaged.
 
         settings: of the run, without secrets.  keep_steps: -1 keeps the files of all steps.
-        sync: each file is on the disk before its step is trained (durability `shared`).
+        sync: each file is on the disk before its step is done (durability `shared`).
         """
         self._folder, self._blobs = folder, blobs
         self._model, self._settings = model, settings
@@ -99,11 +99,13 @@ class StreamWriter:
         write_step(path, plan, self._blobs.read, sync=self._sync)
         self._sums[plan.version] = _sums_of(plan.groups)  # now: the trainer waits for `done`
 
+    def is_prepared(self, step: int) -> bool:
+        return step in self._plans
+
     async def sealed(self, step: int) -> None:
         """Wait for the file of a prepared step.  Raises OSError, BlobError; then `write_again`."""
         begin = time.monotonic()
-        if step in self._plans:
-            await self._plans[step][1]
+        await self._plans[step][1]
         self._wait_s += time.monotonic() - begin
 
     def write_again(self, step: int) -> None:
@@ -111,11 +113,13 @@ class StreamWriter:
         self._write(self._plans[step][0])
 
     # --- a step's line ----------------------------------------------------------------------------
-    async def done(self, done: StepDone, groups: Sequence[EpisodeGroup]) -> StepLine | None:
-        """The line of a trained step; None when the stream has it.  Raises OSError."""
+    def has(self, version: PolicyVersion) -> bool:
+        """Whether the step that made these weights has its line."""
+        return version in self._done
+
+    async def done(self, done: StepDone, groups: Sequence[EpisodeGroup]) -> StepLine:
+        """The line of a trained step.  Raises OSError."""
         self._plans.pop(done.step, None)
-        if done.version in self._done:
-            return None
         begin = time.monotonic()
         line = await asyncio.to_thread(self._line, done, groups)
         self._wait_s += time.monotonic() - begin
