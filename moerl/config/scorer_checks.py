@@ -24,7 +24,7 @@ _HOMES: dict[str, tuple[Where, ...]] = {
     "workers": ("function", "actors", "judge"),
     "cpus": ("actors",),
     "gpus": ("actors", "judge"),
-    "model": ("judge",),
+    "model": ("judge", "model"),
     "prompt": ("judge",),
     "choices": ("judge",),
     "engine": ("judge",),
@@ -54,9 +54,17 @@ def check_terms(config: Config, task: TaskEntry) -> Iterator[Problem]:
 
 
 def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> Iterator[Problem]:
+    by_entropy = term.unit == "step" and term.steps_by == "entropy"
+    for name in ("entropy", "step_tokens") if not by_entropy else ():
+        if getattr(term, name) != getattr(RewardTerm(), name):
+            yield (
+                f"{field}.{name}",
+                getattr(term, name),
+                "only unit=step, steps_by=entropy reads it",
+            )
     if term.unit == "step" and not term.separator:
         yield f"{field}.separator", "", "a text that ends a step is needed"
-    if term.unit == "group" and term.where in ("function", "actors", "own"):
+    if term.unit == "group" and term.where not in ("http", "judge"):
         yield f"{field}.unit", "group", f"{term.where} sees one episode; use http or judge"
     if term.where in ("function", "actors"):
         yield from _of_function(task, term, field)
@@ -71,8 +79,12 @@ def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> I
             yield f"{field}.url", term.url, "it begins with http:// or https://"
         if "@" in term.url:
             yield f"{field}.url", "(hidden)", "it has no login; use api_key"
-    else:
+    elif not (Path(term.model) / "config.json").is_file():
+        yield f"{field}.model", term.model, "a model folder with config.json is needed"
+    elif term.where == "judge":
         yield from _of_judge(term, field)
+    elif config.ref_models.placement != "separate":
+        yield "ref_models.placement", "trainer", "where=model needs reference ranks: separate"
     if term.gpus and not config.cluster.ray:
         yield f"{field}.gpus", term.gpus, "it needs cluster.ray, whose nodes offer free GPUs"
 
@@ -96,8 +108,6 @@ def _is_class(term: RewardTerm) -> bool:
 
 
 def _of_judge(term: RewardTerm, field: str) -> Iterator[Problem]:
-    if not (Path(term.model) / "config.json").is_file():
-        yield f"{field}.model", term.model, "a model folder with config.json is needed"
     allowed = ("{response}", "{turns}", "{step}")
     if not any(one in term.prompt for one in allowed):
         yield f"{field}.prompt", term.prompt, f"it must show {' or '.join(allowed)}"

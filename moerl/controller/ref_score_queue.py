@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from moerl.config.algorithms import ref_models_of
+from moerl.config.task_mixture import reward_models_of
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.core.errors import ProtocolError
-from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords, Values
 from moerl.core.types import BatchPlan, EpisodeGroup, RefScores
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
@@ -36,6 +37,9 @@ class RefScoreQueue:
         )
         self._roles = ref_models_of(config) if config.ref_models.placement == "separate" else {}
         self._known: dict[str, RefScores] = {}
+        self._reward_models = context.reward_models
+        # Nothing more is evaluated, either; without reward models the last step ends it
+        self.is_over = not reward_models_of(config)
 
     @property
     def in_use(self) -> bool:
@@ -63,14 +67,18 @@ class RefScoreQueue:
     async def pop(self, take: TakeRecords) -> Message:
         """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
         self.start, deadline = take.start, time.monotonic() + take.timeout_s
-        while self._batches.done < self._config.run.steps:
-            if (plan := self.next(take.dp_size, take.pair_cost)) is not None:
+        while not (is_trained := self._batches.done >= self._config.run.steps) or not self.is_over:
+            if (
+                plan := None if is_trained else self.next(take.dp_size, take.pair_cost)
+            ) is not None:
                 self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
                 if await self._availability.drop_lost(ready):
                     return Plan(plan)
                 continue
+            if (rows := self._reward_models.next()) is not None:
+                return rows
             if time.monotonic() > deadline:
                 return Ok()
             await self._tasks.wait_change(min(1.0, take.timeout_s))
@@ -112,6 +120,10 @@ class RefScoreQueue:
         self._known = {name: scores for name, scores in self._known.items() if name in live}
         self._ref_counts.hold(())
         self._tasks.notify()
+
+    def add_values(self, values: Values) -> None:
+        """Answers of a reward model.  Raises ProtocolError."""
+        self._reward_models.add(values)
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
         """The plan with its scores by row, where there are reference ranks."""

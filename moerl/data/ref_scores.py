@@ -81,6 +81,8 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
     Raises RecordError (`ref_scores_...`) for a row without scores, or with scores of another row.
     """
     roles, basis = ref_models_of(config), basis_of(config)
+    if not roles:  # the ranks are there for reward models alone
+        return {}
     if len(plan.ref_models) != len(plan.rows):
         raise RecordError(
             "ref_scores_rows",

@@ -129,7 +129,7 @@ def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     return shapes | {
         spec.root + name: sizes(dims)
         for name, dims in (LAST_VALUES if spec.values else LAST).hf.items()
-        if not (spec.tied and name == HEAD or name == SCORE_BIAS and not spec.value_bias)
+        if not ((spec.tied and name == HEAD) or (name == SCORE_BIAS and not spec.value_bias))
     }
 
 
