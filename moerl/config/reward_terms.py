@@ -19,7 +19,8 @@ class RewardTerm:
     name: str = ""  # in metrics: reward/NAME, scorer/.../NAME
     weight: float = 1.0  # the reward is the sum of weight x term
     # function: in isolated processes, actors: in Ray actors, http: by a service, judge: by a model
-    # on an engine of its own, model: by a model with a value head on the reference ranks, own: by the task's program or environment object
+    # on an engine of its own, model: by a model with a value head on the reference ranks, own: by
+    # the task's program or environment object
     where: Where = "function"
     function: str = ""  # function, actors: as task.reward; actors: also package.module:Class
     url: str = ""  # http: of the service

@@ -337,7 +337,7 @@ def entropy_ends(entropies: Array, first: int, term: RewardTerm, length: int) ->
     have fewer than `term.step_tokens` tokens.  length: of the turn, if it is over; then the rest is
     a step, too.
     """
-    found = []
+    found: list[int] = []
     for token in np.flatnonzero(entropies >= term.entropy).tolist():
         if token >= (found[-1] if found else first) + term.step_tokens:
             found.append(token)

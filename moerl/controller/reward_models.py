@@ -50,7 +50,8 @@ class RewardModels:
 
     def next(self) -> ValueRows | None:
         """The oldest question without an answer."""
-        return next((rows for rows, _ in self._waiting.values()), None)
+        open_ones = (rows for rows, answer in self._waiting.values() if not answer.done())
+        return next(open_ones, None)
 
     def add(self, values: Values) -> None:
         """Answers to a question that was withdrawn are dropped.  Raises ProtocolError."""

@@ -7,12 +7,14 @@ as sampled; behind the row stands a copy of its last token, which no other token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from moerl.core.messages import ValueRow
 from moerl.core.types import (
+    Array,
     BatchPlan,
     Episode,
     EpisodeGroup,
@@ -25,6 +27,7 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
+from moerl.data.demonstrations import refused
 
 _NONE = PolicyVersion(0, 0)
 
@@ -67,5 +70,46 @@ def _group(number: int, row: ValueRow) -> EpisodeGroup:
         sampling=SamplingParams(max_new_tokens=len(row.ends)),
         engine=0,
     )
-    prompt = Prompt(number, "", (), None)
+    prompt = Prompt(number, (), "", None, {})
     return EpisodeGroup(number, prompt, (Episode(name, (Turn(rollout),)),))
+
+
+def labelled_row(
+    prompt: Prompt, encode: Callable[[str], Sequence[int]], end: Sequence[int]
+) -> tuple[ValueRow, Array]:
+    """A prompt with labelled steps, and the labels [parts] f32.
+
+    encode: text -> token ids without special tokens.  end: token ids behind the last step.
+    """
+    ids, ends, labels = list(prompt.token_ids), list[int](), list[float]()
+    steps = prompt.extra["steps"]
+    for place, (text, label) in enumerate(steps):
+        ids += [*encode(text), *(end if place == len(steps) - 1 else ())]
+        if label is not None:
+            ends.append(len(ids))
+            labels.append(label)
+    return ValueRow(np.array(ids, np.int32), tuple(ends)), np.array(labels, np.float32)
+
+
+def with_steps(loss: str, prompt: Prompt) -> Prompt:
+    """The prompt, whose steps can be learned.  Raises LineError.
+
+    They are in its field "steps": pairs of a text and a label, a number or None.  loss: bce | mse.
+    """
+    steps, most = prompt.extra.get("steps"), 1.0 if loss == "bce" else math.inf
+    if not (isinstance(steps, list) and steps and all(_is_step(step, most) for step in steps)):
+        numbers = "in 0..1" if loss == "bce" else "that is finite"
+        wanted = f"a list of [text, label] is needed, a label being null or a number {numbers}"
+        raise refused(prompt, f"has the steps {steps!r}; {wanted}", "steps")
+    if all(label is None for _, label in steps):
+        raise refused(prompt, "has no labelled step", "steps")
+    return prompt
+
+
+def _is_step(step: object, most: float) -> bool:
+    if not (isinstance(step, list | tuple) and len(step) == 2):
+        return False
+    text, label = step
+    is_number = isinstance(label, bool | int | float) and math.isfinite(label)
+    is_number = is_number and (most == math.inf or 0.0 <= label <= most)
+    return isinstance(text, str) and bool(text) and (label is None or is_number)
