@@ -136,7 +136,10 @@ def check_model(config: Config) -> dict[str, Any]:
     check_quantised_base(config, hf)
     if config.ref_models.placement == "separate":
         for path in (*ref_models_of(config).values(), *reward_models_of(config)):
-            other = read_model_config(Path(path))
+            try:
+                other = read_model_config(Path(path))
+            except ModelError as error:
+                raise ConfigError("ref_models", path, str(error)) from error
             check_model_sizes(config.ref_models.parallel, 1, other, field="ref_models.parallel")
     return hf
 

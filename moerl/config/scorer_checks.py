@@ -79,10 +79,10 @@ def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> I
             yield f"{field}.url", term.url, "it begins with http:// or https://"
         if "@" in term.url:
             yield f"{field}.url", "(hidden)", "it has no login; use api_key"
-    elif not (Path(term.model) / "config.json").is_file():
-        yield f"{field}.model", term.model, "a model folder with config.json is needed"
     elif term.where == "judge":
         yield from _of_judge(term, field)
+    elif not term.model:
+        yield f"{field}.model", "", "name the folder of a model with a value head"
     elif config.ref_models.placement != "separate":
         yield "ref_models.placement", "trainer", "where=model needs reference ranks: separate"
     if term.gpus and not config.cluster.ray:
@@ -108,6 +108,8 @@ def _is_class(term: RewardTerm) -> bool:
 
 
 def _of_judge(term: RewardTerm, field: str) -> Iterator[Problem]:
+    if not (Path(term.model) / "config.json").is_file():
+        yield f"{field}.model", term.model, "a model folder with config.json is needed"
     allowed = ("{response}", "{turns}", "{step}")
     if not any(one in term.prompt for one in allowed):
         yield f"{field}.prompt", term.prompt, f"it must show {' or '.join(allowed)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from moerl.config import load_config, resolve
+from moerl.config.checks import check as check_config
 from moerl.config.reward_terms import RewardTerm
-from moerl.config.schema import Config
+from moerl.config.schema import Config, SftConfig, TinyModel
 from moerl.config.task_mixture import entries_of
 from moerl.controller.episode_scores import EpisodeScores, entropy_ends
 from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
 from moerl.core.episode_view import EpisodeView, ScoreRequest
-from moerl.core.errors import LineError, ProtocolError
+from moerl.core.errors import ConfigError, LineError, ProtocolError
 from moerl.core.messages import (
     Ok,
     Stop,
@@ -33,9 +39,15 @@ from moerl.core.messages import (
 from moerl.core.serialization import decode, encode
 from moerl.core.types import Prompt, Segment
 from moerl.data.packing import pack_microbatch
+from moerl.data.tasks import load_tokenizer
+from moerl.data.tiny_model import make_tiny_model
 from moerl.data.value_rows import labelled_row, value_plan, with_steps
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
+from moerl.launch.model_folders import check_policy, check_ref_models, check_reward_model
+from moerl.layout import model_spec
 from moerl.records.token_entropy import token_entropies
+from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.trainer.hf_io.hf_save import value_config
 from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.recorded_turns import recorded, turn
 from tests.helpers.stub_engine import StubEngine
@@ -360,3 +372,82 @@ def test_steps_without_use_are_refused(steps: Any, loss: str) -> None:
         with_steps(loss, prompt)
     good = replace(PROMPT, extra={"steps": [["a", 1.5], ["b", None]]})
     assert with_steps("mse", good) is good
+
+
+# --- early refusals ------------------------------------------------------------------------------
+def test_settings_of_a_reward_model(tmp_path: Path) -> None:
+    term = "task.rewards=[{name: a, where: model, model: m%s}]"
+    own = "ref_models.placement=separate"
+    check_config(resolve(load_config("quickstart", [term % "", own])))
+    for change, settings, said in (
+        ("", [], "needs reference ranks"),
+        (", unit: group", [own], "sees one episode"),
+        (", steps_by: entropy, entropy: 2.0", [own], "only unit=step"),
+        (", function: exact_match", [own], "only where=function or actors"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_config(resolve(load_config("quickstart", [term % change, *settings])))
+    with pytest.raises(ConfigError, match="no reward has where=model"):
+        check_config(resolve(load_config("quickstart", [own])))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    make_tiny_model(folder, TinyModel(enabled=True), seed=0)
+    return folder
+
+
+def reward_folder(policy: Path, folder: Path, head: dict[str, torch.Tensor]) -> Path:
+    """A copy of the policy with this head."""
+    shutil.copytree(policy, folder)
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(value_config(shape, "bce")))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors | head, folder / "model.safetensors")
+    return folder
+
+
+def test_a_folder_that_gives_no_value_is_refused(policy: Path, tmp_path: Path) -> None:
+    student = model_spec(json.loads((policy / "config.json").read_text()))
+    tokenizer = load_tokenizer(policy)
+
+    def refusal(folder: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_reward_model(str(folder), student, tokenizer)
+        return str(caught.value)
+
+    head = {"score.weight": torch.zeros(1, student.hidden), "score.bias": torch.zeros(1)}
+    good = reward_folder(policy, tmp_path / "good", head)
+    check_reward_model(str(good), student, tokenizer)
+    assert HfFolder(good).spec.values == 1
+    assert "has no value head" in refusal(policy)
+    two = {"score.weight": torch.zeros(2, student.hidden), "score.bias": torch.zeros(2)}
+    assert "one label" in refusal(reward_folder(policy, tmp_path / "two", two))
+    bare = {"score.weight": head["score.weight"]}
+    assert "score.bias" in refusal(reward_folder(policy, tmp_path / "bare", bare))
+    foreign = reward_folder(policy, tmp_path / "foreign", head)
+    words = json.loads((foreign / "tokenizer.json").read_text())
+    ids = words["model"]["vocab"]
+    ids["0"], ids["1"] = ids["1"], ids["0"]
+    (foreign / "tokenizer.json").write_text(json.dumps(words))
+    assert "token ids mean other tokens" in refusal(foreign)
+    (foreign / "tokenizer.json").unlink()
+    (foreign / "tokenizer_config.json").unlink()
+    assert "no usable tokenizer" in refusal(foreign)
+    wide = replace(student, vocab_size=student.vocab_size + 1)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        check_reward_model(str(good), wide, tokenizer)
+    with pytest.raises(ConfigError, match="it has a value head"):
+        check_ref_models("algorithm.teacher", str(good), student)
+    settings = load_config("quickstart")
+    spec, shape = HfFolder(good).spec, HfFolder(good).config
+    with pytest.raises(ConfigError, match=r"model\.path .*it has a value head"):
+        check_policy(settings, spec, shape)
+    trains = replace(settings, sft=SftConfig("bce"))
+    check_policy(trains, spec, shape)
+    with pytest.raises(ConfigError, match=r"lora\.rank must be 0"):
+        check_policy(replace(trains, lora=replace(trains.lora, rank=4)), spec, shape)
+    with pytest.raises(ConfigError, match="needed is"):
+        check_policy(trains, spec, shape | {"architectures": ["Qwen3MoeForQuestionAnswering"]})
