@@ -104,9 +104,8 @@ def main() -> None:
     mean, reach = statistics.fmean(gaps), math.inf
     if len(gaps) > 1:
         reach = T_95[len(gaps) - 1] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-    print(
-        f"process - outcome, last quarter: {mean:+.3f}, 95 % {mean - reach:+.3f} to {mean + reach:+.3f}"
-    )
+    interval = f"{mean - reach:+.3f} to {mean + reach:+.3f}"
+    print(f"process - outcome, last quarter: {mean:+.3f}, 95 % {interval}")
     print(machine())
     (out / "results.json").write_text(
         json.dumps({"machine": machine(), "runs": found, "gaps": gaps, "reach": reach}, indent=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.demonstrations import refused
+from moerl.data.demonstrations import refused, with_texts
 
 _NONE = PolicyVersion(0, 0)
 
@@ -89,6 +90,11 @@ def labelled_row(
             ends.append(len(ids))
             labels.append(label)
     return ValueRow(np.array(ids, np.int32), tuple(ends)), np.array(labels, np.float32)
+
+
+def learnable(value_head: str) -> Callable[[Prompt], Prompt]:
+    """The check of what `moerl sft` learns from a prompt.  value_head: `sft.value_head`."""
+    return with_texts if value_head == "off" else partial(with_steps, value_head)
 
 
 def with_steps(loss: str, prompt: Prompt) -> Prompt:

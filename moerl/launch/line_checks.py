@@ -19,9 +19,9 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
 from moerl.core.types import Prompt
-from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
+from moerl.data.value_rows import learnable
 from moerl.launch.run_context import held_out_entries
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def check_fields(config: Config, *, learned: bool = False) -> None:
     learned: a supervised run learns the answers.  Raises ConfigError.
     """
     if any(SOURCES[entry.name].files for entry in entries_of(config)):
-        use = with_texts if learned else None
+        use = learnable(config.sft.value_head) if learned else None
         line_checks(config, None, _ANY, use).begin(lambda _: None, _QUICK_S)
 
 

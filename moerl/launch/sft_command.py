@@ -8,15 +8,13 @@ from __future__ import annotations
 import io
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 from moerl.config import Config, load_config, save_config
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import TrainerError
-from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_mixture import PromptMixture
-from moerl.data.value_rows import with_steps
+from moerl.data.value_rows import learnable
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.line_checks import LineChecks
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
@@ -33,8 +31,7 @@ def sft(config: Config) -> RunDir:
     run.create()
     context = prepare(supervised(config), run, resume=False)
     stream = PromptMixture(entries_of(config), context.tokenizer(), config.run.seed)
-    kind = config.sft.value_head
-    lines = LineChecks([stream], with_texts if kind == "off" else partial(with_steps, kind))
+    lines = LineChecks([stream], learnable(config.sft.value_head))
     lines.begin(lambda line: print(f"moerl: {line}", file=sys.stderr, flush=True))
     save_config(context.config, run.config)
     log = run.logs / "trainer.log"

@@ -31,11 +31,11 @@ from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, Replay
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import LineError, MoerlError
 from moerl.core.types import Prompt
-from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
+from moerl.data.demonstrations import AnswerEnd, demonstration_plan
 from moerl.data.prompt_mixture import PromptMixture, usable
 from moerl.data.row_cost import pair_cost
 from moerl.data.tasks import load_tokenizer
-from moerl.data.value_rows import labelled_row, value_plan, with_steps
+from moerl.data.value_rows import labelled_row, learnable, value_plan
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.model import platform
@@ -119,7 +119,7 @@ def _train(config: Config, run: RunDir) -> None:
         return critic.fit(plan, [rows[place.group][1] for place in plan.rows])
 
     stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
-    check = with_texts if kind == "off" else partial(with_steps, kind)
+    check = learnable(kind)
 
     def drawn(index: int) -> Prompt:
         try:
