@@ -32,8 +32,7 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 ARMS = {
     "process": [],
     "outcome": [
-        "task.rewards=[{name: right, function: exact_match}, "
-        "{name: again, function: exact_match, weight: 0}]",
+        "task.rewards=[{name: right, function: exact_match}]",
         "ref_models.placement=trainer",
         "algorithm.advantage=grpo_std",
     ],
@@ -59,25 +58,23 @@ def write_data(out: Path, seed: int) -> None:
 
 def play(out: Path, arm: str, seed: int) -> dict[str, float]:
     write_data(out, seed)
-    task = "task={name: jsonl, reward: exact_match, path: %s}"
-    model, small = ["sft", "quickstart-smoke"], SMALL_STEPS
-    start, _ = first_model(
-        out, seed, [*model, task % (out / f"answers-{seed}.jsonl"), "run.steps=40", *small]
-    )
+    sft = ["sft", "quickstart-smoke", "task.name=jsonl", "task.reward=exact_match", *SMALL_STEPS]
+    answers, labels = (f"task.path={out}/{name}-{seed}.jsonl" for name in ("answers", "steps"))
+    start, _ = first_model(out, seed, [*sft, answers, "run.steps=40"])
     judge = out / f"judge-{seed}"
     judge.mkdir(exist_ok=True)
-    head = ["sft.value_head=bce", "run.steps=120"]
-    # its own random weights: another seed than the policy's
-    reward_model, _ = first_model(
-        judge, 100 + seed, [*model, task % (out / f"steps-{seed}.jsonl"), *head, *small]
-    )
+    head = [*sft, labels, "sft.value_head=bce", "run.steps=120"]
+    model, _ = first_model(judge, 100 + seed, head)  # of other random weights than the policy
     settings = [f"model.path={start}", f"run.steps={STEPS}", *ARMS[arm]]
     if arm == "process":
-        settings.append(f"task.rewards.1.model={reward_model}")
+        term = f"{{name: steps, where: model, model: {model}, unit: step, separator: ' '}}"
+        right = "{name: right, function: exact_match, weight: 0}"
+        settings.append(f"task.rewards=[{right}, {term}]")
     name = f"{arm}-{seed}"
     names = [f"run.root={out}", f"run.seed={seed}", "--run", name]
     seconds = moerl(out, ["train", "process-reward-model", *settings, *names])
-    right = [row["reward/right"] for row in read_rows(out / name / "metrics.jsonl")]
+    metric = "reward/right" if arm == "process" else "reward/mean"
+    right = [row[metric] for row in read_rows(out / name / "metrics.jsonl")]
     quarter = len(right) // 4
     first, last = statistics.fmean(right[:quarter]), statistics.fmean(right[-quarter:])
     return {"first": first, "last": last, "seconds": seconds}

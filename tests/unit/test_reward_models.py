@@ -45,6 +45,7 @@ from moerl.data.value_rows import labelled_row, value_plan, with_steps
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.launch.model_folders import check_policy, check_ref_models, check_reward_model
 from moerl.layout import model_spec
+from moerl.records.blob_store import BlobStore
 from moerl.records.token_entropy import token_entropies
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_save import value_config
@@ -165,7 +166,7 @@ def test_ranks_that_die_get_their_rows_again_and_nothing_is_lost(tmp_path: Path)
         seen.append(rows.number)
         return None if len(seen) in (1, 4) else answered(rows)
 
-    _, groups, reports, _ = played(tmp_path, config(replace(TERM, unit="episode")), dies)
+    _, groups, reports, _ = played(tmp_path, config(replace(TERM, unit="episode", batch=1)), dies)
     assert seen[0] == seen[1], "the same question, to the ranks that were started again"
     assert seen[3] == seen[4]
     assert len({group.group_id for group in groups}) == len(groups) == 4
@@ -328,7 +329,7 @@ def test_two_terms_cut_one_answer_each_in_its_own_way(tmp_path: Path) -> None:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-def test_a_row_is_read_at_the_last_token_of_each_part() -> None:
+def test_a_row_is_read_at_the_last_token_of_each_part(tmp_path: Path) -> None:
     rows = [
         ValueRow(np.array([5, 6, 7, 8], np.int32), (2, 4)),
         ValueRow(np.array([9], np.int32), (1,)),
@@ -339,7 +340,7 @@ def test_a_row_is_read_at_the_last_token_of_each_part() -> None:
     }
     assert rollouts[0].token_ids.tolist() == [5, 6, 7, 8, 8]
     assert np.flatnonzero(rollouts[0].loss_mask).tolist() == [2, 4], "read at tokens 1 and 3"
-    batch = pack_microbatch(plan, 0, 0, None, read_mask=False)  # type: ignore[arg-type]
+    batch = pack_microbatch(plan, 0, 0, BlobStore(tmp_path, "n"), read_mask=False)
     tokens = batch.tokens.flatten()[batch.sampled_rows].tolist()
     assert sorted(tokens) == [6, 8, 9]
 
@@ -435,7 +436,7 @@ def test_a_folder_that_gives_no_value_is_refused(policy: Path, tmp_path: Path) -
     assert "token ids mean other tokens" in refusal(foreign)
     (foreign / "tokenizer.json").unlink()
     (foreign / "tokenizer_config.json").unlink()
-    assert "no usable tokenizer" in refusal(foreign)
+    assert "its tokenizer is not the trained model's" in refusal(foreign), "none at all"
     wide = replace(student, vocab_size=student.vocab_size + 1)
     with pytest.raises(ConfigError, match="vocabulary"):
         check_reward_model(str(good), wide, tokenizer)
