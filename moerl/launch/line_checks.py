@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -38,18 +37,19 @@ def model_tokenizer(config: Config) -> Iterator[Tokenizer | None]:
     """The tokenizer of a model that may not be made yet; None: it, or transformers, is missing."""
     folder = Path(config.model.path)
     with tempfile.TemporaryDirectory() as made:
-        if importlib.util.find_spec("transformers") is None:
-            yield None
-            return
-        from moerl.data.tasks import load_tokenizer
-
         if config.model.tiny.enabled and not config.model.path:
             from moerl.data.tiny_model import write_tokenizer
 
             folder = Path(made)
             write_tokenizer(folder)
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-        yield load_tokenizer(folder) if has_tokenizer else None
+        tokenizer = None
+        if has_tokenizer:
+            from moerl.data.tasks import load_tokenizer
+
+            with contextlib.suppress(ImportError):
+                tokenizer = load_tokenizer(folder)
+        yield tokenizer
 
 
 def line_checks(
