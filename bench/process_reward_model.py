@@ -51,7 +51,7 @@ def write_data(out: Path, seed: int) -> None:
         said = [(digit + k) % 10 if rng.random() < 0.5 else one for k, one in enumerate(said, 1)]
         labels = [float(one == (digit + k) % 10) for k, one in enumerate(said, 1)]
         parts = [[f"{one} ", label] for one, label in zip(said, labels, strict=True)]
-        steps.append({"prompt": f"{digit}=", "steps": [*parts, [" ", None]]})
+        steps.append({"prompt": f"{digit}=", "answer": text, "steps": [*parts, [" ", None]]})
     for name, rows in (("answers", answers), ("steps", steps)):
         (out / f"{name}-{seed}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
 

@@ -139,7 +139,7 @@ class EpisodeScores:
         place, whole = (term.name, view.name), None
         begin, first = one.cut.get(place, (0, 0))
         for end, count in self._step_ends(term, view, turn, begin, first, is_over=is_over):
-            turns = [turn for turn in one.views.values() if turn.name != view.name]
+            turns = [other for other in one.views.values() if other.name != view.name]
             cut = replace(view, response=view.response[:end], token_ids=ids[:count])
             key = f"{view.name}:t{count}" if term.steps_by == "entropy" else f"{view.name}:{end}"
             shown = EpisodeView(name, (*turns, cut)).only(term.needs)

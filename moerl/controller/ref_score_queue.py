@@ -67,10 +67,9 @@ class RefScoreQueue:
     async def pop(self, take: TakeRecords) -> Message:
         """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
         self.start, deadline = take.start, time.monotonic() + take.timeout_s
-        while not (is_trained := self._batches.done >= self._config.run.steps) or not self.is_over:
-            if (
-                plan := None if is_trained else self.next(take.dp_size, take.pair_cost)
-            ) is not None:
+        while (is_training := self._batches.done < self._config.run.steps) or not self.is_over:
+            plan = self.next(take.dp_size, take.pair_cost) if is_training else None
+            if plan is not None:
                 self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]

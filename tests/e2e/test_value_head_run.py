@@ -41,7 +41,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         asked, said = rng.randrange(10), rng.randrange(10)
         said = (asked + 1) % 10 if rng.random() < 0.5 else said
         label = float(said == (asked + 1) % 10)
-        rows.append({"prompt": f"{asked}=", "steps": [[f"{said} ", label], [" ", None]]})
+        steps = [[f"{said} ", label], [" ", None]]
+        rows.append({"prompt": f"{asked}=", "answer": str(asked + 1), "steps": steps})
     path = root / "steps.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     settings = ["task.name=jsonl", f"task.path={path}", "task.reward=exact_match", "run.steps=40"]
@@ -62,10 +63,10 @@ def _value(head: Path, ids: np.ndarray) -> float:
 
 def test_labels_that_are_no_labels_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    path.write_text('{"prompt": "1=", "steps": [["2 ", 3]]}\n')
+    path.write_text('{"prompt": "1=", "answer": "2", "steps": [["2 ", 3]]}\n')
     task = ["task.name=jsonl", f"task.path={path}", "task.reward=exact_match", "run.steps=2"]
     done = _sft(tmp_path, *task, "sft.value_head=bce", "--run", "x")
-    assert done.returncode == 1
+    assert done.returncode == 2, done.stderr
     assert "a number in 0..1" in done.stderr
 
 
