@@ -51,10 +51,7 @@ _KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
 
 def supervised(config: Config) -> Config:
     """The same settings with the supervised loss in place of the algorithm, and no replay."""
-    rate = config.trainer.optimizer.lr  # of the value head
-    algorithm = AlgorithmConfig(
-        advantage="reward", objective="reinforce", aggregation="token_mean", critic_lr=rate
-    )
+    algorithm = AlgorithmConfig(advantage="reward", objective="reinforce", aggregation="token_mean")
     off = ReplayConfig(routing="off", sampling_mask=False)
     trainer = replace(config.trainer, minibatches=1)  # a batch is one optimizer step
     ref_models = RefModelsConfig()  # neither a reference nor a teacher is read
@@ -106,7 +103,8 @@ def _train(config: Config, run: RunDir) -> None:
         model = learner.model
     else:
         loss = bce_loss if kind == "bce" else value_loss
-        critic = Critic(config, ranks, store, loss=loss, bias=True)
+        rate = trainer.optimizer.lr
+        critic = Critic(config, ranks, store, loss=loss, bias=True, lr=rate)
         model = critic.model
 
     def train(step: int, prompts: Sequence[Prompt]) -> dict[str, float]:

@@ -96,10 +96,12 @@ class Critic:
         *,
         loss: Callable[[Tensor, Tensor], Tensor] = value_loss,
         bias: bool = False,
+        lr: float | None = None,
     ) -> None:
         """Raises ConfigError, LayoutError as the policy's model does.
 
-        loss: [N], of values and returns.  bias: of the head.
+        loss: [N], of values and returns.  bias: of the head.  lr: in place of
+        `algorithm.critic_lr`.
         """
         self._value_loss = loss
         self.config, self.parallel, self.store = config, parallel, store
@@ -109,7 +111,7 @@ class Critic:
         self.model = build(spec, trainer, parallel, with_replay=False)
         load_values(self.model, source)
         settings = config.trainer.optimizer
-        rate = config.algorithm.critic_lr
+        rate = config.algorithm.critic_lr if lr is None else lr
         settings = replace(settings, lr=rate, min_lr=min(settings.min_lr, rate))
         self.ddp: list[DistributedDataParallel] = wrap(
             self.model, config.trainer, parallel.platform
