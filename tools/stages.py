@@ -99,7 +99,8 @@ STAGES = (
         " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
         " multi/test_sglang_lora_pool.py multi/test_support_training.py"
-        " multi/test_teacher_training.py multi/test_train*.py multi/test_turn_rows_training.py",
+        " multi/test_teacher_training.py multi/test_train*.py multi/test_turn_rows_training.py"
+        " multi/test_value_models.py",
         _TRAINER,
     ),
     Stage(
@@ -131,7 +132,8 @@ STAGES = (
         20,
         "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py e2e/test_failure.py"
         " e2e/test_killed_processes.py e2e/test_membership_e2e.py e2e/test_ref_models_run.py"
-        " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py e2e/test_teachers_run.py",
+        " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py e2e/test_teachers_run.py"
+        " e2e/test_value_head_run.py",
     ),
     Stage(
         "hosts",

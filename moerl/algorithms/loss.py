@@ -216,3 +216,8 @@ def value_loss(value_N: Tensor, return_N: Tensor) -> Tensor:
     value_N is in the graph, return_N is not.  Values are not clipped, as in PPO (arXiv 1707.06347).
     """
     return 0.5 * (value_N - return_N.detach()).square()
+
+
+def bce_loss(value_N: Tensor, label_N: Tensor) -> Tensor:
+    """Binary cross entropy per token, [N]: values are logits, labels probabilities in [0, 1]."""
+    return torch.nn.functional.binary_cross_entropy_with_logits(value_N, label_N, reduction="none")

@@ -28,7 +28,7 @@ from moerl.config.schema import (
     SamplingConfig,
 )
 from moerl.config.task_kinds import SOURCE
-from moerl.config.task_mixture import TaskEntry, entries_of, naming
+from moerl.config.task_mixture import TaskEntry, entries_of, naming, reward_models_of
 from moerl.config.task_tables import REWARD_NAMES, REWARDS, SOURCES, check_isolation
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
@@ -135,8 +135,11 @@ def check_model(config: Config) -> dict[str, Any]:
         _check_sparse(config)
     check_quantised_base(config, hf)
     if config.ref_models.placement == "separate":
-        for path in ref_models_of(config).values():
-            other = read_model_config(Path(path))
+        for path in (*ref_models_of(config).values(), *reward_models_of(config)):
+            try:
+                other = read_model_config(Path(path))
+            except ModelError as error:
+                raise ConfigError("ref_models", path, str(error)) from error
             check_model_sizes(config.ref_models.parallel, 1, other, field="ref_models.parallel")
     return hf
 
@@ -402,11 +405,11 @@ def _check_ref_models(config: Config) -> None:
                 "only ref_models.placement = separate has one",
             )
         return
-    if not ref_models_of(config):
+    if not (ref_models_of(config) or reward_models_of(config)):
         raise ConfigError(
             "ref_models.placement",
             "separate",
-            "the algorithm reads neither a reference nor a teacher",
+            "the algorithm reads neither a reference nor a teacher, and no reward has where=model",
         )
     _check_parallel("ref_models.parallel", ref_models.parallel)
 

@@ -499,6 +499,14 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
+class SftConfig:
+    """What `moerl sft` trains."""
+
+    # off: the model, on answers; bce, mse: a value head and the model below it, on labelled steps
+    value_head: Literal["off", "bce", "mse"] = "off"
+
+
+@dataclass(frozen=True)
 class SupervisionConfig:
     """Reactions to the death of the trainer, an engine, the scorer or the controller."""
 
@@ -605,6 +613,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -24,7 +24,7 @@ _HOMES: dict[str, tuple[Where, ...]] = {
     "workers": ("function", "actors", "judge"),
     "cpus": ("actors",),
     "gpus": ("actors", "judge"),
-    "model": ("judge",),
+    "model": ("judge", "model"),
     "prompt": ("judge",),
     "choices": ("judge",),
     "engine": ("judge",),
@@ -78,9 +78,17 @@ def check_roles(task: TaskEntry) -> Iterator[Problem]:
 
 
 def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> Iterator[Problem]:
+    by_entropy = term.unit == "step" and term.steps_by == "entropy"
+    for name in ("entropy", "step_tokens") if not by_entropy else ():
+        if getattr(term, name) != getattr(RewardTerm(), name):
+            yield (
+                f"{field}.{name}",
+                getattr(term, name),
+                "only unit=step, steps_by=entropy reads it",
+            )
     if term.unit == "step" and not term.separator:
         yield f"{field}.separator", "", "a text that ends a step is needed"
-    if term.unit == "group" and term.where in ("function", "actors", "own"):
+    if term.unit == "group" and term.where not in ("http", "judge"):
         yield f"{field}.unit", "group", f"{term.where} sees one episode; use http or judge"
     if term.where in ("function", "actors"):
         yield from _of_function(task, term, field)
@@ -95,8 +103,12 @@ def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> I
             yield f"{field}.url", term.url, "it begins with http:// or https://"
         if "@" in term.url:
             yield f"{field}.url", "(hidden)", "it has no login; use api_key"
-    else:
+    elif term.where == "judge":
         yield from _of_judge(term, field)
+    elif not term.model:
+        yield f"{field}.model", "", "name the folder of a model with a value head"
+    elif config.ref_models.placement != "separate":
+        yield "ref_models.placement", "trainer", "where=model needs reference ranks: separate"
     if term.gpus and not config.cluster.ray:
         yield f"{field}.gpus", term.gpus, "it needs cluster.ray, whose nodes offer free GPUs"
 

@@ -59,6 +59,12 @@ def by_label(config: Config) -> dict[str, TaskEntry]:
     return {entry.label: entry for entry in entries_of(config)}
 
 
+def reward_models_of(config: Config) -> tuple[str, ...]:
+    """Folders of the models with a value head that give rewards (where=model), each once."""
+    terms = [term for entry in entries_of(config) for term in entry.terms]
+    return tuple(dict.fromkeys(term.model for term in terms if term.where == "model"))
+
+
 def longest_row(config: Config) -> int:
     """Tokens of the longest prompt with one turn, over all tasks."""
     return max(

@@ -16,6 +16,7 @@ from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.journal.stream_writer import StreamWriter
 from moerl.controller.planned_batches import PlannedBatches
+from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
 from moerl.core.messages import Engine, Scorers
@@ -66,6 +67,7 @@ class Context:
     step_metrics: StepMetrics
     tasks: TaskGroup
     scores: EpisodeScores
+    reward_models: RewardModels
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
@@ -74,7 +76,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     pool_changed: the trainer may publish to other engines than the configured ones.
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
-    ref_counts = BlobRefCounts(services.blobs)
+    ref_counts, reward_models = BlobRefCounts(services.blobs), RewardModels(tasks)
     return Context(
         config=config,
         services=services,
@@ -93,6 +95,12 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
         step_metrics=step_metrics,
         tasks=tasks,
         scores=EpisodeScores(
-            entries_of(config), services.scorer, services.decode, step_metrics, tasks
+            entries_of(config),
+            services.scorer,
+            services.decode,
+            step_metrics,
+            tasks,
+            reward_models,
         ),
+        reward_models=reward_models,
     )

@@ -7,24 +7,28 @@ group when it has closed; a group waits for its last answer, and nothing else do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from moerl.config.reward_terms import RewardTerm
 from moerl.config.task_mixture import TaskEntry
+from moerl.controller.reward_models import RewardModels
 from moerl.controller.scorer_queue import Answer, ScorerQueue
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
 from moerl.core.episode_view import EpisodeView, ScoreRequest, TurnView
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorers
-from moerl.core.types import Prompt, Score, base_role, reward_problem
+from moerl.core.types import Array, Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
 from moerl.episodes.finished_episode import view_of_turn as viewed
 from moerl.episodes.open_episode import OpenEpisode, TurnCall
 from moerl.episodes.text_steps import last_token_of, step_ends
+from moerl.episodes.turn import SampledTurn, TurnInFlight
 
 Asked = asyncio.Future[list[Answer]]
 _REASON = 2000  # most characters of a reason
@@ -44,7 +48,8 @@ class _Episode:
     """The open questions about one episode."""
 
     views: dict[str, TurnView] = field(default_factory=dict)  # of ended turns, by name
-    cut: dict[str, int] = field(default_factory=dict)  # characters in whole steps, by turn
+    # Characters and tokens in whole steps, by term and turn
+    cut: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     parts: dict[str, list[_Part]] = field(default_factory=dict)  # by term
     whole: asyncio.Task[dict[str, Answer]] | None = None  # by term
     forks: tuple[str, ...] = ()  # names of its forks, which have questions of their own
@@ -66,6 +71,7 @@ class EpisodeScores:
         decode: Decode,
         step_metrics: StepMetrics,
         tasks: TaskGroup,
+        reward_models: RewardModels,
     ) -> None:
         self._decode = decode
         self._terms = {entry.label: entry.terms for entry in entries}
@@ -80,7 +86,9 @@ class EpisodeScores:
                         name,
                         term,
                         entry.timeout_of(term),
-                        partial(scorers.score, entry.label, term.name),
+                        partial(reward_models.score, term)
+                        if term.where == "model"
+                        else partial(scorers.score, entry.label, term.name),
                         step_metrics.scorers[name],
                         tasks,
                     )
@@ -102,7 +110,7 @@ class EpisodeScores:
             if term.unit == "step":
                 text = self._decode(turn.output_ids.tolist())
                 view = TurnView(turn.name, "", "", text, tuple(turn.output_ids.tolist()), "")
-                self._ask_steps(episode.name, prompt, term, view, is_over=False)
+                self._ask_steps(episode.name, prompt, term, view, turn, is_over=False)
 
     def turn_ended(self, episode: OpenEpisode, turn: RecordedTurn) -> None:
         """Ask about a turn and its last steps."""
@@ -113,40 +121,65 @@ class EpisodeScores:
         view = one.views[turn.name] = viewed(prompt, turn, self._decode)
         for term in self._terms[prompt.task]:
             if term.unit == "step":
-                self._ask_steps(name, prompt, term, view, is_over=True)
+                self._ask_steps(name, prompt, term, view, turn.sampled, is_over=True)
             elif term.unit == "turn":
-                turns = tuple(one.views.values())
-                self._ask_part(name, prompt, term, turns, len(view.token_ids) - 1)
+                shown = EpisodeView(name, tuple(one.views.values())).only(term.needs)
+                request = ScoreRequest(view.name, prompt, shown)
+                self._ask_part(name, term, _with_ids(request, term, turn), len(view.token_ids) - 1)
 
     def _ask_steps(
-        self, name: str, prompt: Prompt, term: RewardTerm, view: TurnView, *, is_over: bool
-    ) -> None:
-        one, text = self._of(name), view.response
-        begin = one.cut.get(view.name, 0)
-        for end in step_ends(text, begin, term.separator, is_over=is_over):
-            ids = view.token_ids
-            token = last_token_of(ids, end, self._decode) if end < len(text) else len(ids) - 1
-            turns = [turn for turn in one.views.values() if turn.name != view.name]
-            cut = replace(view, response=text[:end], token_ids=ids[: token + 1])
-            self._ask_part(name, prompt, term, (*turns, cut), token, begin)
-            begin = one.cut[view.name] = end
-
-    def _ask_part(
         self,
         name: str,
         prompt: Prompt,
         term: RewardTerm,
-        turns: tuple[TurnView, ...],
-        token: int,
-        step_begin: int = -1,
+        view: TurnView,
+        turn: TurnInFlight | SampledTurn,
+        *,
+        is_over: bool,
     ) -> None:
-        view, key = EpisodeView(name, turns).only(term.needs), turns[-1].name
-        key = key if step_begin < 0 else f"{key}:{len(turns[-1].response)}"
-        answer = self._queues[prompt.task, term.name].put(
-            ScoreRequest(key, prompt, view, step_begin)
-        )
+        one, ids = self._of(name), view.token_ids
+        place, whole = (term.name, view.name), None
+        begin, first = one.cut.get(place, (0, 0))
+        for end, count in self._step_ends(term, view, turn, begin, first, is_over=is_over):
+            turns = [other for other in one.views.values() if other.name != view.name]
+            cut = replace(view, response=view.response[:end], token_ids=ids[:count])
+            key = f"{view.name}:t{count}" if term.steps_by == "entropy" else f"{view.name}:{end}"
+            shown = EpisodeView(name, (*turns, cut)).only(term.needs)
+            request = ScoreRequest(key, prompt, shown, begin)
+            if term.where == "model":
+                whole = np.append(turn.prompt_ids, turn.output_ids) if whole is None else whole
+                tokens = len(turn.prompt_ids) + count
+                request = replace(request, token_ids=whole, end=tokens)
+            self._ask_part(name, term, request, count - 1)
+            begin, first = one.cut[place] = end, count
+
+    def _step_ends(
+        self,
+        term: RewardTerm,
+        view: TurnView,
+        turn: TurnInFlight | SampledTurn,
+        begin: int,
+        first: int,
+        *,
+        is_over: bool,
+    ) -> Iterator[tuple[int, int]]:
+        """(characters, tokens) to the end of each whole step behind `begin` and `first`."""
+        text, ids = view.response, view.token_ids
+        if term.steps_by == "separator":
+            for end in step_ends(text, begin, term.separator, is_over=is_over):
+                token = last_token_of(ids, end, self._decode) if end < len(text) else len(ids) - 1
+                yield end, token + 1
+            return
+        found = [piece.entropies for piece in turn.segments if piece.entropies is not None]
+        entropies = np.concatenate(found) if found else np.zeros(0, np.float16)
+        for count in entropy_ends(entropies, first, term, len(ids) if is_over else 0):
+            yield len(self._decode(ids[:count])) if count < len(ids) else len(text), count
+
+    def _ask_part(self, name: str, term: RewardTerm, request: ScoreRequest, token: int) -> None:
+        """token: of the turn's sampled tokens, with which the part ends."""
+        answer = self._queues[request.prompt.task, term.name].put(request)
         parts = self._of(name).parts.setdefault(term.name, [])
-        parts.append(_Part(turns[-1].name, token, answer))
+        parts.append(_Part(request.episode.turns[-1].name, token, answer))
 
     def _of(self, name: str) -> _Episode:
         return self._episodes.setdefault(name, _Episode())
@@ -188,6 +221,7 @@ class EpisodeScores:
                     found[term.name] = Score(0.0)
                     continue
                 request = ScoreRequest(view.name, episode.prompt, seen)
+                request = _with_ids(request, term, episode.turns[-1])
                 asked[term.name] = self._queues[task, term.name].put(request)
             for name, answer in asked.items():
                 (found[name],) = await answer
@@ -333,6 +367,28 @@ def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
         for term, score in pairs
         if not term.roles or base_role(role) in term.roles
     )
+
+
+def entropy_ends(entropies: Array, first: int, term: RewardTerm, length: int) -> list[int]:
+    """Tokens of a turn before the end of each whole step behind `first` (PRPO).
+
+    A token whose entropy is at least `term.entropy` begins a step, unless the step before it would
+    have fewer than `term.step_tokens` tokens.  length: of the turn, if it is over; then the rest is
+    a step, too.
+    """
+    found: list[int] = []
+    for token in np.flatnonzero(entropies >= term.entropy).tolist():
+        if token >= (found[-1] if found else first) + term.step_tokens:
+            found.append(token)
+    end = found[-1] if found else first
+    return [*found, length] if length and end < length else found
+
+
+def _with_ids(request: ScoreRequest, term: RewardTerm, turn: RecordedTurn) -> ScoreRequest:
+    """The question with the conversation to the end of a turn, for a reward model."""
+    if term.where != "model":
+        return request
+    return replace(request, token_ids=turn.token_ids, end=turn.num_tokens)
 
 
 def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:

@@ -18,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from moerl.config.algorithms import followers_of, ref_models_of
+from moerl.config.task_mixture import reward_models_of
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
 from moerl.core.errors import ProtocolError
-from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords, Values
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion, RefScores
 from moerl.data.batching import plan_batch
 from moerl.data.ref_scores import check_scores
@@ -48,6 +49,9 @@ class RefScoreQueue:
         self._lineage, self._step_metrics = context.lineage, context.step_metrics
         self._run = RunDir(Path(config.run.root) / config.run.name)
         self._follows = bool(followers_of(config.algorithm))
+        self._reward_models = context.reward_models
+        # Nothing more is evaluated, either; without reward models the last step ends it
+        self.is_over = not reward_models_of(config)
 
     @property
     def in_use(self) -> bool:
@@ -75,14 +79,17 @@ class RefScoreQueue:
     async def pop(self, take: TakeRecords) -> Message:
         """Next groups for the reference ranks; a restarted one gets its unanswered groups again."""
         self.start, deadline = take.start, time.monotonic() + take.timeout_s
-        while self._batches.done < self._config.run.steps:
-            if (plan := self.next(take.dp_size, take.pair_cost)) is not None:
+        while (is_training := self._batches.done < self._config.run.steps) or not self.is_over:
+            plan = self.next(take.dp_size, take.pair_cost) if is_training else None
+            if plan is not None:
                 self._ref_counts.hold(plan.groups)  # its sampling masks are about to be read
                 planned = {g.group_id for groups in self._batches.planned.values() for g in groups}
                 ready = [group for group in plan.groups if group.group_id not in planned]
                 if await self._availability.drop_lost(ready):
                     return Plan(plan)
                 continue
+            if (rows := self._reward_models.next()) is not None:
+                return rows
             if time.monotonic() > deadline:
                 return Ok()
             await self._tasks.wait_change(_VERSION_S if self._follows else min(1.0, take.timeout_s))
@@ -146,6 +153,10 @@ class RefScoreQueue:
         self._known = {name: scores for name, scores in self._known.items() if name in live}
         self._ref_counts.hold(())
         self._tasks.notify()
+
+    def add_values(self, values: Values) -> None:
+        """Answers of a reward model.  Raises ProtocolError."""
+        self._reward_models.add(values)
 
     def with_scores(self, plan: BatchPlan) -> BatchPlan:
         """The plan with its teachers, and its scores by row where there are reference ranks."""

@@ -42,6 +42,7 @@ from moerl.core.messages import (
     Stop,
     TakePlan,
     TakeRecords,
+    Values,
     VerifyUpdate,
 )
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
@@ -109,6 +110,9 @@ class TrainerHandler:
                 return await self._ref_models.pop(message)
             case Scored():
                 self._ref_models.add(message)
+                return Ok()
+            case Values():
+                self._ref_models.add_values(message)
                 return Ok()
             case Failed():
                 return self._failed(message)
@@ -381,6 +385,7 @@ class TrainerHandler:
             await self._add_row(StepReport(self._rows, version, found, []))
             self._step_metrics.evaluations.popleft()
             self._rows += 1
+        self._ref_models.is_over = True
         return stop
 
     # --- finished steps -------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from moerl.core.types import GraphTurn, Prompt, base_role
+from moerl.core.types import Array, GraphTurn, Prompt, base_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class ScoreRequest:
     episode: up to the end of the turn or step, which belongs to its last turn.
     step_begin: characters of the last turn before the step; -1: it is not about a step.
     group: the questions about one closed group have this name and travel together; "": none.
+    token_ids: [T] i32, for a reward model: the conversation from its start.  Questions about one
+    conversation share the array, of which each reads the first `end` tokens.
     """
 
     key: str
@@ -77,6 +79,8 @@ class ScoreRequest:
     episode: EpisodeView
     step_begin: int = -1
     group: str = ""
+    token_ids: Array | None = field(default=None, compare=False)
+    end: int = 0
 
 
 def _path(turn: TurnView, by_name: dict[str, TurnView]) -> list[TurnView]:

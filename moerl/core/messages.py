@@ -237,9 +237,9 @@ class Notice:
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TakeRecords:
-    """Ask for groups without reference scores, in training order.
+    """Ask for groups without reference scores, in training order, or rows for a reward model.
 
-    Reply: Plan; Ok when none came in time (ask again); Stop when the run is over.
+    Reply: Plan; ValueRows; Ok when none came in time (ask again); Stop when the run is over.
     """
 
     start: int  # earlier starts of these ranks
@@ -257,6 +257,31 @@ class Scored:
 
     scores: tuple[RefScores, ...]
     exchange_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a reward model gives the parts of each row of `ValueRows`.  Reply: Ok."""
+
+    number: int
+    values: tuple[Array, ...]  # by row: [parts] f32
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRow:
+    """A conversation, of which a reward model values parts that begin where it begins."""
+
+    token_ids: Array  # [T] i32, to the end of the last part
+    ends: tuple[int, ...]  # tokens of each part, ascending, in 1..T
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRows:
+    """Rows for a reward model, in reply to TakeRecords."""
+
+    number: int  # of the question
+    folder: str  # of the model
+    rows: tuple[ValueRow, ...]
 
 
 # --- controller -> trainer (replies) -------------------------------------------------------------
@@ -362,6 +387,8 @@ Message = (
     | Notice
     | TakeRecords
     | Scored
+    | Values
+    | ValueRows
     | Ok
     | Refused
     | Plan

@@ -352,6 +352,7 @@ class Segment:
     indexer: IndexerBlob | None = None  # rows rows_from .. T' + n - 1
     audit_indexer: IndexerBlob | None = None  # positions of audit_rows
     top_logprobs: MaskBlob | None = None  # see Rollout
+    entropies: Array | None = None  # [n] f16, nats; where steps end by them
 
     def __getstate__(self) -> list[Any]:
         return packed_state(self, "output_ids")

@@ -156,7 +156,7 @@ def _texts(prompt: Prompt) -> Sequence[str]:
     if "demonstration" not in prompt.extra:
         if not isinstance(prompt.answer, str) or not prompt.answer:
             problem = f"has the answer {prompt.answer!r}; sft needs a text to learn"
-            raise _refused(prompt, problem, "no answer")
+            raise refused(prompt, problem, "no answer")
         return [prompt.answer]
     texts = prompt.extra["demonstration"]
     valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
@@ -164,11 +164,12 @@ def _texts(prompt: Prompt) -> Sequence[str]:
         problem = (
             f"has the demonstration {texts!r}; a list of texts that the policy begins and ends"
         )
-        raise _refused(prompt, problem, "demonstration")
+        raise refused(prompt, problem, "demonstration")
     return list(texts)
 
 
-def _refused(prompt: Prompt, problem: str, kind: str) -> LineError:
+def refused(prompt: Prompt, problem: str, kind: str) -> LineError:
+    """Why a prompt cannot be learned."""
     if prompt.origin:
         return line_error(prompt.origin, problem, kind)
     return LineError("task.path", prompt.text, f"{prompt.name} {problem}", kind)

@@ -84,6 +84,8 @@ def received(plan: BatchPlan, config: Config) -> dict[str, list[Array]]:
     """
     roles, basis = ref_models_of(config), basis_of(config)
     check_teachers(plan, config)
+    if not roles:  # the ranks are there for reward models alone
+        return {}
     if len(plan.ref_models) != len(plan.rows):
         raise RecordError(
             "ref_scores_rows",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -19,9 +18,9 @@ from moerl.config.task_mixture import entries_of, naming
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
 from moerl.core.types import Prompt
-from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
 from moerl.data.prompt_mixture import PromptMixture, usable
+from moerl.data.value_rows import learnable
 from moerl.launch.run_context import held_out_entries
 
 if TYPE_CHECKING:
@@ -38,18 +37,19 @@ def model_tokenizer(config: Config) -> Iterator[Tokenizer | None]:
     """The tokenizer of a model that may not be made yet; None: it, or transformers, is missing."""
     folder = Path(config.model.path)
     with tempfile.TemporaryDirectory() as made:
-        if importlib.util.find_spec("transformers") is None:
-            yield None
-            return
-        from moerl.data.tasks import load_tokenizer
-
         if config.model.tiny.enabled and not config.model.path:
             from moerl.data.tiny_model import write_tokenizer
 
             folder = Path(made)
             write_tokenizer(folder)
         has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-        yield load_tokenizer(folder) if has_tokenizer else None
+        tokenizer = None
+        if has_tokenizer:
+            from moerl.data.tasks import load_tokenizer
+
+            with contextlib.suppress(ImportError):
+                tokenizer = load_tokenizer(folder)
+        yield tokenizer
 
 
 def line_checks(
@@ -77,7 +77,7 @@ def check_fields(config: Config, *, learned: bool = False) -> None:
     learned: a supervised run learns the answers.  Raises ConfigError.
     """
     if any(SOURCES[entry.name].files for entry in entries_of(config)):
-        use = with_texts if learned else None
+        use = learnable(config.sft.value_head) if learned else None
         line_checks(config, None, _ANY, use).begin(lambda _: None, _QUICK_S)
 
 

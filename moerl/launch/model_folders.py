@@ -6,27 +6,47 @@ import io
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
 
 from moerl.config import Config
 from moerl.config.resume import check_adapters
 from moerl.core.errors import ConfigError, LayoutError, ModelError
 from moerl.core.json_files import read_model_config
+from moerl.data.tasks import load_tokenizer
 from moerl.layout import ModelSpec, model_spec
 from moerl.runtime.run_dir import RunDir, read_manifest
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST
 from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
 log = logging.getLogger(__name__)
+_HEADS = (
+    "it has a value head; a language model is needed",
+    "it has no value head: a model of a class ...ForSequenceClassification or "
+    "...ForTokenClassification is needed, as moerl sft sft.value_head=bce writes it",
+)
 
 
-def check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
-    """Check that a reference or teacher is a known model with the student's vocabulary."""
+def check_ref_models(
+    field: str, folder: str, student: ModelSpec, *, has_values: bool = False
+) -> None:
+    """Check that a model that scores is a known one with the student's vocabulary.
+
+    has_values: it has a value head, as reward models do, but neither reference nor teacher.
+    """
     try:
         other = model_spec(read_model_config(Path(folder)))
     except (ModelError, LayoutError) as error:
         raise ConfigError(field, folder, str(error)) from error
+    if bool(other.values) != has_values:
+        raise ConfigError(field, folder, _HEADS[has_values])
     if other.vocab_size != student.vocab_size:
         raise ConfigError(
             field,
@@ -34,6 +54,46 @@ def check_ref_models(field: str, folder: str, student: ModelSpec) -> None:
             f"it has {other.vocab_size} vocabulary entries, the trained model has "
             f"{student.vocab_size}; both must share a tokenizer",
         )
+
+
+def check_reward_model(folder: str, student: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Check that a folder has a value head, and token ids with the policy's meaning."""
+    field = "task.rewards"
+    check_ref_models(field, folder, student, has_values=True)
+    spec = model_spec(read_model_config(Path(folder)))
+    found: dict[str, tuple[int, ...]] = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(str(file), "numpy") as stored:
+            found |= {
+                name: tuple(stored.get_slice(name).get_shape())
+                for name in stored.keys()  # noqa: SIM118
+                if name.startswith("score.")
+            }
+    wanted = {"score.weight": (1, spec.hidden)} | ({"score.bias": (1,)} if spec.value_bias else {})
+    if found != wanted:
+        raise ConfigError(field, folder, f"its head is {found}, needed is {wanted}, one label")
+    try:
+        own = load_tokenizer(folder).get_vocab()
+    except ModelError as error:
+        raise ConfigError(field, folder, str(error)) from error
+    if own != tokenizer.get_vocab():
+        raise ConfigError(
+            field, folder, "its tokenizer is not the trained model's: token ids mean other tokens"
+        )
+
+
+def check_policy(config: Config, spec: ModelSpec, hf: Mapping[str, Any]) -> None:
+    """Check that a model can be trained as a policy, or by `sft.value_head`."""
+    kind, names = config.sft.value_head, hf.get("architectures") or ["(none)"]
+    if kind == "off":
+        if spec.values:
+            raise ConfigError("model.path", config.model.path, _HEADS[0])
+        return
+    fits = ("ForCausalLM", "ForTokenClassification")
+    if not all(name.endswith(fits) for name in names) or "text_config" in hf:
+        raise ConfigError("sft.value_head", kind, f"model.path is {names}; needed is {fits}")
+    if config.lora.rank:
+        raise ConfigError("sft.value_head", kind, "lora.rank must be 0: all weights are trained")
 
 
 def with_tiny_model(config: Config, run: RunDir) -> Config:

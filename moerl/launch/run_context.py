@@ -187,6 +187,11 @@ class RunContext:
             in_flight_mode=self.config.rollout.in_flight_mode,
             lora=self.config.lora,
             support=algorithm.centering_top_k if algorithm.centering else 0,
+            entropies=any(
+                term.unit == "step" and term.steps_by == "entropy"
+                for entry in entries_of(self.config)
+                for term in entry.terms
+            ),
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 from moerl.config import Config, load_config, save_config
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import TrainerError
-from moerl.data.demonstrations import with_texts
 from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.value_rows import learnable
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.line_checks import LineChecks
 from moerl.launch.run_context import RunContext, supervised_command, trainer_environment
@@ -31,7 +31,7 @@ def sft(config: Config) -> RunDir:
     run.create()
     context = prepare(supervised(config), run, resume=False)
     stream = PromptMixture(entries_of(config), context.tokenizer(), config.run.seed)
-    lines = LineChecks([stream], with_texts)
+    lines = LineChecks([stream], learnable(config.sft.value_head))
     lines.begin(lambda line: print(f"moerl: {line}", file=sys.stderr, flush=True))
     save_config(context.config, run.config)
     log = run.logs / "trainer.log"
@@ -53,11 +53,11 @@ def _report(context: RunContext, writer: MetricsWriter, metrics: dict[str, float
     last = writer.last_step
     step = 0 if last is None else last + 1
     writer.write(step, f"0.{step + 1}", metrics)
-    print(
-        f"step {step + 1}/{context.config.run.steps}  nll {metrics['loss/nll']:.4f}  "
-        f"tok/s {metrics['perf/train_tokens_per_s']:.0f}",
-        flush=True,
-    )
+    name = "nll" if "loss/nll" in metrics else "value"
+    loss = f"{name} {metrics[f'loss/{name}']:.4f}"
+    speed = metrics.get("perf/train_tokens_per_s")
+    shown = "" if speed is None else f"  tok/s {speed:.0f}"
+    print(f"step {step + 1}/{context.config.run.steps}  {loss}{shown}", flush=True)
 
 
 def main() -> None:

@@ -34,14 +34,20 @@ from moerl.config.engine_context import check_context
 from moerl.config.load import derived_settings, load_config, load_resumed
 from moerl.config.resume import check_identity, check_resume, identity
 from moerl.config.secret_values import refuse_hidden
-from moerl.config.task_mixture import entries_of, naming
+from moerl.config.task_mixture import entries_of, naming, reward_models_of
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
 from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
 from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.line_checks import line_checks
-from moerl.launch.model_folders import check_ref_models, with_start, with_tiny_model
+from moerl.launch.model_folders import (
+    check_policy,
+    check_ref_models,
+    check_reward_model,
+    with_start,
+    with_tiny_model,
+)
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
@@ -386,9 +392,12 @@ def _checked(
 def _check_parts(context: RunContext) -> None:
     """Raise for a part that cannot be made, before anything starts."""
     spec = context.spec()  # raises for an unknown family
+    check_policy(context.config, spec, context.hf_config)
     check_context(context.config, spec.max_positions)
     for role, path in ref_models_of(context.config).items():
         check_ref_models(ref_field(role), path, spec)
+    for path in reward_models_of(context.config):
+        check_reward_model(path, spec, context.tokenizer())
     for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it

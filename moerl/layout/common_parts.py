@@ -22,6 +22,17 @@ LAST = Part(
         Rule("lm_head.weight", (HEAD,), cut=flat, pad_vocab=True),
     ),
 )
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
+"""A value head, as transformers' classes for sequence and token classification name it."""
+LAST_VALUES = Part(
+    {FINAL_NORM: ("hidden",), SCORE: ("values", "hidden"), SCORE_BIAS: ("values",)},
+    (
+        Rule("decoder.final_layernorm.weight", (FINAL_NORM,)),
+        Rule("output_layer.weight", (SCORE,)),
+        Rule("output_layer.bias", (SCORE_BIAS,)),
+    ),
+    (),
+)
 
 
 # --- norms ---------------------------------------------------------------------------------------

@@ -14,7 +14,17 @@ from typing import Literal
 from moerl.config.mesh import check_divides, check_mesh, stage_layers
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ConfigError, LayoutError
-from moerl.layout.common_parts import EMBED, FIRST, HEAD, LAST, MTP, MTP_COPIES, MTP_PREFIX
+from moerl.layout.common_parts import (
+    EMBED,
+    FIRST,
+    HEAD,
+    LAST,
+    LAST_VALUES,
+    MTP,
+    MTP_COPIES,
+    MTP_PREFIX,
+    SCORE_BIAS,
+)
 from moerl.layout.families import FAMILY_TABLES, te_rule
 from moerl.layout.rules import Layer, Part, Place, Rule, Shard, expand
 from moerl.layout.spec import ModelSpec, padded_vocab
@@ -118,8 +128,8 @@ def _hf_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
                     shapes[prefix + name.format(e=expert)] = sizes(dims)
     return shapes | {
         spec.root + name: sizes(dims)
-        for name, dims in LAST.hf.items()
-        if not (spec.tied and name == HEAD)
+        for name, dims in (LAST_VALUES if spec.values else LAST).hf.items()
+        if not ((spec.tied and name == HEAD) or (name == SCORE_BIAS and not spec.value_bias))
     }
 
 
@@ -274,6 +284,10 @@ def _megatron_chunk(
     # prediction layers embed the next token, so their stage has the embedding as well
     embeds = is_first or (is_last and spec.mtp_layers)
     last = _untie(LAST.megatron, spec, shared=is_first) if is_last else ()
+    if is_last and spec.values:
+        last = tuple(
+            rule for rule in LAST_VALUES.megatron if spec.value_bias or rule.hf != (SCORE_BIAS,)
+        )
     first = _rooted(FIRST.megatron, spec) if embeds else ()
     return first, tuple(layers), _rooted(last, spec)
 

@@ -96,6 +96,10 @@ class ModelSpec:
 
     mtp_layers: int = 0  # multi-token-prediction layers, stored as layers `layers`, ...
 
+    # --- a value head in place of the language model's: one number per token ---
+    values: int = 0  # 1: there is one; then `tied` is False
+    value_bias: bool = False
+
     @property
     def q_rows(self) -> int:
         per_head = self.qk_nope + self.qk_rope if self.kv_lora else self.head_dim

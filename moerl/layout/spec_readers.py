@@ -22,12 +22,22 @@ def read_spec(config: Config, family: str, reader: SpecReader) -> ModelSpec:
 
     Raises LayoutError for a missing or non-positive size, or an unsupported variant of the family.
     """
+    head = _value_head(config)
     config = config["text_config"] if reader.nested else config
     _refuse(config, family, {**_COMMON, **reader.allowed})
     _refuse_quantized(config, family)
-    spec = ModelSpec(**(_common(config, family, reader.rope) | reader.read(config)))
+    spec = ModelSpec(**(_common(config, family, reader.rope) | reader.read(config) | head))
     _check(spec)
     return spec
+
+
+def _value_head(config: Config) -> dict[str, Any]:
+    """Fields of a value head, which the config's class of transformers has."""
+    names = " ".join(map(str, config.get("architectures") or ()))
+    per_token = names.endswith("ForTokenClassification")
+    if not (per_token or names.endswith("ForSequenceClassification")):
+        return {}
+    return {"values": 1, "value_bias": per_token, "tied": False, "mtp_layers": 0}
 
 
 # --- fields of every family ----------------------------------------------------------------------
@@ -409,6 +419,8 @@ def _check(spec: ModelSpec) -> None:
             f"n_group = {spec.groups} must divide {spec.experts} experts and be at least "
             f"topk_group = {spec.group_topk}"
         )
+    if spec.values and spec.root:
+        raise LayoutError(f"a value head is not supported inside {spec.root}")
     if spec.tied and spec.mtp_layers:
         raise LayoutError("tie_word_embeddings = True is not supported with prediction layers")
 

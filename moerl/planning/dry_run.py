@@ -39,7 +39,7 @@ from moerl.config.lora_checks import check_quantised_base
 from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_kinds import TaskKind
-from moerl.config.task_mixture import TaskEntry, entries_of
+from moerl.config.task_mixture import TaskEntry, entries_of, reward_models_of
 from moerl.config.task_tables import SOURCES
 from moerl.config.validate import read_section
 from moerl.engine import feature_table
@@ -195,7 +195,8 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
         rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
     for slot in (slot for slot in placed.ref_models if slot.node.name == name):
         count, devices = str(len(slot.ranks)), _numbers(slot.devices)
-        what = f"{', '.join(ref_models_of(config))}: {_sizes(config.ref_models.parallel)}"
+        models = [*ref_models_of(config), *(Path(one).name for one in reward_models_of(config))]
+        what = f"{', '.join(models)}: {_sizes(config.ref_models.parallel)}"
         rows.append(("reference rank", _numbers(slot.ranks), count, devices, what))
     return rows
 

@@ -18,7 +18,7 @@ from moerl.config import Config
 from moerl.config.algorithms import borrows_policy, followers_of, ref_models_of, teachers_of
 from moerl.config.checks import MODEL_MAKERS
 from moerl.config.clusters import Placement, TrainerSlot, is_local, is_shared, placement
-from moerl.config.task_mixture import longest_row
+from moerl.config.task_mixture import longest_row, reward_models_of
 from moerl.config.tiny_config import tiny_config
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
@@ -174,10 +174,10 @@ def model_shapes(config: Config) -> dict[str, Any]:
 
 
 def _ref_model_shapes(config: Config) -> list[ModelSpec]:
-    """Shapes of reference and teacher; a folder that does not exist counts as the student."""
+    """Shapes of the models that only score; a folder that does not exist counts as the student."""
     return [
         model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
-        for path in ref_models_of(config).values()
+        for path in (*ref_models_of(config).values(), *reward_models_of(config))
     ]
 
 

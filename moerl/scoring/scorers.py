@@ -52,7 +52,7 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
                 from moerl.scoring.http_service import HttpScorer  # aiohttp: a dry run needs none
 
                 scorers[entry.label, term.name] = HttpScorer(entry, term)
-            elif term.where != "own":
+            elif term.where not in ("own", "model"):
                 scorers[entry.label, term.name] = make(entry, term)
         if entry.kind is TaskKind.TEXT_REPLIES and entry.label not in replies:
             only = replace(entry, reward="exact_match", rewards=[])  # it is never asked

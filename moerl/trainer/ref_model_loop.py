@@ -1,4 +1,4 @@
-"""Reference and teacher on ranks of their own: take records, score them, report, until the end.
+"""Models that only score, on ranks of their own: take records, score them, report, until the end.
 
 They are a second torchrun job with its own layout (`ref_models.parallel`).  It asks the controller
 for groups that are finished and not scored, those to be trained first at the front, so that the
@@ -22,8 +22,18 @@ import torch.distributed as dist
 
 from moerl.algorithms.device_copies import to_host
 from moerl.config.schema import Config
+from moerl.config.task_mixture import reward_models_of
 from moerl.core.errors import TrainerError
-from moerl.core.messages import Message, Ok, Plan, Scored, Stop, TakeRecords
+from moerl.core.messages import (
+    Message,
+    Ok,
+    Plan,
+    Scored,
+    Stop,
+    TakeRecords,
+    ValueRows,
+    Values,
+)
 from moerl.core.rpc import RpcClient
 from moerl.core.serialization import decode, encode
 from moerl.core.types import Array, BatchPlan, PolicyVersion, RefScores
@@ -31,10 +41,11 @@ from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
 from moerl.data.row_cost import pair_cost
 from moerl.data.teacher_versions import teacher_folder
+from moerl.data.value_rows import value_plan
 from moerl.distributed.object_collectives import broadcast_value, gather_values
 from moerl.runtime.trace import Tracer
 from moerl.trainer.hf_io.hf_folder import HfFolder
-from moerl.trainer.learner.ref_model import open_ref_models
+from moerl.trainer.learner.ref_model import RewardModel, open_ref_models
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.schedule import Batches
 from moerl.trainer.train_loop import REPLY_SLACK_S, RankContext
@@ -61,6 +72,9 @@ class RefModelLoop:
         self.pair_cost = pair_cost(spec)
         with self.tracer.span("load"):
             self.policies = open_ref_models(config, spec.vocab_size, parallel)
+            self.reward_models = {
+                folder: RewardModel(folder, config, parallel) for folder in reward_models_of(config)
+            }
         self.basis = basis_of(config)
         self.client: RpcClient | None = None
         if parallel.is_first:
@@ -70,13 +84,18 @@ class RefModelLoop:
 
     def run(self) -> None:
         """Score until the controller stops the run."""
-        while (plan := self._take_records()) is not None:
-            with self.tracer.span("score", step=plan.step, groups=len(plan.groups)):
-                exchange_s = self._take_teachers(plan)
-                scores = [] if exchange_s is None else self.score(plan)
-                scored = Scored(tuple(scores), exchange_s or {})
+        while (wanted := self._take_records()) is not None:
+            found: Scored | Values
+            if isinstance(wanted, ValueRows):
+                with self.tracer.span("values", rows=len(wanted.rows)):
+                    found = self.values(wanted)
+            else:
+                with self.tracer.span("score", step=wanted.step, groups=len(wanted.groups)):
+                    exchange_s = self._take_teachers(wanted)
+                    scores = [] if exchange_s is None else self.score(wanted)
+                    found = Scored(tuple(scores), exchange_s or {})
             if self.client is not None:
-                self.client.expect(scored, Ok)
+                self.client.expect(found, Ok)
         dist.barrier(self.parallel.control)
 
     def score(self, plan: BatchPlan) -> list[RefScores]:
@@ -128,12 +147,31 @@ class RefModelLoop:
         assert version is not None, f"{name} has taken a version"
         return version
 
-    def _take_records(self) -> BatchPlan | None:
-        """Records on every rank, or None when the run is over."""
+    def values(self, wanted: ValueRows) -> Values:
+        """Collective: the values of a reward model, on the first rank."""
+        trainer = self.config.trainer
+        plan = value_plan(
+            wanted.rows,
+            dp_size=self.parallel.dp_size,
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            packed=trainer.packing,
+            pair=self.pair_cost,
+        )
+        batches = Batches(plan, self.config, self.parallel, self.context.blobs, with_masks=False)
+        values = to_host(self.reward_models[wanted.folder].values(batches))
+        mine = by_row(plan, self.parallel.dp_rank, values)
+        every = gather_values(mine, dict[int, Array], self.parallel.control) or []
+        by_group = {plan.rows[idx].group: of for part in every for idx, of in part.items()}
+        return Values(wanted.number, tuple(by_group[group] for group in sorted(by_group)))
+
+    def _take_records(self) -> BatchPlan | ValueRows | None:
+        """Records or rows on every rank, or None when the run is over."""
         while isinstance(message := self._request(), Ok):
             pass
         if isinstance(message, Stop):
             return None
+        if isinstance(message, ValueRows):
+            return message
         if not isinstance(message, Plan):
             raise TrainerError(f"TakeRecords was answered with {type(message).__name__}")
         return message.plan

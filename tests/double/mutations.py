@@ -189,11 +189,11 @@ REF_BLUNDERS = (
         "upload(batch.temperature[batch.held], hidden_MH.device)", "batch.temperature[batch.held]",
     ),
 )  # fmt: skip
-CRITIC = "moerl.trainer.learner.critic"
+CRITIC, VALUES = "moerl.trainer.learner.critic", "moerl.trainer.passes.values"
 VALUE_BLUNDERS = (
     Blunder(
         "values with their graph",
-        CRITIC, "Critic.values", "scoring(self.model)", "torch.enable_grad()",
+        VALUES, "values_at", "scoring(model)", "torch.enable_grad()",
     ),
     Blunder(
         "values fetched one by one",
@@ -220,7 +220,7 @@ CRITIC_BLUNDERS = (
     ),
     Blunder(
         "rows of the values found on the device",
-        CRITIC, "Critic._values_of", "upload(batch.sampled_rows, output_BS1.device)",
+        VALUES, "values_of_output", "upload(batch.sampled_rows, output_BS1.device)",
         "upload(torch.zeros(output_BS1.numel()).index_fill(0, batch.sampled_rows, 1) > 0, "
         "output_BS1.device)",
     ),

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from moerl.core.types import Array, BatchPlan, PolicyVersion
-from moerl.layout import padded_vocab
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.checkpoints import checkpoint
-from moerl.trainer.learner.critic import Critic, ValueHead
+from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.value_head import ValueHead
 from tests.helpers.hf_gather import HfGather
 from tests.helpers.saved_checkpoint import save_whole
 
@@ -82,9 +82,6 @@ def _gradients(critic: Critic, ranks: Parallel) -> dict[str, torch.Tensor] | Non
     dist.all_gather_object(
         every, None if head is None else head.weight.main_grad.clone(), group=ranks.control
     )
-    for name in [name for name in named if name.endswith("output_layer.weight")]:
-        rows = padded_vocab(critic.model.spec, ranks.tp_size) // ranks.tp_size
-        named[name] = torch.zeros(rows, critic.model.spec.hidden)
     gather = HfGather(
         lambda: named, critic.model.spec, ranks.sizes, ranks.rank, "local", ranks.control
     )
@@ -93,7 +90,8 @@ def _gradients(critic: Critic, ranks: Parallel) -> dict[str, torch.Tensor] | Non
         return None
     heads = [part for part in every if part is not None]
     assert all(torch.equal(heads[0], other) for other in heads), "tensor ranks hold one head"
-    result = {name: t.clone() for name, t in whole.items() if "lm_head" not in name}
+    result = {name: t.clone() for name, t in whole.items() if name != "score.weight"}
+    assert torch.equal(whole["score.weight"], heads[0])
     return result | {"head": heads[0]}
 
 

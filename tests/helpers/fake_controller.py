@@ -41,6 +41,8 @@ from moerl.core.messages import (
     TakePlan,
     TakeRecords,
     UpdateDone,
+    ValueRows,
+    Values,
     VerifyUpdate,
 )
 from moerl.core.rpc import Keys, RpcServer
@@ -118,8 +120,10 @@ class FakeController:
         self.hello: Hello | None = None
         self.steps: list[StepDone] = []
         self.failed: list[Failed] = []
-        self.records: list[BatchPlan] = []  # for the reference ranks, each asked for once
+        # For the reference ranks, each asked for once
+        self.records: list[BatchPlan | ValueRows] = []
         self.scored: list[Scored] = []
+        self.values: list[Values] = []
         self.keys = Keys.make()
         self._server = RpcServer("tcp://127.0.0.1:*", self.keys, self._handle)
         self.endpoint = self._server.endpoint
@@ -169,9 +173,14 @@ class FakeController:
             ):
                 return self._session(message)
             case TakeRecords():
-                return Plan(self.records.pop(0)) if self.records else Stop("all are scored")
+                if not self.records:
+                    return Stop("all are scored")
+                wanted = self.records.pop(0)
+                return wanted if isinstance(wanted, ValueRows) else Plan(wanted)
             case Scored():
                 self.scored.append(message)
+            case Values():
+                self.values.append(message)
             case Failed():
                 self.failed.append(message)
         return Ok()

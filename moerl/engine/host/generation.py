@@ -43,6 +43,7 @@ from moerl.engine.host.weight_updates import WeightUpdater
 from moerl.engine.protocol import IN_PLACE, RETRACT_AUDIT, SAMPLED
 from moerl.engine.record_files import FIELD, RecordReader
 from moerl.records.blob_store import BlobStore
+from moerl.records.token_entropy import token_entropies
 from moerl.runtime.trace import Tracer
 
 _FEW_ROWS = 256  # of a record: at 48 layers a millisecond
@@ -78,15 +79,18 @@ class Generation:
         *,
         routing: bool,
         support: int = 0,
+        entropies: bool = False,
     ) -> None:
         """Start without a server.
 
         routing: the engine's routes are recorded.  support: the log-probabilities of all kept
         entries are, too, and without truncation those of so many likeliest ones; 0 = neither.
+        entropies: replies have them.
         """
         self._index, self._shape, self._store = health.index, shape, store
         self._health, self._updates, self._tracer = health, updates, tracer
         self._routing, self._support = routing, min(support, shape.vocab_size)
+        self._entropies = entropies
         self._indexer = routing and bool(shape.index_topk)
         self._shared = SharedPrompts()
         # Requests that the server has, and its ids of them.  It aborts every id that begins with
@@ -374,7 +378,10 @@ class Generation:
         """Seal the tokens of one version of the weights."""
         span = parsed.spans[0] if parsed.spans else VersionSpan(0, version)
         version = span.version
-        sealed = self._seal(parsed, request, version)
+        sealed, truncates = self._seal(parsed, request, version), request.sampling.truncates
+        entropies = None
+        if self._entropies:
+            entropies = token_entropies(parsed.logprobs, parsed.mask or (), is_whole=truncates)
         return Segment(
             rollout_id=request.rollout_id,
             output_ids=parsed.output_ids,
@@ -382,8 +389,9 @@ class Generation:
             version=version,
             finish=parsed.finish,
             routing=sealed.routing,
-            sampling_mask=sealed.mask if request.sampling.truncates else None,
-            top_logprobs=None if request.sampling.truncates else sealed.mask,
+            sampling_mask=sealed.mask if truncates else None,
+            top_logprobs=None if truncates else sealed.mask,
+            entropies=entropies,
             audit_rows=sealed.audit,
             engine=self._index,
             cached_tokens=parsed.cached_tokens,

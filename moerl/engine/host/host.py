@@ -56,6 +56,7 @@ class EngineContext:
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # of the trainer; engines must have the same
     support: int = 0  # as in Generation
+    entropies: bool = False
     # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -123,6 +124,7 @@ class EngineHost:
             self._tracer,
             routing=self._routing,
             support=context.support,
+            entropies=context.entropies,
         )
         self._mailbox = Mailbox()
         self._running: set[asyncio.Task[None]] = set()

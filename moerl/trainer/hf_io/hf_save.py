@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,6 +97,16 @@ def saved_config(
     """
     fixed = pinned(spec)
     return with_dtype(config, (dtype for name, dtype in dtypes.items() if name not in fixed))
+
+
+def value_config(config: Mapping[str, Any], loss: Literal["bce", "mse"]) -> dict[str, Any]:
+    """The config of a model with a trained value head, as transformers reads it."""
+    names = [
+        name.replace("ForCausalLM", "ForTokenClassification") for name in config["architectures"]
+    ]
+    kind = {"bce": "multi_label_classification", "mse": "regression"}[loss]
+    labels = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}, "problem_type": kind}
+    return {**config, "architectures": names, **labels}
 
 
 def pinned(spec: ModelSpec) -> set[str]:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,8 @@ class HfShards:
 
     params: returns this rank's live parameters by local name, called at every save.
     tiles: the shards of every rank.  source: the model folder that training began with; it gives
-    config, tokenizer, and the tensors that no rank holds (prediction layers).
+    config, tokenizer, and the tensors that no rank holds (prediction layers).  config: in place of
+    the source's.
     Construction and `save` are collective.  Raises LayoutError when the live parameters do
     not match `tiles`, ModelError when they do not match the source's config.
     """
@@ -89,10 +91,11 @@ class HfShards:
         source: str | Path,
         *,
         max_shard_bytes: int = SHARD_BYTES,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._params, self._tiles, self._ranks = params, tiles, ranks
         self._source = Path(source)
-        self._config = read_json(self._source / "config.json")
+        self._config = read_json(self._source / "config.json") if config is None else config
         try:
             self._spec = model_spec(self._config)
         except LayoutError as error:

@@ -18,15 +18,13 @@ Legend: B rows, S positions, H hidden, N sampled tokens of a microbatch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from moerl.algorithms.advantages import plan_gae
@@ -36,10 +34,10 @@ from moerl.algorithms.loss import value_loss
 from moerl.config.schema import Config
 from moerl.core.types import Array, BatchPlan
 from moerl.data.batching import Minibatch
-from moerl.data.packing import LossInputs, Microbatch, by_row
+from moerl.data.packing import LossInputs, by_row
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_store import RecordReads
-from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.learner.optimizer import (
     connect,
     gather_parameters,
@@ -48,44 +46,11 @@ from moerl.trainer.learner.optimizer import (
     take_step,
 )
 from moerl.trainer.model.gpt import build, wrap
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.passes import forward
+from moerl.trainer.model.value_head import with_value_head
 from moerl.trainer.passes.router_losses import without_router_losses
-from moerl.trainer.passes.schedule import (
-    Batches,
-    LossOf,
-    ScheduledPass,
-    next_pass,
-    no_tokens,
-    run_pass,
-    scoring,
-)
-
-
-class ValueHead(torch.nn.Module):
-    """Replaces GPTModel's output layer: [S, B, H] -> [S, B, 1] fp32.
-
-    Under sequence parallelism a tensor-parallel rank has the hidden states of a run of positions.
-    It computes their values, which are gathered: one number per position instead of H.  All of
-    these ranks then compute one loss, so the backward pass takes a rank's own positions out of it,
-    and Megatron sums the head's gradient over them (`sequence_parallel` of a parameter).
-    """
-
-    def __init__(self, hidden: int, *, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden))
-        setattr(self.weight, "sequence_parallel", sequence_parallel)  # noqa: B010
-        self.sequence_parallel = sequence_parallel
-
-    def forward(self, hidden_SBH: Tensor, **_unused: Any) -> tuple[Tensor, None]:
-        """Called with the output layer's arguments; the second result is its bias."""
-        value_SB1 = torch.nn.functional.linear(hidden_SBH.float(), self.weight.float())
-        if self.sequence_parallel:
-            value_SB1 = gather_from_sequence_parallel_region(
-                value_SB1, tensor_parallel_output_grad=False
-            )
-        return value_SB1, None
+from moerl.trainer.passes.schedule import Batches, ScheduledPass, no_tokens, run_pass
+from moerl.trainer.passes.values import load_values, value_step, values_at, values_of_output
 
 
 @dataclass(slots=True)
@@ -123,21 +88,30 @@ class _Sums:
 class Critic:
     """One rank's part of the critic."""
 
-    def __init__(self, config: Config, parallel: Parallel, store: RecordReads) -> None:
-        """Raises ConfigError, LayoutError as the policy's model does."""
+    def __init__(
+        self,
+        config: Config,
+        parallel: Parallel,
+        store: RecordReads,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor] = value_loss,
+        bias: bool = False,
+        lr: float | None = None,
+    ) -> None:
+        """Raises ConfigError, LayoutError as the policy's model does.
+
+        loss: [N], of values and returns.  bias: of the head.  lr: in place of
+        `algorithm.critic_lr`.
+        """
+        self._value_loss = loss
         self.config, self.parallel, self.store = config, parallel, store
         source = HfFolder(config.model.path)
         trainer = without_router_losses(config.trainer)
-        self.model = build(source.spec, trainer, parallel, with_replay=False)
-        load_hf(self.model.tensors, self.model.tiles, source)
-        for chunk in self.model.chunks:
-            chunk.gpt.share_embeddings_and_output_weights = False  # the head is not the embedding
-            if chunk.has_loss:
-                head = ValueHead(source.spec.hidden, sequence_parallel=parallel.tp_size > 1)
-                # dtype of the other parameters: megatron-core 0.16.1 cannot save bf16 with fp32
-                chunk.gpt.output_layer = head.to(parallel.device, self.model.config.params_dtype)
+        spec = with_value_head(source.spec, bias=bias)
+        self.model = build(spec, trainer, parallel, with_replay=False)
+        load_values(self.model, source)
         settings = config.trainer.optimizer
-        rate = config.algorithm.critic_lr
+        rate = config.algorithm.critic_lr if lr is None else lr
         settings = replace(settings, lr=rate, min_lr=min(settings.min_lr, rate))
         self.ddp: list[DistributedDataParallel] = wrap(
             self.model, config.trainer, parallel.platform
@@ -158,24 +132,16 @@ class Critic:
 
     def values(self, plan: BatchPlan) -> list[Array]:
         """Value at each sampled token, by row of the plan, on all ranks; collective."""
-        found: dict[int, Tensor] = {}
-        batches = self._batches(plan)
-
-        def keep(
-            scheduled: ScheduledPass, output_BS1: Tensor
-        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            value_N = self._values_of(scheduled.batch, output_BS1)
-            found[scheduled.microbatch] = value_N
-            return value_N.sum(), no_tokens(value_N.device), {}
-
-        modules = [chunk.module for chunk in self.model.chunks]
-        with scoring(self.model):
-            step = partial(self._forward_step, keep)
-            run_pass(self.model, modules, batches, step, forward_only=True)
+        found = values_at(self.model, self._batches(plan))
         mine = by_row(plan, self.parallel.dp_rank, to_host(found)) if self._counts else {}
         every = all_gather_values(mine, dict[int, Array], self.parallel.control)
         joined = {idx: value for part in every for idx, value in part.items()}
         return [joined[idx] for idx in range(len(plan.rows))]
+
+    def fit(self, plan: BatchPlan, targets: list[Array]) -> dict[str, float]:
+        """One optimizer step towards these values of the sampled tokens, by row of the plan."""
+        self._returns = targets
+        return self.update([Minibatch.whole(plan)])
 
     def update(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
         """Take one optimizer step per part towards the returns of the last `advantages`; metrics.
@@ -195,7 +161,7 @@ class Critic:
                 self.model,
                 self.ddp,
                 batches,
-                partial(self._forward_step, partial(self._loss, sums)),
+                partial(value_step, self.model, partial(self._loss, sums)),
             )
             norms += take_step(self.optimizer, f"step {part.plan.step}: the critic")
         gather_parameters(self.ddp)
@@ -216,30 +182,13 @@ class Critic:
         p = self.parallel
         return p.is_last_stage and p.tp_rank == 0 and p.cp_rank == 0
 
-    def _values_of(self, batch: Microbatch, output_BS1: Tensor) -> Tensor:
-        """[N] fp32 of all sampled tokens of the data-parallel rank, from this rank's positions."""
-        value_M = output_BS1.flatten()[upload(batch.sampled_rows, output_BS1.device)].float()
-        return forward.gather_context_parallel(value_M, batch, self.parallel)
-
-    def _forward_step(
-        self,
-        loss: Callable[[ScheduledPass, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
-        scheduled_passes: Iterator[ScheduledPass],
-        module: torch.nn.Module,
-    ) -> tuple[Tensor, LossOf]:
-        scheduled = next_pass(scheduled_passes)
-        output = forward.run_chunk(
-            self.model, scheduled.chunk, module, scheduled.batch, scheduled.microbatch, Mode.OFF
-        )
-        return output, partial(loss, scheduled)
-
     def _loss(
         self, sums: _Sums, scheduled: ScheduledPass, output_BS1: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch, device = scheduled.batch, output_BS1.device
-        value_N = self._values_of(batch, output_BS1)
+        value_N = values_of_output(batch, output_BS1, self.parallel)
         return_N = upload(batch.advantage, device)
-        loss = (upload(batch.weight, device) * value_loss(value_N, return_N)).sum()
+        loss = (upload(batch.weight, device) * self._value_loss(value_N, return_N)).sum()
         if self._counts:
             sums.add(loss, value_N, return_N)
         return loss, no_tokens(device), {}

@@ -42,6 +42,7 @@ from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import Batches, score
+from moerl.trainer.passes.values import values_at
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,19 +89,7 @@ class RefModel:
             )
         self.version: PolicyVersion | None = None  # that it took last, whole
         self._lora, self._parallel = config.lora, parallel
-        self.model = build(
-            source.spec,
-            without_router_losses(config.trainer),
-            parallel,
-            with_replay=False,
-            lora=config.lora if follows else None,
-            fp32_head=config.model.fp32_lm_head,
-        )
-        if not follows or self.model.adapters:
-            load_hf(self.model.tensors, self.model.tiles, source)
-            self.model.keep_base()
-        for chunk in self.model.chunks:
-            chunk.module.requires_grad_(False).eval()
+        self.model = _frozen(source, config, parallel, follows=follows)
 
     def logprobs(self, batches: Batches) -> dict[int, Tensor]:
         """[N] fp32 log-probabilities of the sampled tokens by microbatch, on the last stage."""
@@ -120,6 +109,43 @@ class RefModel:
         check_digest(folder, found)
         self.version = version
         log.info("%s is loaded, digest %s", folder, found)
+
+
+class RewardModel:
+    """One rank's part of a model with a value head that only scores."""
+
+    def __init__(self, path: str, config: Config, parallel: Parallel) -> None:
+        """path: a folder of transformers' sequence or token classification, with one label.
+
+        Raises ModelError for any other folder.
+        """
+        source = HfFolder(path)
+        self._is_logit = source.config.get("problem_type") == "multi_label_classification"
+        self.model = _frozen(source, config, parallel)
+
+    def values(self, batches: Batches) -> dict[int, Tensor]:
+        """[N] fp32 by microbatch, on the last stage; probabilities where it was trained to them."""
+        found = values_at(self.model, batches)
+        return {n: v.sigmoid() for n, v in found.items()} if self._is_logit else found
+
+
+def _frozen(
+    source: HfFolder, config: Config, parallel: Parallel, *, follows: bool = False
+) -> Model:
+    model = build(
+        source.spec,
+        without_router_losses(config.trainer),
+        parallel,
+        with_replay=False,
+        lora=config.lora if follows else None,
+        fp32_head=config.model.fp32_lm_head,
+    )
+    if not follows or model.adapters:
+        load_hf(model.tensors, model.tiles, source)
+        model.keep_base()
+    for chunk in model.chunks:
+        chunk.module.requires_grad_(False).eval()
+    return model
 
 
 class BorrowedPolicy:

@@ -35,6 +35,7 @@ from moerl.trainer.model.replay import RouteReplay, attach
 from moerl.trainer.model.served_adapters import ServedAdapters
 from moerl.trainer.model.sparse_attention import IndexerReplay, attach_indexers, sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
+from moerl.trainer.model.value_head import ValueHead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +209,10 @@ def _chunk(
         post_process=has_loss,
         vp_stage=index if last else None,
     )
+    if has_loss and spec.values:
+        gpt.output_layer = ValueHead(
+            spec.hidden, bias=spec.value_bias, sequence_parallel=parallel.tp_size > 1
+        )
     gpt.to(parallel.device)
     adapters = None
     if lora and lora.rank:
