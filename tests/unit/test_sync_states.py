@@ -26,7 +26,7 @@ from moerl.core.messages import (
 from moerl.core.rpc import Keys
 from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from moerl.engine.host.host import EngineContext, EngineHost
-from moerl.engine.host.sglang_client import BadRequest, read_committed
+from moerl.engine.host.sglang_client import BadRequest, read_record
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
@@ -106,11 +106,11 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
 def test_what_a_commit_cost_travels_as_one_record() -> None:
     cost = Committed(seconds=1.5e-7, recomputed=12, begun_s=1.7e9, cpu_s=0.1)
     message = msgspec.json.encode(cost).decode() + "\n"
-    assert read_committed(message) == cost
-    assert read_committed(f"{message} Weight version updated to 0.1.") == cost
+    assert read_record(message, Committed) == cost
+    assert read_record(f"{message} Weight version updated to 0.1.", Committed) == cost
     for broken in ("", "Success", "0.1 12 1.7 0.1", '{"recomputed": 1}', '{"seconds": "x"}'):
-        with pytest.raises(EngineError, match="answer to a commit is not readable"):
-            read_committed(broken)
+        with pytest.raises(EngineError, match="answer to an update is not readable"):
+            read_record(broken, Committed)
 
 
 def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path: Path) -> None:
