@@ -116,9 +116,9 @@ STAGES = (
     Stage(
         "recipes",
         18,
-        "e2e/test_architecture.py e2e/test_data_files_run.py e2e/test_examples_run.py"
-        " e2e/test_lora_*.py e2e/test_model_start_run.py e2e/test_nccl_settings.py"
-        " e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
+        "e2e/test_architecture.py e2e/test_colocated_run.py e2e/test_data_files_run.py"
+        " e2e/test_examples_run.py e2e/test_lora_*.py e2e/test_model_start_run.py"
+        " e2e/test_nccl_settings.py e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
     ),
     Stage(
         "variants",
