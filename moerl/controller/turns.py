@@ -70,12 +70,12 @@ class Turns:
             begin = time.monotonic()
             if for_a_start and self._is_starting():
                 self._enter(TurnPhase.GENERATE)
-                self._since = begin
             if self.phase == TurnPhase.GENERATE:
                 await self._wait_while(self._is_starting)
                 await self._wait_while(self._is_held)
-                self._count("turn/generate_s", begin - self._since)
-                self._count("turn/late", float(self._late))
+                if not for_a_start:
+                    self._count("turn/generate_s", begin - self._since)
+                    self._count("turn/late", float(self._late))
             self._enter(TurnPhase.CLOSING)
             moved = await self._each(self._sleep)
             self._enter(TurnPhase.TRAIN)
