@@ -314,6 +314,10 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
+        if takes_turns(self._run_context.config.cluster):
+            raise ConfigError(
+                "cluster.colocated", "turns", "no engine joins: it would need the trainer's memory"
+            )
         placed = self._context.actors.engine(
             self._run_context, self._next, tp
         )  # refuses one without room
