@@ -44,7 +44,8 @@ from figures import Figure, of_ratios, report, result
 from moerl.config import load_config
 from moerl.launch.run_context import RunContext
 from moerl.launch.train import prepare, set_ray_environment
-from moerl.runtime.process_tree import become_subreaper, end_descendants
+from moerl.runtime.process_tree import end_descendants
+from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir
 
 ENGINE_RECORDS_AIM, ENGINE_AIM, TRAINER_AIM = 0.97, 0.93, 0.97

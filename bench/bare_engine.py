@@ -31,6 +31,7 @@ from moerl.engine.weight_layout import MODULES_CHECKED
 from moerl.launch.nodes.ray_nodes import start_ray
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import ControllerActor, RayActors, place
+from moerl.launch.supervision.ray_proxy import ActorProxy
 
 BARE, RECORDS, DIRECT, PATH = "bare", "bare, records on", "moerl's server", "whole path"
 ARMS = (BARE, RECORDS, DIRECT, PATH)
@@ -242,14 +243,16 @@ class WholePath:
         actors = RayActors()
         self._scorer = actors.scorer(plan)
         self._host = actors.engine(plan, 0, 1).actor
-        hosts = {0: self._host}
+        hosts = {0: ActorProxy(self._host, "engine 0")}
         self._controller = place(PacedController, plan, hosts, {0: 1}, self._scorer)
         keys = Keys.read(plan.run.endpoints.keys)
-        self._trainer = RpcClient(ray.get(self._controller.open.remote()), keys, timeout_s=LIMIT_S)
+        self._trainer = RpcClient(
+            str(ray.get(self._controller.open.remote())), keys, timeout_s=LIMIT_S
+        )
         status = ray.get(self._host.ask.remote("start", FIRST))
         self.server = psutil.Process(status.pid)
-        self._running = self._controller.watch.remote()
-        ray.get(self._controller.engines_started.remote())
+        self._running = self._controller.ask.remote("run")
+        ray.get(self._controller.ask.remote("engines_started"))
         self._trainer.request(Hello(1, 1, FIRST, (), (FIRST,)))
         self.arm = Arm(self.answer, self._processes, self.finish)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def _discard(_metrics: object) -> None:
 class BareTrainer:
     """What a training step of Megatron-core does, and no more."""
 
-    def __init__(self, model: object, platform: object, config: Config) -> None:
+    def __init__(self, model: Any, platform: Any, config: Config) -> None:
         from megatron.core.distributed import finalize_model_grads
 
         from moerl.trainer.learner.optimizer import make_optimizer, make_schedule

@@ -207,6 +207,9 @@ class StubScorer:
         siblings = [request.key.split(".")[1] for request in asked]
         return [Score(float(int(sibling.partition("~")[0][-1]) % 2)) for sibling in siblings]
 
+    async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
+        raise AssertionError("nothing is asked of an environment")
+
 
 class Records(BlobStore):
     """The stub engines seal nothing, and whoever asks is told that all is there."""
@@ -308,7 +311,6 @@ async def load(episodes: int, seconds: float, step_s: float) -> bool:
             encode=lambda text: list(text.encode()),
             blobs=blobs,
             journal=Journal(Path(folder) / "journal", blobs),
-            records=None,
             saved_steps=trainer.saved,
             on_step=lambda report: None,
             on_rewind=lambda step: None,

@@ -89,8 +89,9 @@ class Inputs:
         hidden = torch.randn(shape.tokens, shape.hidden, generator=generator)
         weight = torch.randn(V, shape.hidden, generator=generator) * shape.hidden**-0.5
         self.hidden = hidden.to(device, dtype).requires_grad_()
-        self.weight: Any = torch.nn.Parameter(weight.to(device, dtype))
-        self.weight.main_grad = torch.zeros(V, shape.hidden, device=device)
+        weights: Any = torch.nn.Parameter(weight.to(device, dtype))
+        weights.main_grad = torch.zeros(V, shape.hidden, device=device)
+        self.weight = weights
 
     def reset(self) -> None:
         self.hidden.grad = self.weight.grad = None

@@ -5,9 +5,8 @@
 
 GRPO, GSPO, CISPO and DeepSeek-V3.2 at `rollout.fixed_lag` 0 and 8, at lag 8 GRPO and DeepSeek-V3.2
 also without their correction, each with several seeds.  A seed makes the initial weights and the
-prompts, so all series of a seed start alike.  One engine serves all runs: a new run's trainer is a
-new incarnation and publishes its own weights before the first rollout.  Runs are of optimizer
-steps at a lag that does not depend on speed, so a busy machine changes nothing but the time.
+prompts, so all series of a seed start alike.  Runs are of optimizer steps at a lag that does not
+depend on speed, so a busy machine changes nothing but the time.
 
 Writes OUT/curves.html, and prints the table that it holds.
 """
@@ -16,33 +15,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
-import ray
+from learning_arms import moerl
 
-from moerl.config import load_config, save_config
-from moerl.core.types import PolicyVersion
+from moerl.config import load_config
 from moerl.data.tiny_model import make_tiny_model
-from moerl.distributed.torchrun import TorchrunJob
-from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
-from moerl.launch.supervision.actors import ControllerActor, EngineActor, ScorerActor, place
-from moerl.launch.train import prepare
 from moerl.observe.charts import Chart, Scale
 from moerl.observe.metrics import Row, read_rows
 from moerl.observe.page import Column, Page, PageSection, Table, figure, write_html
-from moerl.runtime.process_tree import become_subreaper, end_descendants
 from moerl.runtime.run_dir import RunDir
-
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,59 +81,6 @@ CHARTS: tuple[tuple[str, str, str, Scale], ...] = (
 )
 
 
-class Bed:
-    """Ray, one engine and one scorer that serve run after run."""
-
-    def __init__(self, plan: RunContext, scratch: Path) -> None:
-        self._plan = plan
-        ray.init(
-            address="local",
-            num_cpus=0,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(scratch / "ray"),
-        )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ray.init puts its own in place
-        self._engine = place(EngineActor, plan, 0, plan.config.engine.tp)
-        self._scorer = place(ScorerActor, plan)
-        ray.get(self._engine.ask.remote("start", PolicyVersion(0, 0)))
-        self._runs = 0
-
-    def train(self, plan: RunContext) -> Iterator[Row]:
-        """Rows of a run as its steps are done.  Raises the run's first failure."""
-        self._runs += 1
-        bed = self._plan
-        plan = replace(
-            plan,
-            incarnation=self._runs,  # above 0, so that the trainer publishes before it asks
-            token=bed.token,
-            node=bed.node,
-            blob_dir=bed.blob_dir,
-        )
-        sizes = {0: plan.config.engine.tp}
-        controller = place(ControllerActor, plan, {0: self._engine}, sizes, self._scorer)
-        endpoint = ray.get(controller.open.remote())
-        watch = controller.watch.remote()
-        ray.get(controller.engines_started.remote())
-        log = plan.run.logs / "trainer.log"
-        trainer = TorchrunJob(trainer_command(plan, endpoint), trainer_environment(plan), log)
-        try:
-            while (code := trainer.poll()) is None:
-                if ray.wait([watch], timeout=_POLL_S)[0]:
-                    ray.get(watch)
-                yield from ray.get(controller.poll.remote())[1]
-        finally:
-            trainer.terminate()
-            trainer.wait()
-        if code:
-            sys.exit(f"the trainer of {plan.run.root} ended with {code}; see {log}")
-        yield from ray.get(controller.poll.remote())[1]
-        ray.get(controller.stop.remote())
-        ray.kill(controller)
-
-
 def missing(
     out: Path, series: Sequence[Series], seeds: int, steps: int
 ) -> list[tuple[Series, int]]:
@@ -158,17 +93,15 @@ def missing(
     ]
 
 
-def plan_of(out: Path, line: Series, seed: int, steps: int) -> RunContext:
-    """The run's own folder, begun anew."""
+def train(out: Path, line: Series, seed: int, steps: int) -> None:
+    """Train a run in its own folder, begun anew; its metrics stay."""
     run = RunDir(out / line.folder(seed))
     shutil.rmtree(run.root, ignore_errors=True)
-    run.create()
     overrides = [*SETTINGS, *line.settings, f"rollout.fixed_lag={line.lag}", f"run.steps={steps}"]
     overrides += [f"run.seed={seed}", f"run.root={out}", f"model.path={_model(out, line, seed)}"]
-    config = load_config(line.recipe, overrides)
-    plan = prepare(config, run, resume=False)
-    save_config(plan.config, run.config)
-    return plan
+    moerl(out, ["train", line.recipe, *overrides, "--run", run.root.name])
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    shutil.rmtree(run.hf, ignore_errors=True)
 
 
 def _model(out: Path, line: Series, seed: int) -> Path:
@@ -178,29 +111,20 @@ def _model(out: Path, line: Series, seed: int) -> Path:
     return folder
 
 
-def run_all(out: Path, todo: Sequence[tuple[Series, int]], steps: int, scratch: Path) -> None:
-    line, seed = todo[0]
-    _say(f"{len(todo)} runs of {steps} steps to go; the engine starts\n")
-    bed = Bed(plan_of(out / "engine", line, seed, steps), scratch)
+def run_all(out: Path, todo: Sequence[tuple[Series, int]], steps: int) -> None:
+    print(f"{len(todo)} runs of {steps} steps to go", flush=True)
     begin = time.monotonic()
     for number, (line, seed) in enumerate(todo):
-        plan = plan_of(out, line, seed, steps)
-        for row in bed.train(plan):
-            _say(f"{line.name}, lag {line.lag}, seed {seed}: step {row['step'] + 1} of {steps}")
-        shutil.rmtree(plan.run.checkpoints)  # metrics are the result
-        shutil.rmtree(plan.run.hf)
+        train(out, line, seed, steps)
+        rows = read_rows(RunDir(out / line.folder(seed)).metrics)
         minutes = (time.monotonic() - begin) / 60
-        reward = fmean(r["reward/mean"] for r in read_rows(plan.run.metrics)[-steps // 10 :])
+        reward = fmean(r["reward/mean"] for r in rows[-max(1, steps // 10) :])
         left = minutes / (number + 1) * (len(todo) - number - 1)
-        _say(
+        print(
             f"[{number + 1} of {len(todo)}] {line.name}, lag {line.lag}, seed {seed}: last tenth "
-            f"{reward:.3f}; {minutes:.0f} min so far, about {left:.0f} to go\n"
+            f"{reward:.3f}; {minutes:.0f} min so far, about {left:.0f} to go",
+            flush=True,
         )
-
-
-def _say(text: str) -> None:
-    print(f"\r\033[K{text}" if sys.stdout.isatty() or text.endswith("\n") else "", end="")
-    sys.stdout.flush()
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -291,16 +215,8 @@ def main() -> None:
     out = arguments.out.resolve()
     todo = [] if arguments.page else missing(out, SERIES, arguments.seeds, arguments.steps)
     if todo:
-        become_subreaper()
-        os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-        scratch = Path(tempfile.mkdtemp(prefix="moerl-curves-"))
-        try:
-            run_all(out, todo, arguments.steps, scratch)
-        finally:
-            ray.shutdown()  # while its servers live: its client aborts the process without them
-            end_descendants(grace_s=2.0)
-            shutil.rmtree(scratch, ignore_errors=True)
-            shutil.rmtree(Path("/dev/shm") / scratch.name, ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        run_all(out, todo, arguments.steps)
     found = load(out, arguments.seeds, arguments.steps)
     if not found:
         sys.exit(f"{out} holds no run of {arguments.steps} steps")

@@ -109,7 +109,9 @@ class TurnStubEngine(StubEngine):
         super().__init__(index, traffic, 0.0)
         self.waits = waits
         self.cuts = dict[str, asyncio.Event]()  # set: the request ends; by its name
-        self.ids = np.random.default_rng(index).integers(3, vocab_size, len(self.ids), np.int32)
+        self.ids = (
+            np.random.default_rng(index).integers(3, vocab_size, len(self.ids)).astype(np.int32)
+        )
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> None:
         await asyncio.gather(*map(self._turn, requests))
@@ -268,7 +270,6 @@ async def load(episodes: int, seconds: float, scale: float, workers: int) -> dic
             encode=lambda text: list(text.encode()),
             blobs=blobs,
             journal=Journal(folder / "journal", blobs),
-            records=None,
             saved_steps=trainer.saved,
             on_step=lambda report: None,
             on_rewind=lambda step: None,

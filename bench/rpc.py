@@ -56,11 +56,11 @@ def plan() -> Plan:
 
 
 def make_handler(size: int) -> Callable[[Message], Message]:
-    long, full = Refused("x" * size), plan()
+    replies: dict[int, Message] = {LONG_REPLY: Refused("x" * size), PLAN: plan()}
 
     def handle(message: Message) -> Message:
         if isinstance(message, AskEngine):
-            return {LONG_REPLY: long, PLAN: full}.get(message.engine, EngineVersion(V0, ""))
+            return replies.get(message.engine, EngineVersion(V0, ""))
         return Ok()
 
     return handle

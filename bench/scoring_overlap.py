@@ -64,7 +64,7 @@ def config_of(steps: int, *, barrier: bool) -> Config:
     rollout = RolloutConfig(
         groups_per_step=GROUPS, group_size=SIBLINGS, max_groups_in_flight=GROUPS
     )
-    arm = {"fixed_lag": 0} if barrier else {"max_lag": 4, "buffer_depth": 3}
+    arm: dict[str, Any] = {"fixed_lag": 0} if barrier else {"max_lag": 4, "buffer_depth": 3}
     return resolve(
         Config(
             run=RunConfig(steps=steps),

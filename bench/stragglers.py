@@ -223,7 +223,6 @@ async def load(steps: int, quorum: int, slow: float, arm: Mapping[str, Any]) -> 
             encode=lambda text: list(text.encode()),
             blobs=blobs,
             journal=Journal(Path(name) / "journal", blobs),
-            records=None,
             saved_steps=trainer.saved,
             on_step=on_step,
             on_rewind=lambda step: None,

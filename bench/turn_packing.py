@@ -19,7 +19,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,14 +86,19 @@ def compare(learner: Learner, store: BlobStore, turns: int, rounds: int) -> None
             begin = time.perf_counter()
             learner.step(plans[form])
             seconds[form].append(time.perf_counter() - begin)
-    tokens = {form: [row.num_tokens - 1 for row in plan.rollouts()] for form, plan in plans.items()}
+    tokens: dict[str, list[int]] = {
+        form: [row.num_tokens - 1 for row in plan.rollouts()] for form, plan in plans.items()
+    }
     sampled = sum(row.num_sampled for row in plans["join"].rollouts())
     saving = operations(tokens["separate"], sampled) / operations(tokens["join"], sampled)
     report(turns, tokens, seconds, saving)
 
 
 def report(
-    turns: int, tokens: dict[str, list[int]], seconds: dict[str, list[float]], saving: float
+    turns: int,
+    tokens: Mapping[str, list[int]],
+    seconds: Mapping[str, list[float]],
+    saving: float,
 ) -> None:
     ratios = [a / b for a, b in zip(seconds["separate"], seconds["join"], strict=True)]
     measured = statistics.median(ratios)
