@@ -84,12 +84,15 @@ def _cause(manager: Any, what: str, parts: list[str]) -> str:
     if not manager.scheduler.is_fully_idle(ignore_waiting=True):
         return "a request cannot be retracted now"
     if _WEIGHTS in parts and (lost := _kept_nowhere(manager.tp_worker.model_runner.model)):
-        return f"{lost} is neither a parameter nor a buffer, so sleep would lose it"
+        return f"no update and no copy of buffers brings back {lost}"
     return ""
 
 
 def _kept_nowhere(model: nn.Module) -> str:
     """A tensor of a module that neither an update nor SGLang's copy of buffers brings back."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_skip_weight_check", False):  # a scale of the cache
+            return name
     own = [*model.parameters(), *model.buffers()]
     kept, devices = {t.untyped_storage()._cdata for t in own}, {t.device.type for t in own}
     for name, module in model.named_modules():
