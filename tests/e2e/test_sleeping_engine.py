@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from moerl.config.schema import EngineConfig
-from moerl.core.errors import EngineError
+from moerl.core.errors import EngineError, RecordError
 from moerl.core.messages import AskEngine, EngineMemory, EngineVersion, SleepEngine, WakeEngine
-from moerl.core.types import Array, ModelShape, PolicyVersion, Rollout, SamplingParams
+from moerl.core.types import Array, ModelShape, PolicyVersion, Rollout, SamplingParams, Segment
 from moerl.engine.protocol import MEMORY_PARTS, RETRACT_AUDIT
 from moerl.records.blob_ranges import read_mask, read_routes
 from tests.helpers import engine_tiny_model as tiny
@@ -149,6 +149,7 @@ class Slept:
     asked: dict[str, int] = field(default_factory=dict)  # requests that reached the server
     readable: bool | None = None  # tokens of a sleeping engine without the guard are the right ones
     unguarded: list[int] = field(default_factory=list)
+    cut: Segment | RecordError | None = None  # reply to a request that was aborted asleep
     core: float = 0.0  # share of a core that the sleeping scheduler used
     scores: Scoring | None = None
 
@@ -175,6 +176,7 @@ class Scenario(Sleeper):
             rollouts = await self.play(f"{mode}.new", [self.switch, self.switch], many)
             slept.over[f"{mode} new"] = rollouts
             await self.switch(1)  # to the first weights again
+        await self.abort_asleep()
         await self.misuse()
         return slept
 
@@ -183,6 +185,20 @@ class Scenario(Sleeper):
         self.slept.memory["kv"] = await self.sleep(*KV)
         await asyncio.sleep(2 * self.world.pace_s)
         await self.wake(*KV)
+
+    async def abort_asleep(self) -> None:
+        """A request that runs is aborted while it has no cache."""
+        request, seen = start("cut", tokens(30, 30), SURE).request(), self.world.prefills()
+        running = asyncio.create_task(self.world.host.generate([request]))
+        while self.world.prefills() <= seen:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(self.world.pace_s)
+        await self.sleep(*KV)
+        await self.world.host.abort([request.name])
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        await self.wake(*KV)
+        (self.slept.cut,) = await running
 
     async def misuse(self) -> None:
         slept, client = self.slept, self.world.host._client
@@ -326,6 +342,13 @@ def test_segments_over_a_switch_match_their_own_weights(slept: Slept, mode: str)
 
 def test_requests_that_come_to_a_sleeping_engine_wait(slept: Slept) -> None:
     assert equal(slept.world, slept.whole, slept.over["late same"])
+
+
+def test_a_request_that_is_aborted_asleep_returns_its_record(slept: Slept) -> None:
+    assert isinstance(slept.cut, Segment), slept.cut
+    assert slept.cut.finish == "abort"
+    assert 1 < len(slept.cut.output_ids) < SURE.max_new_tokens
+    assert slept.cut.routing is not None
 
 
 # --- states ---------------------------------------------------------------------------------------

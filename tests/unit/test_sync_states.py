@@ -50,6 +50,7 @@ class ScriptedClient:
         self.error: Exception | None = None
         self.committed: list[str] = []
         self.moved: list[tuple[str, ...]] = []
+        self.aborts = 0
 
     async def move_memory(self, what: str, parts: Sequence[str]) -> MemoryMoved:
         if self.error is not None:
@@ -63,7 +64,8 @@ class ScriptedClient:
         self.committed.append(version)
         return Committed(0.25)
 
-    async def abort_all(self) -> None: ...
+    async def abort_all(self) -> None:
+        self.aborts += 1
 
 
 def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
@@ -148,6 +150,24 @@ def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
         assert host._health.admit.is_set()
         assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
         assert len(client.moved) == 4
+
+    asyncio.run(work())
+
+
+def test_an_abort_of_a_sleeping_request_waits_for_the_wake(tmp_path: Path) -> None:
+    """SGLang would answer it at once, without the record of its tokens."""
+
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        host._generation._sent["r"] = "r.0."
+        await host.move_memory(sleep("kv_cache"))
+        before = client.aborts
+        await host.abort(["r"])
+        await asyncio.sleep(0.05)
+        assert client.aborts == before
+        await host.move_memory(wake())
+        await asyncio.sleep(0.05)
+        assert client.aborts == before + 1
 
     asyncio.run(work())
 
