@@ -158,6 +158,8 @@ class TrainerHandler:
         self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
         self._pool.incarnation = hello.version.incarnation
+        if self._turns is not None:
+            self._turns.trainer_is_up()
         self._history.restore(self._history.joined(hello.begins))
         again, spent = self._batches.restart(hello.version.step, consumed)
         spent += self._buffer.restart(hello.version.step, hello.consumed, again)

@@ -51,6 +51,7 @@ class Turns:
         self.phase = TurnPhase.GENERATE
         self._since, self._late = time.monotonic(), 0  # of GENERATE, and budgets that have passed
         self._changing = asyncio.Lock()
+        self._trainer_starts = False  # a message of the trainer before it may still wait here
         self._row: dict[str, float] = {}
 
     def took_over(self) -> None:
@@ -68,6 +69,7 @@ class Turns:
         """
         async with self._changing:
             begin = time.monotonic()
+            self._trainer_starts |= for_a_start
             if for_a_start and self._is_starting():
                 self._enter(TurnPhase.GENERATE)
             if self.phase == TurnPhase.GENERATE:
@@ -84,6 +86,10 @@ class Turns:
                 self._count("turn/recomputed_tokens", float(one.recomputed))
                 self._count("turn/interrupted", float(one.aborted))
 
+    def trainer_is_up(self) -> None:
+        """A trainer has said hello: what it asks for next ends its start."""
+        self._trainer_starts = False
+
     async def hand(self, index: int) -> None:
         """Before a commit: the engine takes its weights back.  Raises EngineError."""
         if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
@@ -97,6 +103,8 @@ class Turns:
 
         An engine without is behind, so that the trainer publishes to it first.
         """
+        if self._trainer_starts:
+            return
         asleep = [m for m in self._pool.members.values() if m.phase == EnginePhase.ASLEEP]
         if self.phase == TurnPhase.GENERATE and not asleep:
             self._late = int((time.monotonic() - self._since) / self._budget_s)

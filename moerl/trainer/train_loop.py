@@ -174,6 +174,8 @@ class TrainLoop:
         self._hello()
         # Engines start with the model folder, version 0.0.  Any other version is published before
         # the first plan; otherwise engines would sample from weights outside of this history.
+        if self.config.checkpoint.keep_versions:
+            self._keep_version()
         if self.parked is not None:  # the engines have slept, and may have no weights
             self._hand_over(self.parked)
         elif self.version != PolicyVersion(0, 0):
@@ -182,8 +184,6 @@ class TrainLoop:
             self._serve_late()
         elif self.publisher is not None:
             self.publisher.rehearse(self.version)
-        if self.config.checkpoint.keep_versions:
-            self._keep_version()
         # Later collections skip the objects that exist by now, of which torch and Megatron make so
         # many that a full one stops this rank, and those that wait for it, for 150 ms.
         gc.collect()
@@ -197,9 +197,13 @@ class TrainLoop:
 
     def _save(self) -> None:
         """Save what is not saved yet of the last step."""
-        if self.saved_step != self.version.step:
+        is_due = self.saved_step != self.version.step
+        hf_is_due = self.config.checkpoint.hf != "off" and self.hf_step != self.version.step
+        if self.parked is not None and (is_due or hf_is_due):
+            self.parked.back()
+        if is_due:
             self._checkpoint()
-        if self.config.checkpoint.hf != "off" and self.hf_step != self.version.step:
+        if hf_is_due and self.hf_step != self.version.step:  # the checkpoint may have saved it
             self._save_hf()
 
     def _resume(self) -> None:

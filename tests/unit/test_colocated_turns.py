@@ -21,7 +21,7 @@ from moerl.config.schema import Config
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.turns import TurnPhase
-from moerl.core.errors import ConfigError, EngineError
+from moerl.core.errors import ConfigError, EngineError, ProtocolError
 from moerl.core.messages import Plan, Refresh, SleepEngine, StepDone, TakePlan, WakeEngine
 from moerl.core.types import PolicyVersion
 from tests.helpers.controllers import CONFIG, commit, hello, make, running, successor
@@ -183,20 +183,29 @@ def test_a_trainer_that_dies_finds_sleeping_engines(tmp_path: Path, point: str) 
 
 
 def test_a_parked_trainer_that_dies_while_engines_serve(tmp_path: Path) -> None:
-    engines = [StubEngine()]
+    """Its last message still waits in the controller, and opens nothing while the next starts."""
+    released = asyncio.Event()
+    engine = StubEngine(holds=lambda request: not released.is_set())
 
     async def work(controller: Controller, trainer: Trainer) -> None:
         await trainer.start()
-        await trainer.run(1)
+        left = asyncio.create_task(trainer.plan())
         turns = controller.context.turns
         assert turns is not None
-        await turns.open()
-        assert turns.phase == TurnPhase.GENERATE
-        after = Trainer(controller, engines, 1)
-        await after.start()  # asserts that the engines sleep
+        await controller.generating()
+        assert not left.done()
+        await controller.close_turn()
+        await asyncio.sleep(1.5)
+        assert (engine.asleep, turns.phase) == (set(ALL), TurnPhase.TRAIN)
+        after = Trainer(controller, [engine], 1)
+        await after.start()
+        released.set()
+        engine.interrupted.set()
         await after.run(2)
+        with pytest.raises(ProtocolError):
+            await left
 
-    play(tmp_path, engines, work)
+    play(tmp_path, [engine], work)
 
 
 def test_an_engine_that_dies_is_started_only_in_generate(tmp_path: Path) -> None:
