@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from moerl.data.tasks import load_tokenizer
-from moerl.observe.metrics import read_rows
 from tests.helpers.documented_metrics import undocumented
-from tests.helpers.patience import patience
 from tests.helpers.short_agent_runs import (
     METRICS,
     ROOT,
@@ -181,22 +179,3 @@ def test_an_update_meets_running_turns(tmp_path: Path, mode: str) -> None:
     assert bool(behind) == bool(kept) == (mode == "in_place")
     assert (changed > 0) == (mode == "retract"), "an update met a running turn"
     check_scores(run, tmp_path, [row for row in rows if row.joined_from == row.num_sampled])
-
-
-def test_the_lines_of_the_readme_work_when_pasted(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    lines = text.partition("### Train your agent")[2].split("```")[1]
-    assert len(lines.strip().splitlines()) <= 10
-    (tmp_path / ".venv").symlink_to(Path(sys.prefix))
-    done = subprocess.run(
-        ["bash", "-ec", lines],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patience(600),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    assert [row["step"] for row in read_rows(metrics)] == [0, 1, 2]

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.score_homes import Service, every_home, processes, service, spans
 from tests.helpers.train_runs import Run, start
 
@@ -39,14 +40,20 @@ def hurt(run: Run, http: Service) -> None:
     time.sleep(3)
     http.start()
     run.wait_for(lambda: len(run.rows()) >= 5)
-    for server in judges[0].children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server.kill()
+    servers = judges[0].children(recursive=True)
+    send(servers, signal.SIGSTOP)  # questions wait for an answer when it dies
     http.process.send_signal(signal.SIGSTOP)
-    time.sleep(8)
+    time.sleep(patience(8))
+    send(servers, signal.SIGKILL)
     http.process.send_signal(signal.SIGCONT)
     run.wait_for(lambda: len(run.rows()) >= 8)
     psutil.Process(run.pids()["scorer"]).send_signal(signal.SIGSTOP)
+
+
+def send(processes: list[psutil.Process], signal_number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal_number)
 
 
 def test_scorers_die_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ SETTINGS = [
     "trainer.optimizer.warmup_steps=0",
     # A random model earns some: its weights move.
     "task.reward=tests.helpers.run_rewards:digit_share",
+    # Episodes take longer than a step, so updates come between their turns.
+    "task.environment=tests.helpers.run_rewards:slow_reply",
 ]
 
 

@@ -22,3 +22,9 @@ def gated(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> flo
 
 def not_finite(prompt: str, answer: Any, response: str, extra: dict[str, Any]) -> float:
     return float("nan")
+
+
+def slow_reply(prompt: str, answer: Any, responses: list[str], extra: dict[str, Any]) -> str:
+    """An environment's reply to each turn, after a while."""
+    time.sleep(0.2)
+    return " again:"
