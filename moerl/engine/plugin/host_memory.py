@@ -85,7 +85,7 @@ class _Allocations(TorchDispatchMode):
     """Notes the storages that operators allocate."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
