@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tools.engine_kernels [RECIPE...] [--arch 90 100] [--out FOLDER]
 
-In an environment of `tools/setup.sh --gpu`.  Recipes: those of a cluster with GPUs, unless named.
+In an environment of `tools/setup.sh --gpu`.  RECIPE is a name or "NAME cluster=gpu1".  Without it:
+all that start on GPUs as they are shipped or with cluster=gpu1, one of each engine.
 FOLDER is .venv/cuda/kernels, where engines of this environment look; copied to the same place of an
 environment with the same packages and C++ compiler, it saves them the compiler.  A module that the
 folder has is not compiled again: SGLang and FlashInfer name it by a hash of compiler, flags and
@@ -12,8 +13,9 @@ The list of modules is SGLang's: its model runner is made with the arguments of 
 as rank 0 of its world, with two layers, captures its graphs and samples once, over a GPU that
 answers questions and does nothing else (tools/idle_gpu.py).  Compiled and linked are the modules of
 `load_jit` and FlashInfer's; kernels of the CUTLASS DSL, which every start compiles in memory; and
-the first shape of each product of DeepGEMM.  Not compiled: Triton's kernels, further shapes, and
-attention that FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`).
+the first shape of each product of DeepGEMM.  Listed, not compiled: Triton's kernels, attention that
+FlashInfer fetches from NVIDIA at a start on sm_100a (rows `download`), and kernels of the CUTLASS
+DSL inside operators (rows `operator`).  Further shapes of a kernel are not listed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import load_config, resolve
+from moerl.config.clusters import placement
 from moerl.config.schema import Config
 from moerl.runtime.cuda_folder import FOLDER, KERNELS, compiler_environment, kernel_caches
 from tools import stub_driver
@@ -38,6 +41,7 @@ from tools import stub_driver
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = (90, 100)  # sm_90a and sm_100a
 _WORKER_S = 3000.0
+_LISTED = ("triton", "download", "operator")  # kinds of rows that nothing is compiled for
 _DRIVEN = ("sgl_kernel", "torch/lib", "deep_gemm", "flash_mla", "deep_ep")
 # DeepGEMM asks the runtime library itself.
 _DEVICE = """#include <cstring>
@@ -60,14 +64,16 @@ extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
 
 # --- all recipes ----------------------------------------------------------------------------------
 def gpu_recipes() -> list[str]:
-    """Recipes of clusters with GPUs, one of each engine: others ask for the same modules."""
+    """Recipes that start on GPUs, one of each engine: others ask for the same modules."""
+    from tools.gpu_choices import planned
+
     found: dict[str, str] = {}
-    for name in sorted(path.stem for path in (ROOT / "configs/recipes").glob("*.yaml")):
-        config = load_config(name)
-        if config.engine.platform == "cuda":
-            engine = config.engine
-            key = repr((config.model.path, engine.dtype, engine.tp, engine.nodes, engine.args))
-            found.setdefault(key, name)
+    for name, config, _, shapes in sorted(
+        planned(), key=lambda one: one[0] != "quickstart cluster=gpu1"
+    ):
+        engine, slots = config.engine, config.lora if config.lora.serves_adapters else None
+        key = repr((shapes, engine.dtype, engine.tp, engine.nodes, engine.args, slots))
+        found.setdefault(key, name)
     return sorted(found.values())
 
 
@@ -142,14 +148,16 @@ def report(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         kept["error"] = kept["error"] or row["error"]
     for (kind, arch, name), row in sorted(modules.items()):
         recipes = ", ".join(sorted(set(row["recipes"])))
-        yield f"{kind:10} sm_{arch}a {row['seconds']:6.1f} s  {name}  ({recipes})"
+        seconds = "not compiled" if kind in _LISTED else f"{row['seconds']:10.1f} s"
+        yield f"{kind:11} sm_{arch}a {seconds}  {name}  ({recipes})"
         if row["error"]:
             error = row["error"].strip()
             yield f"FAILED {error if len(error) < 2000 else f'{error[:500]} ... {error[-1500:]}'}"
     for kind in sorted({kind for kind, _, _ in modules}):
         mine = [row for (one, _, _), row in modules.items() if one == kind]
         seconds, failed = sum(r["seconds"] for r in mine), sum(bool(r["error"]) for r in mine)
-        yield f"{len(mine)} of {kind}: {seconds:.0f} s, {failed} failed"
+        done = "not compiled" if kind in _LISTED else f"{seconds:.0f} s"
+        yield f"{len(mine)} of {kind}: {done}, {failed} failed"
 
 
 # --- one start ------------------------------------------------------------------------------------
@@ -186,6 +194,10 @@ class Compiling:
         with self._rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def leave(self, kind: str, name: str) -> None:
+        """A row for what is not compiled here."""
+        self.build(kind, name, lambda: None)
+
     def install(self) -> None:
         """Before anybody imports the functions by name."""
         import cutlass.cute
@@ -221,21 +233,26 @@ class Compiling:
         """FlashInfer's attention for sm_100a is fetched at a start: listed, not compiled."""
 
         def get() -> Module:
-            self.build("download", "trtllm_gen_fmha", lambda: None)
+            self.leave("download", "trtllm_gen_fmha")
             return Module()
 
         for name, module in list(sys.modules.items()):
             if name.startswith("flashinfer") and hasattr(module, "get_trtllm_gen_fmha_module"):
                 module.get_trtllm_gen_fmha_module = get  # type: ignore[attr-defined]
 
-    def deep_gemm(self, operator: Any, args: Any, kwargs: Any) -> None:
-        """Call DeepGEMM's own kernel, which compiles and then finds no device to load it on."""
+    def operator(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Compile what an operator without a kernel for the CPU compiles.
+
+        DeepGEMM's own kernel is called: it compiles, and then finds no device to load it on.
+        """
         import torch
 
         from tools.idle_gpu import on_gpu
 
-        name = operator._schema.name.partition("::")[2]
-        if "gemm" not in name:
+        namespace, _, name = operator._schema.name.partition("::")
+        if namespace == "sglang":  # its kernel is compiled in the call, which needs a device
+            self.leave("operator", name)
+        if namespace != "deep_gemm" or "gemm" not in name:
             return
 
         def make() -> None:
@@ -255,18 +272,19 @@ def start(recipe: str, capability: int, rows: Path) -> None:
     from tools import idle_gpu
 
     idle_gpu.answer_for(capability)
-    idle_gpu.idle_triton(capability)
-    idle_gpu.call_python_directly()
     compiling = Compiling(rows)
+    idle_gpu.idle_triton(capability, lambda name: compiling.leave("triton", name))
+    idle_gpu.call_python_directly()
     compiling.install()
     idle_gpu.fake_groups()
     idle_gpu.keep_shapes()
     compiling.leave_downloads()
-    config = resolve(load_config(recipe))
+    name, *more = recipe.split()
+    config = resolve(load_config(name, more))
     with (
         tempfile.TemporaryDirectory() as folder,
         idle_gpu.Pretend(),
-        idle_gpu.Idle(compiling.deep_gemm),
+        idle_gpu.Idle(compiling.operator),
     ):
         _run(config, _model_folder(config, Path(folder)))
 
@@ -289,14 +307,12 @@ def _run(config: Config, folder: Path) -> None:
     from sglang.srt.model_loader import loader
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from moerl.engine.host.server_args import arguments
-    from moerl.engine.protocol import model_type_of
+    from moerl.planning.estimates import model_shapes
+    from moerl.planning.gpu_choices import engine_arguments
 
-    given = arguments(
-        config.engine, folder, routing=True, version="0.0", port=30000, nccl_port=30001, cuda=True,
-        model_type=model_type_of(folder),
-    )  # fmt: skip
-    given |= {"load_format": "dummy", "device": "cuda", "nnodes": config.engine.nodes}
+    shapes, placed = model_shapes(config), placement(config)
+    given = engine_arguments(config, placed, config.engine.tp, folder, shapes)
+    given |= {"load_format": "dummy", "device": "cuda", "port": 30000, "nccl_port": 30001}
     given |= {"cuda_graph_bs_decode": [1, 8], "cuda_graph_bs_prefill": [16, 512]}
     if config.engine.nodes > 1:
         given["dist_init_addr"] = "127.0.0.1:30002"

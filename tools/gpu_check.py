@@ -37,7 +37,7 @@ _HELP = """\
   tools/gpu-check --parts    needs Python 3.11 or 3.12, torch with CUDA, gcc, and the wheels that
                              `--pack` put into build/gpu-check/wheels; no network, no SGLang, no
                              Transformer Engine, no Ray; ends after nine minutes
-  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, seconds
+  tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, 45 s
   tools/gpu-check --pack     on a machine with a package index, before the folder is copied
 
 A check that fails leaves the others as they are; the exit status is 1 if one failed.  Every figure
@@ -181,6 +181,7 @@ def _on_double(
     nodes = {check.name: check.nodes(double=True) for check in checks}
     every = [node for found in nodes.values() for node in found]
     limit_s = sum(check.limit_s for check in checks)
+    print(f"{len(checks)} checks on the double, in one process ..", flush=True)
     cases, why = _pytest(every, environment, limit_s, report, "-p", "tests.double.plugin")
     results = []
     for check in checks:

@@ -69,14 +69,14 @@ _OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")
 
 
 class Idle(TorchDispatchMode):
-    """Compiled operators of others have no kernel for the CPU: they give zeros.
+    """Operators of others have no kernel for the CPU: they give zeros.
 
-    deep_gemm: called with each operator of DeepGEMM and its arguments.
+    asked: called with each of them and its arguments.
     """
 
-    def __init__(self, deep_gemm: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, asked: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.deep_gemm = deep_gemm
+        self.asked = asked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,15 +88,29 @@ class Idle(TorchDispatchMode):
             return kwargs["out"] if "out" in kwargs else left.new_zeros(shape, dtype=dtype)
         if func.namespace in _OF_TORCH:
             return func(*args, **kwargs)
-        if func.namespace == "deep_gemm":
-            self.deep_gemm(func, args, kwargs)
-        returns = func._schema.returns
-        if func._schema.name == "sgl_kernel::fwd":  # attention: heads of queries, width of values
-            given = [args[0].new_zeros((*args[0].shape[:-1], args[2].shape[-1]))]
+        self.asked(func, args, kwargs)
         if not given:  # settings, which no device is asked for
             return func(*args, **kwargs)
+        if func._schema.name == "sgl_kernel::fwd":  # attention: heads of queries, width of values
+            given = [given[0].new_zeros((*given[0].shape[:-1], args[2].shape[-1]))]
+        elif func.namespace == "sglang":  # written in Python, with a function for the shapes
+            found = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
+            return tree_map(_zeros, found)
+        returns = func._schema.returns
         made = tuple(torch.zeros_like(given[0]) for _ in returns)
         return made[0] if len(returns) == 1 else made or None
+
+
+def _without_memory(value: Any) -> Any:
+    """An argument with a tensor of the same shape in place of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size, stride, dtype = value.shape, value.stride(), value.dtype
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
 
 
 class OnGpu(torch.Tensor):
@@ -125,11 +139,8 @@ class OnGpu(torch.Tensor):
 
 
 def on_gpu(value: Any) -> Any:
-    """An argument with such tensors in place of tensors of the CPU."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    size, stride, dtype = value.shape, value.stride(), value.dtype
-    return OnGpu(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+    """An argument with such a tensor in place of a tensor."""
+    return OnGpu(_without_memory(value)) if isinstance(value, torch.Tensor) else value
 
 
 class Whatever:
@@ -232,8 +243,8 @@ def keep_shapes() -> None:
     fp8_utils.transform_scale_ue8m0 = lambda sf, mn, *_own: transform(sf, mn, True)
 
 
-def idle_triton(capability: int) -> None:
-    """Triton's kernels do nothing."""
+def idle_triton(capability: int, asked: Callable[[str], None]) -> None:
+    """Triton's kernels do nothing; `asked` is called with the name of each."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -250,8 +261,14 @@ def idle_triton(capability: int) -> None:
         }),
     )  # fmt: skip
     triton.runtime.driver.set_active(driver)
+
+    def run(kernel: Any, *_args: Any, **_kwargs: Any) -> None:
+        while not isinstance(kernel, triton.JITFunction):  # under a choice of its constants
+            kernel = kernel.fn
+        asked(kernel.__name__)
+
     for kind in (triton.JITFunction, triton.runtime.Autotuner, triton.runtime.Heuristics):
-        kind.run = lambda *_args, **_kwargs: None
+        kind.run = run
 
 
 def _request_all_reduce(self: Any, group: Any, device: Any, *_args: Any, **_kwargs: Any) -> None:

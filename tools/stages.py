@@ -143,7 +143,7 @@ STAGES = (
     ),
     Stage("safe", 20, "security"),
     Stage("gpu", 5, "gpu", marks="gpu", workers=1),
-    Stage("gpu-profile", 7, "multi", marks="gpu_profile and not gpu", workers=1),
+    Stage("gpu-profile", 40, "multi", marks="gpu_profile and not gpu", workers=1),
     Stage("references", 4, "references", ".", "not gpu", 1, "reference"),
     Stage("mooncake", 10, "multi e2e security", ".", "mooncake and not gpu", 1, "mooncake"),
     Stage("smollm2", 39, "e2e", ".", "smollm2 and not gpu", 1, "smollm2"),

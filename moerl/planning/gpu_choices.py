@@ -21,6 +21,7 @@ from moerl.engine.host.adapter_slots import slot_arguments
 from moerl.engine.host.server_args import arguments
 from moerl.engine.node_span import NodeSpan
 from moerl.launch.cluster.node_commands import host_of
+from moerl.layout import model_spec
 from moerl.runtime.resources import resource_folder
 
 FILE = resource_folder("configs") / "gpu_choices.json"
@@ -70,7 +71,7 @@ def engine_arguments(
     args = arguments(
         engine_of(config, tp),
         folder,
-        routing=config.replay.routing == "R3",
+        routing=config.replay.routing == "R3" and bool(model_spec(shapes).moe_layers),
         version="0.0",
         port="FREE",
         nccl_port="FREE",

@@ -36,8 +36,10 @@ LONG_TURNS = [
 JOINED = "mismatch/abs_dlogp_max/joined_lag_"
 
 
-def test_an_ordinary_agent_is_trained(tmp_path: Path) -> None:
-    run = start(tmp_path, "digits-by-agent", *SETTINGS, "run.steps=2", name="x", copies=True)
+@pytest.mark.parametrize("isolation", ["process", "bwrap"])
+def test_an_ordinary_agent_is_trained(isolation: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, "run.steps=2", f"task.isolation={isolation}"]
+    run = start(tmp_path, "digits-by-agent", *settings, name="x", copies=True)
     run.wait_for(lambda: bool(agents_of(run)))
     members = run.members()
     assert run.finish() == 0, run.text()

@@ -78,7 +78,10 @@ class World:
         elif self.fp8:
             self.folders = save_blocks(self.root)
         else:
-            self.folders = save_versions(self.root, rounded=self.config.dtype == "bfloat16")
+            shape = {"head_dim": 64} if self.config.platform == "cuda" else {}  # least in bf16
+            self.folders = save_versions(
+                self.root, rounded=self.config.dtype == "bfloat16", **shape
+            )
         self.store = BlobStore(self.root / "blobs", "node0")
         run = RunDir(self.root / "run")
         run.create()
@@ -239,12 +242,13 @@ class World:
         return self.log.read_text().count("Prefill batch")
 
 
-def save_versions(root: Path, *, rounded: bool = False) -> dict[PolicyVersion, Path]:
+def save_versions(root: Path, *, rounded: bool = False, **shape: int) -> dict[PolicyVersion, Path]:
     """A random model, and two that differ from it by a little noise.
 
     rounded: weights that bf16 holds exactly, so that an engine in bf16 serves these very numbers.
+    shape: changed fields of config.json.
     """
-    folders = {A: tiny.save(root / "A", 0)}
+    folders = {A: tiny.save(root / "A", 0, **shape)}
     weights = load_file(folders[A] / "model.safetensors")
     if rounded:
         weights = {name: tensor.bfloat16().float() for name, tensor in weights.items()}

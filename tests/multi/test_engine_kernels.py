@@ -65,6 +65,8 @@ def test_modules_of_every_recipe_compile_and_link() -> None:
         "fp8_fp4_gemm_nt",
     ):
         assert f"  {name}  (" in said, f"{name} was not asked for"
+    assert "quickstart cluster=gpu1" in said, "the first command on a machine with a GPU"
+    assert " sm_90a not compiled  fused_moe_kernel  (" in said, "Triton's kernels are listed"
 
 
 @pytest.mark.timeout(900)

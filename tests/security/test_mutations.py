@@ -18,7 +18,9 @@ from tests.helpers.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests/mutations/mutations.yaml"
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "runs", "docs")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", "__pycache__", "build", "runs", "docs"
+)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,22 @@ def test_a_float32_engine_without_float32_attention_is_refused(
     printed("quickstart", "cluster=node8")
 
 
+def test_heads_that_no_rotary_kernel_has_are_refused() -> None:
+    """SGLang's own assertion: tools/engine_kernels.py plays a start to its first forward pass."""
+    heads = "model.tiny.head_dim=32"
+    for cluster in ("gpu1", "node8"):
+        with pytest.raises(
+            ConfigError, match=r"model\.tiny\.head_dim = 32 .* heads of 64, 128, 256"
+        ):
+            printed("quickstart", f"cluster={cluster}", heads)
+        printed("quickstart", f"cluster={cluster}")
+    for cluster in ("slurm", "kuberay"):
+        assert load_config("quickstart", (f"cluster={cluster}",)).model.tiny.head_dim == 64
+    fp32 = ("engine.dtype=float32", "engine.args.attention_backend=triton")
+    printed("quickstart", "cluster=gpu1", heads, *fp32)
+    printed("quickstart", heads)
+
+
 def test_sinks_and_windows_over_context_parallel_ranks_are_refused() -> None:
     """Transformer Engine's own answer: tests/multi/test_gpu_choices.py."""
     layout = ("trainer.parallel.cp=2", "trainer.parallel.dp=4")

@@ -338,7 +338,7 @@ def test_an_engine_without_kernels_is_refused_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = EngineConfig(args=args, tp=2 if args else 1)
-    model = family_config(family, TinyModel(), 128) | more
+    model = family_config(family, TinyModel(head_dim=64), 128) | more
     check_planned_layout(engine, model, cuda=False, routing=True)  # control: kernels are installed
     monkeypatch.setattr(cpu_kernels, "entry_points", lambda **_: ())
     check_planned_layout(replace(engine, dtype="bfloat16"), model, cuda=True, routing=False)

@@ -68,6 +68,7 @@ _OWNED: dict[str, str] = {
 }
 
 _FP32_ATTENTION = ("triton", "torch_native")  # backends on a GPU that have float32
+_ROTARY = (64, 128, 256, 512)  # head_dim of the CUDA kernel that also writes a bf16 cache
 
 SPARSE = ("deepseek_v32",)
 """Families whose sparse attention's positions are recorded."""
@@ -227,6 +228,8 @@ def check_planned_layout(
     )
     if cuda and stated["dtype"] == "float32":
         _check_fp32_attention(stated)
+    if cuda and stated["dtype"] == "bfloat16" and model.get("model_type") == "qwen3_moe":
+        _check_rotary(model)
     return layout_of_arguments(stated, model)
 
 
@@ -241,6 +244,18 @@ def _check_fp32_attention(args: Mapping[str, Any]) -> None:
                 f"attention of {phase} would be {backend or 'fa3 on Hopper'}, without float32: set "
                 f"engine.dtype=bfloat16, or engine.args.attention_backend={_FP32_ATTENTION[0]}",
             )
+
+
+def _check_rotary(model: Mapping[str, Any]) -> None:
+    """SGLang 0.5.23 asserts it in the first forward pass of a Qwen3-MoE.  Raises ConfigError."""
+    size = model.get("head_dim", 128)
+    if size not in _ROTARY:
+        allowed = ", ".join(map(str, _ROTARY))
+        raise ConfigError(
+            "model.tiny.head_dim",
+            size,
+            f"a Qwen3-MoE in bfloat16 on CUDA has heads of {allowed}; set one of these",
+        )
 
 
 def _without_prefill_graphs(chosen: dict[str, Any]) -> dict[str, bool]:
