@@ -105,4 +105,6 @@ def test_it_learns_as_the_quickstart_does(tmp_path: Path) -> None:
     rewards = [row["reward/mean"] for row in rows]
     print(f"reward {sum(rewards[:5]) / 5:.3f} to {sum(rewards[-5:]) / 5:.3f}")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
-    assert all(row["turn/generate_s"] > 0 for row in rows[1:])
+    turns = [row for row in rows if "turn/generate_s" in row]  # others had a batch ready
+    assert len(turns) >= len(rows) // 3
+    assert all("turn/close_s" in row for row in rows)
