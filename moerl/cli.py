@@ -432,6 +432,11 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         described = replace(config, run=replace(config.run, name=name))
         typer.echo(describe(described, [recipe, *overrides, "--run", name]))
         raise typer.Exit
+    on_gpus = any(group.devices for group in config.cluster.nodes.values())
+    if config.cluster.colocated == "turns" and on_gpus:
+        raise ConfigError(
+            "cluster.colocated", "turns", "no GPU has run it: only --dry-run, or use shared"
+        )
     if config.cluster.colocated == "shared":
         from moerl.planning.estimates import check_shared_gpus
 

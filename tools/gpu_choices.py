@@ -28,7 +28,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from moerl.config import Config, load_config, resolve
-from moerl.config.clusters import Placement, placement, starts_on_cuda
+from moerl.config.clusters import Placement, placement, starts_on_cuda, takes_turns
 from moerl.config.load import CONFIG_ROOT
 from moerl.core.errors import ConfigError
 from moerl.engine.weight_layout import engine_layout
@@ -75,7 +75,7 @@ def planned() -> Iterator[Planned]:
                 if more:
                     continue  # too large for one GPU
                 raise
-            if starts_on_cuda(config, placed):
+            if starts_on_cuda(config, placed) and not takes_turns(config.cluster):
                 yield " ".join((file.stem, *more)), config, placed, model_shapes(config)
 
 

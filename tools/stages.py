@@ -110,15 +110,16 @@ STAGES = (
         " e2e/test_engine_e2e.py e2e/test_fp32_head_engine.py e2e/test_grammars.py"
         " e2e/test_long_answers_engine.py e2e/test_mixed_engines_run.py"
         " e2e/test_model_dp_attention.py e2e/test_model_plan.py e2e/test_modes.py"
-        " e2e/test_replay_engine.py e2e/test_sync.py multi/test_sync_session.py",
+        " e2e/test_replay_engine.py e2e/test_sleeping_engine.py e2e/test_sync.py"
+        " multi/test_sync_session.py",
     ),
     Stage("models", 21, "e2e/test_model_dsa.py e2e/test_model_families.py"),
     Stage(
         "recipes",
         18,
-        "e2e/test_architecture.py e2e/test_data_files_run.py e2e/test_examples_run.py"
-        " e2e/test_lora_*.py e2e/test_model_start_run.py e2e/test_nccl_settings.py"
-        " e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
+        "e2e/test_architecture.py e2e/test_colocated_run.py e2e/test_data_files_run.py"
+        " e2e/test_examples_run.py e2e/test_lora_*.py e2e/test_model_start_run.py"
+        " e2e/test_nccl_settings.py e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
     ),
     Stage(
         "variants",

@@ -11,6 +11,8 @@ Ray gets exactly these requests, and torchrun's ranks follow from it.
 - With `cluster.colocated: shared` the trainer begins at the first GPU, too.  Of each GPU the engine
   has `engine.mem_fraction_static` for weights and KV cache, and a tenth for everything else; the
   trainer has the rest.
+- With `cluster.colocated: turns` it begins there, too, and either side gives its memory back while
+  the other works.
 
 Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
@@ -29,6 +31,7 @@ from moerl.config.schema import (
     ClusterConfig,
     Config,
     EngineConfig,
+    MovedPart,
     NodeGroup,
     ParallelConfig,
     Role,
@@ -37,6 +40,7 @@ from moerl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
+_WITHOUT_COPIES: tuple[MovedPart, ...] = ("gradients", "kv_cache", "engine_weights")
 _BESIDE = 0.1  # of a shared GPU: an engine's context, graphs, activations and buckets
 
 
@@ -83,7 +87,7 @@ def placement(config: Config) -> Placement:
     """Assign processes to nodes.  Raises ConfigError when a role has no node or too few."""
     found = nodes(config.cluster)
     engines = _place_engines(config, [node for node in found if node.has("engine")])
-    before = () if is_shared(config.cluster) else engines
+    before = () if config.cluster.colocated != "none" else engines
     trainers = _place_trainer(config, "trainer", config.trainer.parallel, found, before)
     ref_models: tuple[TrainerSlot, ...] = ()
     if config.ref_models.placement == "separate":
@@ -130,6 +134,21 @@ def is_shared(cluster: ClusterConfig) -> bool:
     return cluster.colocated == "shared"
 
 
+def takes_turns(cluster: ClusterConfig) -> bool:
+    """Whether engines sleep while the trainer trains."""
+    return cluster.colocated == "turns"
+
+
+def moved_parts(config: Config) -> tuple[MovedPart, ...]:
+    """What gives its memory back in a turn.
+
+    Without sizes of the devices: what costs no copy.  With adapters the engine's base stays.
+    """
+    if config.turn.moves:
+        return tuple(config.turn.moves)
+    return ("gradients", "kv_cache") if config.lora.rank else _WITHOUT_COPIES
+
+
 def trainer_share(config: Config) -> float:
     """Largest share of its GPU's memory that a trainer rank may allocate."""
     if not is_shared(config.cluster):
@@ -168,6 +187,8 @@ def check_cluster(config: Config) -> None:
         _check_group(f"cluster.nodes.{name}", group, cluster.launcher)
     if is_shared(cluster):
         _check_shared(config)
+    if takes_turns(cluster):
+        _check_turns(config)
     if is_local(cluster):
         if sum(group.count for group in cluster.nodes.values()) > 1:
             raise ConfigError(
@@ -222,6 +243,32 @@ def _check_shared(config: Config) -> None:
             "engine.mem_fraction_static",
             engine.mem_fraction_static,
             "the trainer shares the GPU: use at most 0.8",
+        )
+
+
+def _check_turns(config: Config) -> None:
+    """Refuse settings under which a sleep would lose something, or a turn never ends."""
+    field, mode = "cluster.colocated", config.rollout.in_flight_mode
+    if not is_local(config.cluster):
+        raise ConfigError(field, "turns", "it is for one machine: use none")
+    if mode not in ("abort_resume", "retract"):
+        raise ConfigError(
+            "rollout.in_flight_mode",
+            mode,
+            "a sleep drops the KV cache of running rollouts: use abort_resume or retract",
+        )
+    if any(teacher.follows for teacher in config.algorithm.teachers):
+        raise ConfigError(
+            field, "turns", "a teacher that follows the policy copies weights that may be parked"
+        )
+    moves = moved_parts(config)
+    if "kv_cache" not in moves:
+        raise ConfigError("turn.moves", list(moves), "kv_cache must be in it: engines sleep by it")
+    if config.lora.rank and "engine_weights" in moves:
+        raise ConfigError(
+            "turn.moves",
+            list(moves),
+            "without engine_weights: only factors are published, and the base would be lost",
         )
 
 

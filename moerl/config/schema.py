@@ -574,12 +574,24 @@ class ClusterConfig:
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
     # shared: engines and trainer are on the same GPUs, each in its share (docs/clusters.md)
-    colocated: Literal["none", "shared"] = "none"
+    # turns: they take turns with the memory (docs/colocated.md)
+    colocated: Literal["none", "shared", "turns"] = "none"
     # for all processes: NCCL_*, UCX_*; a value that is a secret: ${oc.env:WANDB_API_KEY}
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     firewall: bool = False  # tools/launch/firewall.sh is in force on all nodes; moerl doctor looks
     remote: str = ""  # command that runs another on {host}, for moerl doctor: ssh {host}
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
+
+
+MovedPart = Literal["gradients", "kv_cache", "engine_weights", "optimizer", "trainer_weights"]
+
+
+@dataclass(frozen=True)
+class TurnConfig:
+    """Turns of engines and trainer, with cluster.colocated: turns."""
+
+    budget_s: Positive = 600.0  # of generation without a batch, after which the turn is late
+    moves: list[MovedPart] = field(default_factory=list)  # what gives way; empty: the plan decides
 
 
 @dataclass(frozen=True)
@@ -610,6 +622,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     ref_models: RefModelsConfig = field(default_factory=RefModelsConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    turn: TurnConfig = field(default_factory=TurnConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from moerl.config.clusters import is_local, is_shared, nodes
+from moerl.config.clusters import is_local, nodes, takes_turns
 from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, Role, TransportName
 from moerl.config.validate import either
 from moerl.core.errors import ConfigError
@@ -73,8 +73,9 @@ def why_not(config: Config, name: TransportName) -> str:
     if name in SAME_MACHINE and not is_local(config.cluster):
         others = either(tuple(n for n in NAMES if n not in SAME_MACHINE))
         return f"it ends at the machine; use {others}"
-    if name == "nccl" and is_shared(config.cluster):
-        return "NCCL has no two ranks on one GPU (cluster.colocated=shared); use cuda_ipc or shm"
+    if name == "nccl" and (colocated := config.cluster.colocated) != "none":
+        others = "cuda_ipc or shm" if colocated == "shared" else "shm"
+        return f"NCCL has no two ranks on one GPU (cluster.colocated={colocated}); use {others}"
     if name == "nccl" and not _on_gpus(config, placed=False):
         others = "shm or gloo" if is_local(config.cluster) else "gloo or mooncake"
         return f"it needs a GPU for every engine and trainer rank; use {others}"
@@ -88,6 +89,8 @@ def _why_not_ipc(config: Config) -> str:
         return "the CPU applies deltas, and it stages on the GPU; use shm, or sync.delta=false"
     if config.sync.direct:
         return "an engine does not see another one's GPUs; use sync.direct=0, or shm"
+    if takes_turns(config.cluster):
+        return "it stages a second copy on the GPU, for which turns leave no room; use shm"
     return ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moerl.config import Config
+from moerl.config.clusters import takes_turns
 from moerl.config.task_mixture import entries_of
 from moerl.controller.blob_ref_counts import BlobRefCounts
 from moerl.controller.buffer import GroupBuffer
@@ -19,6 +20,7 @@ from moerl.controller.planned_batches import PlannedBatches
 from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
+from moerl.controller.turns import Turns
 from moerl.core.messages import Engine, Scorers
 from moerl.core.types import ModelShape, Prompt
 from moerl.episodes.open_episode import EpisodeRunner
@@ -68,6 +70,7 @@ class Context:
     tasks: TaskGroup
     scores: EpisodeScores
     reward_models: RewardModels
+    turns: Turns | None = None  # with cluster.colocated: turns
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
@@ -77,10 +80,12 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
     """
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     ref_counts, reward_models = BlobRefCounts(services.blobs), RewardModels(tasks)
+    pool = EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release)
     return Context(
         config=config,
         services=services,
-        pool=EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release),
+        pool=pool,
+        turns=Turns(config, pool, tasks) if takes_turns(config.cluster) else None,
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
             rollout.groups_per_step,

@@ -112,6 +112,8 @@ class Controller:
         services, is_new_run = self.context.services, not self.context.batches.done
         kept = group_uris(*self._availability.trainable()) | services.journal.turns.uris
         await self.context.pool.poll(lost, is_new_run, sorted(kept), self.producer.life)
+        if self.context.turns is not None:
+            self.context.turns.took_over()
 
     async def run(self) -> None:
         """Produce until `stop`.  Raises the first failure of a loop or of the trainer."""
@@ -159,6 +161,16 @@ class Controller:
     def engines(self) -> list[dict[str, object]]:
         """State of each engine."""
         return self.context.pool.table()
+
+    async def close_turn(self) -> None:
+        """Returns when the engines sleep: a trainer that starts needs the memory."""
+        if self.context.turns is not None:
+            await self.context.turns.close(for_a_start=True)
+
+    async def generating(self) -> None:
+        """Returns when an engine may be started: the trainer does not have the memory."""
+        if self.context.turns is not None:
+            await self.context.turns.generating()
 
     def engine_lost(self, index: int) -> None:
         self.context.pool.lost(index)

@@ -4,6 +4,7 @@
     RESTING    failed a call but is alive: used again after a pause
     SUSPENDED  a commit failed or it did not answer: a full publish brings it back
     LOST       its process died and is being restarted
+    ASLEEP     the trainer has its memory (`moerl.controller.turns`)
 
 `EnginePool`: engines join a running run (`join`) and leave it (`drain`, then `remove`); a number is
 never reused.  A new engine gets requests after its first publish, or when it serves the newest
@@ -66,6 +67,7 @@ class EnginePhase(StrEnum):
     RESTING = "resting"
     SUSPENDED = "suspended"
     LOST = "lost"
+    ASLEEP = "asleep"
 
 
 @dataclass(slots=True, eq=False)
@@ -185,8 +187,8 @@ class EnginePool:
                 member.phase = EnginePhase.LOST
                 continue
             try:
-                await _answer(member.engine.forget(kept, life), "forget")
-                member.version = (await _answer(member.engine.status(), "status")).version
+                await host_answer(member.engine.forget(kept, life), "forget")
+                member.version = (await host_answer(member.engine.status(), "status")).version
             except EngineError:
                 self.rest(index)
                 continue
@@ -225,7 +227,7 @@ class EnginePool:
     async def statuses(self) -> list[EngineStatus]:
         """Statuses of the engines that answer."""
         asked = {i: m.engine for i, m in self.members.items() if m.phase != EnginePhase.LOST}
-        answers = (_answer(engine.status(), "status") for engine in asked.values())
+        answers = (host_answer(engine.status(), "status") for engine in asked.values())
         found = await asyncio.gather(*answers, return_exceptions=True)
         for index, answer in zip(asked, found, strict=True):
             if isinstance(answer, EngineError):
@@ -256,7 +258,7 @@ class EnginePool:
         while member.generating:
             if self.interrupts:
                 with contextlib.suppress(EngineError):  # its calls fail too, and are retried
-                    await _answer(member.engine.interrupt(), "interrupt")
+                    await host_answer(member.engine.interrupt(), "interrupt")
             await self._tasks.wait_change(_INTERRUPT_S)
 
     def remove(self, index: int) -> None:
@@ -346,13 +348,13 @@ class EnginePool:
                 await self._settle(message.engine, to_come)
             asked = self._answering(message.engine).session(message)
             limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
-            reply = await _answer(asked, type(message).__name__, limit_s)
+            reply = await host_answer(asked, type(message).__name__, limit_s)
         except EngineError as error:
             member.draining = False
             await self._ask_fitness(message.engine)
             raise EngineError(f"engine {message.engine}: {error}") from error
         if isinstance(message, CommitUpdate) and isinstance(reply, UpdateDone):
-            if member.phase != EnginePhase.LOST:
+            if member.phase not in (EnginePhase.LOST, EnginePhase.ASLEEP):
                 member.phase = EnginePhase.UP
             self._updated(member, message.version, reply)
         return reply
@@ -375,15 +377,20 @@ class EnginePool:
         if member.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or member.leaving:
             return
         with contextlib.suppress(EngineError):
-            holds = await _answer(member.engine.session(AskEngine(index)), "AskEngine")
-            if isinstance(holds, EngineVersion) and holds.cause:
+            holds = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
+            if isinstance(holds, EngineVersion) and holds.asleep:
+                member.phase = EnginePhase.ASLEEP
+            elif isinstance(holds, EngineVersion) and holds.cause:
                 log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
                 self._step_metrics.engines_suspended += 1
                 member.phase = EnginePhase.SUSPENDED
 
 
-async def _answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
-    """Raises EngineError when the host fails or hangs.  limit_s: time limit of the host itself."""
+async def host_answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
+    """The answer of a host; limit_s: time limit of the host itself.
+
+    Raises EngineError when the host fails or hangs.
+    """
     limit_s += ANSWER_S
     try:
         async with asyncio.timeout(limit_s):

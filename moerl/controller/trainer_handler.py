@@ -76,6 +76,7 @@ class TrainerHandler:
         )
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
         self._availability, self._ref_models = availability, ref_models
+        self._turns = context.turns
         self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
         self.failure = ""  # last error reported by a rank of the trainer
         self._dp_size, self._pair_cost = 0, 0.0
@@ -105,6 +106,8 @@ class TrainerHandler:
                 | AbortUpdate()
                 | AskEngine()
             ):
+                if self._turns is not None and isinstance(message, CommitUpdate):
+                    await self._turns.hand(message.engine)
                 return await self._pool.session(message, self._to_come)
             case TakeRecords():
                 return await self._ref_models.pop(message)
@@ -159,6 +162,8 @@ class TrainerHandler:
         self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
         self._pool.incarnation = hello.version.incarnation
+        if self._turns is not None:
+            self._turns.trainer_is_up()
         self._history.restore(self._history.joined(hello.begins))
         again, spent = self._batches.restart(hello.version.step, consumed)
         spent += self._buffer.restart(hello.version.step, hello.consumed, again)
@@ -200,6 +205,8 @@ class TrainerHandler:
             if not is_planned and (other := await self._collect(take)):
                 return other
             if plan := await self._scored_plan(take):
+                if self._turns is not None:
+                    await self._turns.close()
                 return plan
             self._pool.expect_no_newer(take.incarnation)
 
@@ -213,6 +220,7 @@ class TrainerHandler:
             raise ProtocolError(f"plan {take.step} asked, plan {self._buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self._pool.incarnation
         while not await self._plan_next(take.step, incarnation):
+            await self._open_turn()
             if news := self._sync_targets.pending_update():
                 return news
             if self._pool.any_behind:
@@ -225,6 +233,10 @@ class TrainerHandler:
             await self._tasks.wait_change(min(1.0, take.timeout_s))
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
         return None
+
+    async def _open_turn(self) -> None:
+        if self._turns is not None:
+            await self._turns.open()
 
     async def _plan_next(self, step: int, incarnation: int | None) -> bool:
         """Plan the next step's groups, none stale and all records readable; False: not yet."""
@@ -375,6 +387,7 @@ class TrainerHandler:
             return stop
         last, begin = PolicyVersion(self._pool.incarnation, config.run.steps), time.monotonic()
         limit_s = min(take.timeout_s, config.evaluation.hold_s + config.sync.timeout_s)
+        await self._open_turn()
         while not self._evaluator.is_done_with(last) and time.monotonic() - begin < limit_s:
             if self._pool.any_behind:
                 return Refresh()
@@ -408,6 +421,7 @@ class TrainerHandler:
             line = await self._stream.done(done, groups)
         metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
+        metrics |= {} if self._turns is None else self._turns.row()
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(done.step, done.version, metrics, samples))

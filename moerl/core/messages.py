@@ -206,9 +206,33 @@ class AbortUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AskEngine:
-    """Ask for the version that an engine serves.  Reply: EngineHolds."""
+    """Ask for the version that an engine serves.  Reply: EngineVersion."""
 
     engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class SleepEngine:
+    """Give memory back: kv_cache, weights.  Reply: EngineMemory; idempotent.
+
+    Running requests keep their tokens and wait; without their weights engines wait for a commit.
+    """
+
+    engine: int
+    parts: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WakeEngine:
+    """Take memory again.  Reply: EngineMemory; idempotent.
+
+    The KV cache is refused while the weights are asleep or dirty.
+    """
+
+    engine: int
+    parts: tuple[str, ...]
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +397,20 @@ class UpdateVerified:
 class EngineVersion:
     version: PolicyVersion
     cause: str  # why it gets no requests; empty: it does
+    asleep: tuple[str, ...] = ()  # as in SleepEngine
+    is_dirty: bool = False  # its weights slept, and no commit has written them since
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What sleeps, and what the change cost."""
+
+    asleep: tuple[str, ...]
+    is_dirty: bool
+    seconds: float = 0.0
+    num_bytes: int = 0  # of host memory that rank 0 gave back
+    recomputed: int = 0  # tokens of running requests whose KV cache was dropped
+    aborted: int = 0  # requests that were interrupted, and are resumed
 
 
 SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | AbortUpdate | AskEngine
@@ -380,6 +418,9 @@ SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | Abo
 
 Message = (
     SessionMessage
+    | SleepEngine
+    | WakeEngine
+    | EngineMemory
     | Hello
     | TakePlan
     | StepDone
@@ -459,6 +500,10 @@ class Engine(Protocol):
 
     async def session(self, message: SessionMessage) -> Message:
         """One step of a publish session.  Raises EngineError: refused, late or broken."""
+        ...
+
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+        """Sleep or wake.  Raises EngineError: refused, late or broken."""
         ...
 
     async def interrupt(self) -> None:

@@ -15,6 +15,10 @@ IN_PLACE, RETRACT, RETRACT_AUDIT = "in_place", "retract", "retract_audit"
 MODES = ("", IN_PLACE, RETRACT, RETRACT_AUDIT)  # "" = no request is running
 ADAPTER = "adapter"  # the base stays, requests end under the adapter that they began with
 
+# --- memory that an engine gives back and takes again, by SGLang's tags ---------------------------
+SLEEP, WAKE = "sleep", "wake"
+MEMORY_PARTS = ("kv_cache", "weights")
+
 # --- custom parameters of a request ---------------------------------------------------------------
 SAMPLED = "moerl_sampled"  # number of tokens at the end of its prompt that its grammar has allowed
 

@@ -26,6 +26,7 @@ from moerl.config.clusters import (
     mapped_gpus,
     own_address,
     placement,
+    takes_turns,
     visible_devices,
 )
 from moerl.config.engine_context import longest_sequence
@@ -194,6 +195,7 @@ class RunContext:
             ),
             fp32_head=self.config.model.fp32_lm_head,
             devices=dict(devices or {}),
+            sleeps=takes_turns(self.config.cluster),
         )
 
     def prompts(self) -> PromptMixture:

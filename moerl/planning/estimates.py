@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,19 @@ from rich.table import Table
 from moerl.config import Config
 from moerl.config.algorithms import borrows_policy, followers_of, ref_models_of, teachers_of
 from moerl.config.checks import MODEL_MAKERS
-from moerl.config.clusters import Placement, TrainerSlot, is_local, is_shared, placement
+from moerl.config.clusters import (
+    Placement,
+    TrainerSlot,
+    is_local,
+    is_shared,
+    moved_parts,
+    placement,
+    takes_turns,
+)
+from moerl.config.schema import MovedPart
 from moerl.config.task_mixture import longest_row, reward_models_of
 from moerl.config.tiny_config import tiny_config
+from moerl.core.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
@@ -42,6 +52,7 @@ from moerl.planning.publish_forecast import (
     transport_line,
 )
 from moerl.planning.shared_gpus import check_shares, shared_rows
+from moerl.planning.turn_phases import ORDER, ROOM, phase_bytes, smallest_set
 from moerl.runtime.machine import host_memory, visible_gpus
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
@@ -64,6 +75,8 @@ def estimates(config: Config, placed: Placement) -> list[str]:
     sizes = _engine_sizes(config, layouts)
     if is_shared(config.cluster):
         tables.append(_shared_table(config, placed, ranks, sizes))
+    if takes_turns(config.cluster):
+        tables.append(_turns_table(config, placed, ranks, sizes))
     return [
         *tables,
         *(_engine_line(config, size, placed) for size in sizes),
@@ -93,6 +106,40 @@ def _shared_table(
     for purpose, *held in shared_rows(ranks, engines):
         table.add_row(purpose, *(_gb(one) if one else "" for one in held))
     return rendered(table)
+
+
+def _turns_table(
+    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
+) -> str:
+    """Bytes by phase, and the parts that give way: the settings', else the smallest set that fits.
+
+    Raises ConfigError where none does.
+    """
+    room = placed.trainers[0].node.group.device_gb
+    trainer = max(ranks, key=lambda rank: rank.total)
+    engine = max((size.memory for size in sizes), key=lambda one: one.total + one.update)
+    moves: Sequence[MovedPart] | None = moved_parts(config)
+    why = "turn.moves" if config.turn.moves else "the sizes of the devices are not known"
+    if room and not config.turn.moves:
+        room_bytes = ROOM * room * _GB
+        moves = smallest_set(trainer, engine, room_bytes, adapters=bool(config.lora.rank))
+        why = "the smallest set with which every phase fits"
+    on_gpu = placed.trainers[0].node.group.devices > 0
+    found = phase_bytes(trainer, engine, ORDER if moves is None else moves, gpu=on_gpu)
+    if room and (moves is None or found.most > ROOM * room * _GB):
+        raise ConfigError(
+            "cluster.colocated",
+            "turns",
+            f"a device of {room:g} GB would hold {_gb(found.most)} GB in one phase: lower "
+            "trainer.max_tokens_per_microbatch or engine.max_total_tokens, keep the optimizer on "
+            "the host (trainer.optimizer_args.optimizer_cpu_offload), or train by lora.rank",
+        )
+    table = Table(title="memory of a device in turns, GB" + (f" of {room:g}" if room else ""))
+    for column in ("phase", "engine", "trainer", "both"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for phase, held in asdict(found).items():
+        table.add_row(phase.replace("_", " "), *map(_gb, (*held, sum(held))))
+    return rendered(table) + f"gives way: {', '.join(moves or ()) or 'nothing'} ({why})"
 
 
 def _trainer_ranks(

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.algorithms import followers_of
+from moerl.config.clusters import moved_parts, takes_turns
 from moerl.config.schema import Config
 from moerl.config.transport_rules import first_group, transport_environment
 from moerl.core.errors import (
@@ -70,6 +71,7 @@ from moerl.trainer.hf_io.adapter_files import start_factors
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
+from moerl.trainer.learner.parked import PARTS, Parked, Part
 from moerl.trainer.learner.step import Learner
 from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
@@ -83,6 +85,11 @@ log = logging.getLogger(__name__)
 
 REPLY_SLACK_S = 30.0  # added to the deadline that the controller gets
 _NOTICE_S = 10.0  # longest wait of a sentence for the controller
+_PARKED: dict[str, Part] = {
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "trainer_weights": "weights",
+}
 _FAREWELL_S, _DAMAGE_S = 2.0, 20.0  # longest wait of a failing rank for the controller's reply
 
 
@@ -142,6 +149,7 @@ class TrainLoop:
         self.consumed = IdSet()  # ids of the trained groups
         self.saved_step = -1  # step of the newest checkpoint
         self.hf_step = -1  # step of the weights in hf/
+        self.handed: dict[str, float] = {}  # metrics of the last hand-over
         # half of it, as for the journal: peers and the controller wait no longer
         self.patience = DiskPatience(config.trainer.step_timeout_s / 2, self._tell)
         self.writer = CheckpointWriter(
@@ -172,6 +180,9 @@ class TrainLoop:
                 self.patience,
             )
         self.learner.before_update = self._before_update
+        self.parked: Parked | None = None
+        if takes_turns(config.cluster):
+            self.parked = Parked(self.learner, parallel.device)
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""
@@ -179,14 +190,16 @@ class TrainLoop:
         self._hello()
         # Engines start with the model folder, version 0.0.  Any other version is published before
         # the first plan; otherwise engines would sample from weights outside of this history.
-        if self.version != PolicyVersion(0, 0):
+        if self.config.checkpoint.keep_versions:
+            self._keep_version()
+        if self.parked is not None:  # the engines have slept, and may have no weights
+            self._hand_over(self.parked)
+        elif self.version != PolicyVersion(0, 0):
             self._publish()
             self._settle()
             self._serve_late()
         elif self.publisher is not None:
             self.publisher.rehearse(self.version)
-        if self.config.checkpoint.keep_versions:
-            self._keep_version()
         if self.teachers is not None:
             if self.version.step:
                 self.teachers.resume(self.begins, self.version.step)
@@ -198,14 +211,22 @@ class TrainLoop:
         while (plan := self._take_plan()) is not None:
             self._train(plan)
         self._settle()
-        if self.saved_step != self.version.step:
-            self._checkpoint()
-        if self.config.checkpoint.hf != "off" and self.hf_step != self.version.step:
-            self._save_hf()
+        self._save()
         self.writer.finish()
         if self.teachers is not None:
             self.teachers.wait()
         dist.barrier(self.parallel.control)
+
+    def _save(self) -> None:
+        """Save what is not saved yet of the last step."""
+        is_due = self.saved_step != self.version.step
+        hf_is_due = self.config.checkpoint.hf != "off" and self.hf_step != self.version.step
+        if self.parked is not None and (is_due or hf_is_due):
+            self.parked.back()
+        if is_due:
+            self._checkpoint()
+        if hf_is_due and self.hf_step != self.version.step:  # the checkpoint may have saved it
+            self._save_hf()
 
     def _resume(self) -> None:
         if self.context.checkpoint is None:
@@ -242,12 +263,16 @@ class TrainLoop:
     def _set_engines(self, message: Message) -> None:
         if isinstance(message, SetEngines) and self.publisher is not None:
             self.publisher.set_engines(message.engines)
+            if self.parked is not None:  # no publish goes on while a step is trained
+                self._settle()
 
     def _take_plan(self) -> BatchPlan | None:
         """Take the next plan on every rank; None at the end of the run.  Raises TrainerError."""
         while isinstance(message := self._ask_plan(), Refresh | SetEngines | Ok):
             self._set_engines(message)
-            if isinstance(message, Refresh):
+            if isinstance(message, Refresh) and self.parked is not None:
+                self._hand_over(self.parked)
+            elif isinstance(message, Refresh):
                 self._settle()
                 self._publish()
                 self._settle()
@@ -288,6 +313,9 @@ class TrainLoop:
         return reply
 
     def _train(self, plan: BatchPlan) -> None:
+        if self.parked is not None:
+            with self.tracer.span("unpark", step=plan.step):
+                self.parked.back()
         with self.tracer.span("data", step=plan.step):
             self.records.use()
         if (ahead := self.ahead) is not None:
@@ -300,7 +328,10 @@ class TrainLoop:
         self.version = PolicyVersion(self.version.incarnation, plan.step + 1)
         self.consumed.update(group.group_id for group in plan.groups)
         weights = self._weights_digest()
-        if self.version.step < self.config.run.steps or self.config.evaluation.every:
+        is_last = self.version.step == self.config.run.steps
+        if self.parked is not None:
+            metrics |= self.handed
+        elif not is_last or self.config.evaluation.every:
             metrics |= self._publish()
         if self.teachers is not None and self.version.step < self.config.run.steps:
             self.teachers.publish(self.begins, self.version.step)
@@ -312,6 +343,23 @@ class TrainLoop:
         every = self.config.checkpoint.every
         if every and self.version.step % every == 0:
             self._checkpoint()
+        if self.parked is not None:
+            if is_last:  # it has the memory now
+                self._save()
+            self._hand_over(self.parked)
+
+    def _hand_over(self, parked: Parked) -> None:
+        """End a turn: leave the memory to the engines, which take the new weights first."""
+        moves = {_PARKED.get(name) for name in moved_parts(self.config)}
+        with self.tracer.span("hand over", version=str(self.version)):
+            self._before_update()  # a checkpoint or an earlier snapshot may read the parts
+            parked.out(part for part in PARTS if part in moves and part != "weights")
+            parked.back(["weights"])
+            self._publish()
+            self.handed = self.publisher.wait() if self.publisher is not None else {}
+            self._before_update()
+            parked.out(part for part in PARTS if part in moves)
+            dist.barrier(self.parallel.control)
 
     def _take_teachers(self, plan: BatchPlan) -> dict[str, float]:
         """Metrics of the teachers that follow the policy; those on these ranks take a version."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMIT = "moerl_commit"  # load_format of the commit request
+MEMORY = "moerl_memory"  # load_format of a request to sleep or to wake
 UNCHANGED = "nothing was changed"  # prefix of a refused commit's reply
 SCRATCH = "moerl-engine-"  # prefix of the private folder that the host makes for one server
 
@@ -21,6 +22,15 @@ class Committed:
     recomputed: int = 0  # tokens whose KV cache was dropped
     begun_s: float = 0.0  # unix time at which the scheduler started it
     cpu_s: float = 0.0  # CPU time of `seconds`; the rest is waiting for a CPU or a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoved:
+    """Cost of a sleep or a wake on the scheduler; its JSON is the first line of the reply."""
+
+    seconds: float
+    num_bytes: int = 0  # of host memory, given back by rank 0
+    recomputed: int = 0  # tokens whose KV cache was dropped
 
 
 def adapter_name(version: str) -> str:

@@ -236,6 +236,19 @@ def _random(devices: int) -> dict[str, Any]:
     }
 
 
+def _resize(original: Any) -> Any:
+    """torch refuses a device storage in a build without CUDA."""
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return original(self, size)  # type: ignore[no-any-return]
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        OPS.resize_storage(flat.set_(self, 0, (0,), (1,)), size)
+        return self
+
+    return resize_
+
+
 def replace(devices: int) -> None:
     """Put the double's answers into `torch.cuda`."""
     answers = _streams() | _devices(devices) | _memory() | _random(devices)
@@ -248,3 +261,4 @@ def replace(devices: int) -> None:
     setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
     record: Any = lambda self, stream: OPS.record_use(self, stream.index, stream.cuda_stream)  # noqa: E731
     setattr(torch.Tensor, "record_stream", record)  # noqa: B010
+    setattr(torch.UntypedStorage, "resize_", _resize(torch.UntypedStorage.resize_))  # noqa: B010

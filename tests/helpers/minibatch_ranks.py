@@ -31,6 +31,7 @@ from moerl.config.schema import (  # noqa: E402
 from moerl.data.batching import split_plan  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
+from moerl.trainer.learner.parked import PARTS, Parked  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
@@ -234,13 +235,35 @@ def router_losses(bench: Bench) -> dict[str, Any]:
     }
 
 
+def parked(bench: Bench) -> dict[str, Any]:
+    """Two steps, and two between which everything leaves the memory of the process and returns."""
+    found, sizes = [], {}
+    for parts in ((), PARTS, PARTS):
+        learner = bench.learner("R3", 1)
+        learner.step(bench.plan)
+        away = Parked(learner, bench.ranks.device)
+        sizes = {part: away.out([part]) for part in parts}
+        empty = sum(t.untyped_storage().nbytes() for t in learner.model.tensors.values())
+        if len(found) == 2:  # control: contents that do not come back
+            away._host["optimizer"].zero_()
+        away.back()
+        learner.step(bench.plan)
+        found.append(weights(learner))
+    return {
+        "equal": equal(found[0], found[1]),
+        "lost_is_equal": equal(found[0], found[2]),
+        "empty": empty,
+        "sizes": list(sizes.values()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--model", "--work"):
         parser.add_argument(name, type=Path, required=True)
     options = parser.parse_args()
     bench = Bench(options.model, options.work)
-    checks = (one_step, two_steps, plain_steps, second_moment, pairs, router_losses)
+    checks = (one_step, two_steps, plain_steps, second_moment, pairs, router_losses, parked)
     print("FOUND", json.dumps({check.__name__: check(bench) for check in checks}))
     parallel.stop()
 

@@ -57,6 +57,7 @@ class World:
 
     root: Path
     config: EngineConfig
+    sleeps: bool = False  # the engine gives its memory back on request
     fp8: bool = False  # the one version is a checkpoint of fp8 blocks
     shape: ModelShape = tiny.SHAPE
     model: Path | None = None  # the one version: another model than Qwen3-MoE, of this shape
@@ -85,7 +86,9 @@ class World:
         run = RunDir(self.root / "run")
         run.create()
         self.log = run.logs / "engine0.log"
-        context = EngineContext(self.folders[A], self.shape, ReplayConfig(), run, TOKEN)
+        context = EngineContext(
+            self.folders[A], self.shape, ReplayConfig(), run, TOKEN, sleeps=self.sleeps
+        )
         self.host = EngineHost(0, self.config, context, self.store)
 
     def fresh(self) -> World:

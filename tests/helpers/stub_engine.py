@@ -16,13 +16,16 @@ from moerl.core.messages import (
     Answers,
     AskEngine,
     CommitUpdate,
+    EngineMemory,
     EngineStatus,
     EngineVersion,
     Message,
     SessionMessage,
+    SleepEngine,
     UpdateDone,
     UpdateVerified,
     VerifyUpdate,
+    WakeEngine,
 )
 from moerl.core.types import (
     Finish,
@@ -103,6 +106,10 @@ class StubEngine:
         self.kept: Sequence[str] | None = None  # by a new controller
         self.finishes = True  # else every reply is empty and to be asked for again
         self.mailbox = Mailbox()
+        self.asleep: set[str] = set()
+        self.dirty = False
+        self.moved: dict[str, int] = {}  # changes of its memory, by kind
+        self.refused = self.refusals = 0  # misuses; sleeps to be refused for now
         self._running: set[asyncio.Task[None]] = set()
 
     def kill(self) -> None:
@@ -205,7 +212,13 @@ class StubEngine:
             self.verified = message.version
             return UpdateVerified(((),), "d")
         if not isinstance(message, CommitUpdate):
-            return EngineVersion(self.version, self.suspended)
+            asleep = tuple(sorted(self.asleep))
+            return EngineVersion(self.version, self.suspended, asleep, self.dirty)
+        if self.dead:
+            raise EngineError(KILLED)
+        if "weights" in self.asleep:
+            self.refused += 1
+            raise EngineError("the weights sleep")
         if self.needs_verify and self.verified != message.version:
             raise EngineError("nothing was verified")
         self.verified = None
@@ -220,9 +233,33 @@ class StubEngine:
             self.dead = True
             self.open.set()
             raise EngineError(KILLED)
-        self.version = version
+        self.version, self.dirty = version, False
         self.interrupted.clear()
-        self.open.set()
+        if not self.asleep:
+            self.open.set()
+
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+        """Requests that run are interrupted, others wait."""
+        await self._may_hang()
+        if self.dead:
+            raise EngineError(KILLED)
+        parts, sleeps = set(message.parts), isinstance(message, SleepEngine)
+        if sleeps and self.refusals:
+            self.refusals -= 1
+            raise EngineError("not now")
+        if not sleeps and "kv_cache" in parts and (self.dirty or "weights" in self.asleep - parts):
+            self.refused += 1
+            raise EngineError("no verified weights")
+        kind = "sleep" if sleeps else "wake"
+        self.moved[kind] = self.moved.get(kind, 0) + 1
+        if sleeps and not self.asleep:
+            self.open.clear()
+            await self.interrupt()
+        self.asleep = self.asleep | parts if sleeps else self.asleep - parts
+        self.dirty |= sleeps and "weights" in parts
+        if not self.asleep:
+            self.open.set()
+        return EngineMemory(tuple(sorted(self.asleep)), self.dirty)
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         await self._may_hang()

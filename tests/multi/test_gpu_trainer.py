@@ -1,5 +1,5 @@
 """The trainer on the device double: policy, reference, teacher and critic equal to the CPU's, their
-waits, blunders, offload, adapters, one GPU shared with an engine.
+waits, blunders, offload, parking, adapters, one GPU shared with an engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ pytestmark = pytest.mark.full
 
 TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
 OFFLOAD = Module("on_offload.py")
+PARKED = Module("on_parked.py")
 ADAPTERS = Module("on_lora.py")
 ONE_GPU = Module("on_one_gpu.py")
 
@@ -24,6 +25,11 @@ def test_the_trainer(name: str) -> None:
 @pytest.mark.parametrize("name", OFFLOAD.names())
 def test_an_offloaded_optimizer(name: str) -> None:
     OFFLOAD.passed(name)
+
+
+@pytest.mark.parametrize("name", PARKED.names())
+def test_a_parked_trainer(name: str) -> None:
+    PARKED.passed(name)
 
 
 @pytest.mark.parametrize("name", ADAPTERS.names())

@@ -1,4 +1,6 @@
-"""A batch in several optimizer steps: proximal policy, its own routes (R2), M2PO, online DPO."""
+"""A batch in several optimizer steps: proximal policy, its own routes (R2), M2PO, online DPO; a
+trainer that is parked between two steps.
+"""
 
 from __future__ import annotations
 
@@ -87,3 +89,11 @@ def test_router_losses_are_megatrons_where_the_record_is_the_live_choice(
     assert losses["distance_other"] > 1e-3, "control: other routes"
     other, want = losses["other"], losses["theirs"]
     assert other["router_balance"] != pytest.approx(want["router_balance"], rel=1e-3)
+
+
+def test_a_parked_trainer_goes_on_as_if_it_had_stayed(found: dict[str, Any]) -> None:
+    parked = found["parked"]
+    assert parked["equal"], "bitwise"
+    assert not parked["lost_is_equal"], "control: moments that do not come back"
+    assert all(parked["sizes"])
+    assert parked["empty"] == 0

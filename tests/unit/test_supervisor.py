@@ -108,6 +108,33 @@ def test_the_last_step_is_shown_though_nobody_polled_it(tmp_path: Path) -> None:
     assert again.panel.steps == [39]
 
 
+def test_where_they_take_turns_each_starts_while_the_other_has_no_memory(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "cluster.colocated=turns", "supervision.backoff_s=0.1")
+    scene.actors.controller_answers["close_turn"] = lambda: UNSET
+    scene.running()
+    assert len(scene.engine(0).asked("start")) == 1
+    scene.go_on(3.0)
+    assert scene.trainer.starts == 0, "the engines do not sleep yet"
+    scene.controller.end("close_turn", None)
+    scene.go_on(0.5)
+    assert scene.trainer.starts == 1
+    scene.engine(0).end("watch", EngineError("its server died"))
+    scene.go_on(3.0)
+    assert len(scene.engine(0).asked("start")) == 1, "the trainer has the memory"
+    assert scene.supervisor.engines.is_down(0)
+    scene.controller.end("generating", None)
+    scene.go_on(0.5)
+    assert len(scene.engine(0).asked("start")) == 2
+    scene.trainer.code = 1
+    scene.go_on(3.0)
+    scene.controller.end("close_turn", EngineError("an answer was lost"))
+    scene.go_on(3.0)
+    assert scene.trainer.starts == 1
+    scene.controller.end("close_turn", None)
+    scene.go_on(0.5)
+    assert scene.trainer.starts == 2
+
+
 # --- nothing makes it deaf -----------------------------------------------------------------------
 def deaf_scene(root: Path, what: str) -> Scene:
     """A run in which something answers nothing from now on."""

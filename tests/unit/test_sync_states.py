@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,25 +19,29 @@ from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
+    EngineMemory,
     EngineVersion,
     Message,
     Ok,
+    SleepEngine,
     UpdateDone,
+    WakeEngine,
 )
 from moerl.core.rpc import Keys
 from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
 from moerl.engine.host.host import EngineContext, EngineHost
-from moerl.engine.host.sglang_client import BadRequest, read_committed
+from moerl.engine.host.sglang_client import BadRequest, read_record
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
-from moerl.weight_sync.receiver_names import UNCHANGED, Committed, socket_path
+from moerl.weight_sync.receiver_names import UNCHANGED, Committed, MemoryMoved, socket_path
 from tests.helpers.controllers import make
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import StubEngine
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 KEYS = Keys.make()
+ALL = ("kv_cache", "weights")
 COMMIT = CommitUpdate(0, V1, 30.0)
 
 
@@ -44,6 +49,14 @@ class ScriptedClient:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.committed: list[str] = []
+        self.moved: list[tuple[str, ...]] = []
+        self.aborts = 0
+
+    async def move_memory(self, what: str, parts: Sequence[str]) -> MemoryMoved:
+        if self.error is not None:
+            raise self.error
+        self.moved.append((what, *parts))
+        return MemoryMoved(0.5, 7, 3)
 
     async def commit(self, version: str, mode: str = "") -> Committed:
         if self.error is not None:
@@ -51,7 +64,8 @@ class ScriptedClient:
         self.committed.append(version)
         return Committed(0.25)
 
-    async def abort_all(self) -> None: ...
+    async def abort_all(self) -> None:
+        self.aborts += 1
 
 
 def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
@@ -103,14 +117,87 @@ def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Pa
     asyncio.run(work())
 
 
+def sleep(*parts: str) -> SleepEngine:
+    return SleepEngine(0, parts or ALL, 5.0)
+
+
+def wake(*parts: str) -> WakeEngine:
+    return WakeEngine(0, parts or ALL, 5.0)
+
+
+def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
+    """What is there already is answered by the host, and dirty weights admit nothing."""
+
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        assert await host.move_memory(wake()) == EngineMemory((), False)
+        assert await host.move_memory(sleep("kv_cache")) == EngineMemory(
+            ("kv_cache",), False, 0.5, 7, 3
+        )
+        assert (await host.move_memory(sleep())).asleep == ALL
+        assert await host.move_memory(sleep()) == EngineMemory(ALL, True)
+        assert client.moved == [("sleep", "kv_cache"), ("sleep", "weights")]
+        for early in (COMMIT, None):
+            with pytest.raises(EngineError, match=rf"{UNCHANGED}.*(sleep|no verified weights)"):
+                await (host.session(early) if early else host.move_memory(wake("kv_cache")))
+        await host.move_memory(wake("weights"))
+        with pytest.raises(EngineError, match="no verified weights"):
+            await host.move_memory(wake())
+        assert await host.session(AskEngine(0)) == EngineVersion(V0, "", ("kv_cache",), True)
+        await host.session(COMMIT)
+        assert not host._health.admit.is_set(), "its KV cache sleeps"
+        assert await host.move_memory(wake()) == EngineMemory((), False, 0.5, 7, 3)
+        assert host._health.admit.is_set()
+        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
+        assert len(client.moved) == 4
+
+    asyncio.run(work())
+
+
+def test_an_abort_of_a_sleeping_request_waits_for_the_wake(tmp_path: Path) -> None:
+    """SGLang would answer it at once, without the record of its tokens."""
+
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        host._generation._sent["r"] = "r.0."
+        await host.move_memory(sleep("kv_cache"))
+        before = client.aborts
+        await host.abort(["r"])
+        await asyncio.sleep(0.05)
+        assert client.aborts == before
+        await host.move_memory(wake())
+        await asyncio.sleep(0.05)
+        assert client.aborts == before + 1
+
+    asyncio.run(work())
+
+
+def test_a_sleep_that_is_refused_changes_nothing_and_a_failed_one_ends_the_server(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        host, client = make_host(tmp_path)
+        client.error = EngineError(f"{UNCHANGED}: a request cannot be retracted now")
+        with pytest.raises(EngineError, match="cannot be retracted"):
+            await host.move_memory(sleep())
+        assert host._health.admit.is_set()
+        assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
+        client.error = EngineError("the connection broke")
+        with pytest.raises(EngineError, match="sleep of kv_cache, weights failed"):
+            await host.move_memory(sleep())
+        assert host._health.ended.is_set(), "what its ranks released is unknown"
+
+    asyncio.run(work())
+
+
 def test_what_a_commit_cost_travels_as_one_record() -> None:
     cost = Committed(seconds=1.5e-7, recomputed=12, begun_s=1.7e9, cpu_s=0.1)
     message = msgspec.json.encode(cost).decode() + "\n"
-    assert read_committed(message) == cost
-    assert read_committed(f"{message} Weight version updated to 0.1.") == cost
+    assert read_record(message, Committed) == cost
+    assert read_record(f"{message} Weight version updated to 0.1.", Committed) == cost
     for broken in ("", "Success", "0.1 12 1.7 0.1", '{"recomputed": 1}', '{"seconds": "x"}'):
-        with pytest.raises(EngineError, match="answer to a commit is not readable"):
-            read_committed(broken)
+        with pytest.raises(EngineError, match="answer to an update is not readable"):
+            read_record(broken, Committed)
 
 
 def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ HTTP request per rollout (it costs as much as decoding some tokens).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -98,6 +99,7 @@ class Generation:
         self._sent: dict[str, str] = {}
         self._serial = count()
         self._unsent: set[str] = set()  # names of requests that wait for an update
+        self._late_aborts: set[asyncio.Task[None]] = set()  # they wait for a wake
         self._askers = 0  # number of controllers that were replaced
         self.client: EngineClient | None = None
         self.records: RecordReader | None = None  # of the same server
@@ -134,11 +136,21 @@ class Generation:
         """End these requests; each returns its tokens so far."""
         wanted = set(names)
         self._unsent -= wanted
-        if self._sent.keys() <= wanted:
+        if self._health.is_asleep and wanted & self._sent.keys():
+            # a retracted request has no record until it runs again
+            late = asyncio.create_task(self._abort_awake(names))
+            self._late_aborts.add(late)
+            late.add_done_callback(self._late_aborts.discard)
+        elif self._sent.keys() <= wanted:
             await self._alive().abort_all()
         else:
             ids = [self._sent[name] for name in wanted & self._sent.keys()]
             await asyncio.gather(*map(self._alive().abort, ids))
+
+    async def _abort_awake(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(EngineError):  # a broken engine fails the requests themselves
+            await self._health.guard(self._health.admit.wait())
+            await self.abort(names)
 
     async def _call(
         self, requests: list[GenerateRequest], asker: int, done: Done, tell: Tell

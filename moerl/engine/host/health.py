@@ -6,6 +6,7 @@ flight; `cause` says why the engine is unusable.  Used from one event loop.
     state       cause                               serves again after
     broken      its server died                     a restart
     suspended   no answer in time, failed commit    a whole publish session (it writes all weights)
+    asleep      (none)                              a wake: until then requests wait
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class EngineHealth:
         self.broken = asyncio.Event()  # calls fail; also while suspended
         self.ended = asyncio.Event()  # broken for good
         self.admit, self.idle = asyncio.Event(), asyncio.Event()
+        self.is_asleep = False
         self.running = 0  # requests in flight
         self._calls = 0
         self._busy_s = self._busy_since = 0.0
@@ -40,6 +42,7 @@ class EngineHealth:
     def open(self) -> None:
         """A new server is up, and nothing is in flight."""
         self.cause, self.broken, self.ended = None, asyncio.Event(), asyncio.Event()
+        self.is_asleep = False
         self.admit.set()
         self.idle.set()
 
@@ -52,7 +55,12 @@ class EngineHealth:
             raise self.failure()
         if self.cause is not None:
             self.cause, self.broken = None, asyncio.Event()
-        self.admit.set()
+        self.let_in()
+
+    def let_in(self) -> None:
+        """Admit requests, unless the engine sleeps or is unusable."""
+        if not self.is_asleep and self.cause is None:
+            self.admit.set()
 
     def close(self, cause: str) -> None:
         """Fail every pending and later call; the first cause of a break stays."""

@@ -57,6 +57,7 @@ class EngineContext:
     fp32_head: bool = False  # of the trainer; engines must have the same
     support: int = 0  # as in Generation
     entropies: bool = False
+    sleeps: bool = False  # engines give their memory back while the trainer trains
     # CUDA_VISIBLE_DEVICES of the servers; empty: they inherit it, as Ray sets it on a cluster
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class EngineContext:
         self, config: EngineConfig, version: PolicyVersion, log_file: str, span: NodeSpan
     ) -> EngineServer:
         """A node's part of an engine's server, not started yet."""
-        return EngineServer(
+        server = EngineServer(
             config,
             self.model_path,
             routing=self.routing,
@@ -78,6 +79,9 @@ class EngineContext:
             log=self.run.logs / log_file,
             span=span,
         )
+        if self.sleeps:
+            server.args |= {"enable_memory_saver": True, "sleep_on_idle": True}
+        return server
 
 
 class EngineHost:
@@ -116,6 +120,7 @@ class EngineHost:
             self._health, self._tracer, mode=mode, slots=slots, followers=self._followers
         )
         self.session = self._updates.session  # of a publish
+        self.move_memory = self._updates.move_memory
         self._generation = Generation(
             context.shape,
             store,
@@ -375,7 +380,9 @@ class EngineHost:
             await asyncio.sleep(_LOAD_S)
             if self._generation.records is not None:
                 await asyncio.to_thread(self._generation.records.sweep)
-            if not self._health.running:
+            if self._health.is_asleep:  # no limit of progress
+                self._mailbox.progress += 1
+            if self._health.is_asleep or not self._health.running:
                 continue
             with contextlib.suppress(EngineError):
                 now = (await client.work_done(), self._updates.answered)

@@ -57,6 +57,7 @@ _OWNED: dict[str, str] = {
     "ssl_certfile": "the host speaks plain HTTP",
     "encoder_only": "an engine generates",
     "is_embedding": "an engine generates",
+    "enable_memory_saver": "set cluster.colocated",
     "enable_lora": "set lora.delivery",
     "max_lora_rank": "set lora.rank",
     "max_loras_per_batch": "set lora.slots",

@@ -10,8 +10,8 @@ an update that failed half-way is reported, never sent twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -19,13 +19,14 @@ import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from moerl.core.errors import AnswerError, EngineError
-from moerl.weight_sync.receiver_names import COMMIT, Committed
+from moerl.weight_sync.receiver_names import COMMIT, MEMORY, Committed, MemoryMoved
 
 _CONNECT_S = 5.0
 _WHOLE = 1 << 30  # tokens between two events of a reply
 _SHORT = 32  # tokens; at 4, a stream cost about a fifth more CPU
 # Of SGLang's load report.  They stay equal while nothing is prefilled or decoded.
 _COUNTERS = ("decode_moments", "total_prefill_uncached_tokens", "num_used_tokens")
+T = TypeVar("T")
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -146,7 +147,17 @@ class EngineClient:
             "flush_cache": True,
         }
         reply = await self._succeed("/update_weights_from_tensor", fields)
-        return read_committed(str(reply.get("message")))
+        return read_record(str(reply.get("message")), Committed)
+
+    async def move_memory(self, what: str, parts: Sequence[str]) -> MemoryMoved:
+        """Release or resume parts of every rank's memory; names as in `engine.protocol`."""
+        fields = {
+            "serialized_named_tensors": [],
+            "load_format": f"{MEMORY}.{what}.{'+'.join(parts)}",
+            "flush_cache": False,
+        }
+        reply = await self._succeed("/update_weights_from_tensor", fields)
+        return read_record(str(reply.get("message")), MemoryMoved)
 
     async def unload_adapter(self, name: str) -> None:
         """Returns when no request uses the adapter and all ranks have dropped it."""
@@ -242,15 +253,15 @@ def _json(path: str, data: bytes) -> Any:
         raise AnswerError(f"engine {path}: the answer is no JSON: {error}") from error
 
 
-def read_committed(message: str) -> Committed:
-    """The record of a commit: the first line; SGLang appends its own words.
+def read_record(message: str, type_: type[T]) -> T:
+    """The record of a commit, sleep or wake: the first line; SGLang appends its own words.
 
     Raises EngineError when it is no such record.
     """
     try:
-        return msgspec.json.decode(message.partition("\n")[0], type=Committed)
+        return msgspec.json.decode(message.partition("\n")[0], type=type_)
     except msgspec.DecodeError as error:
-        raise EngineError(f"the answer to a commit is not readable: {error}: {message}") from error
+        raise EngineError(f"the answer to an update is not readable: {error}: {message}") from error
 
 
 def _message(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Weight updates of an engine: the host's part of a publish session.
+"""Weight updates of an engine, the host's part of a publish session; its sleep and wake.
 
 By default a commit aborts the running requests one by one through /abort_request and waits for
 their partial output; with rollout.in_flight_mode in_place or retract they run through it
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
+    EngineMemory,
     EngineVersion,
     Message,
     Ok,
@@ -28,10 +30,12 @@ from moerl.core.messages import (
     Refused,
     RelayUpdate,
     SessionMessage,
+    SleepEngine,
     UpdateDone,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
+    WakeEngine,
 )
 from moerl.core.rpc import Keys, ask
 from moerl.core.types import PolicyVersion
@@ -40,7 +44,7 @@ from moerl.engine.host.health import EngineHealth
 from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer
 from moerl.engine.node_span import Follower
-from moerl.engine.protocol import ADAPTER
+from moerl.engine.protocol import ADAPTER, MEMORY_PARTS, SLEEP, WAKE
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed
 
@@ -82,6 +86,8 @@ class WeightUpdater:
         # What the last COMMIT cost, until the next PREPARE: a controller that dies before it hears
         # of it is replaced by one that passes the same COMMIT on again.
         self._closed: UpdateDone | None = None
+        self._asleep: frozenset[str] = frozenset()  # of MEMORY_PARTS
+        self._is_dirty = False  # the weights slept, and no commit has written them since
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
@@ -90,6 +96,7 @@ class WeightUpdater:
         self._server, self._client = server, client
         self.version, self.served = version, [version]
         self._closed = None
+        self._asleep, self._is_dirty = frozenset(), False
         if self.slots is not None:
             self.slots.clear()
 
@@ -127,7 +134,8 @@ class WeightUpdater:
                         self._closed = await self._commit(message)
                     return self._closed
             case AskEngine():
-                return EngineVersion(self.version, self._health.cause or "")
+                cause = self._health.cause or ""
+                return EngineVersion(self.version, cause, self._parts(), self._is_dirty)
 
     async def _receivers(
         self, message: SessionMessage, reply_type: type[T], timeout_s: float
@@ -184,6 +192,8 @@ class WeightUpdater:
         client = self._client
         if client is None or self._health.ended.is_set():
             raise self._health.failure()
+        if "weights" in self._asleep:
+            raise EngineError(f"{UNCHANGED}: the engine's weights sleep")
         start_s, was_admitting = time.time(), self._health.cause is None
         mode = self.mode if was_admitting else ""
         if self.slots is not None:
@@ -207,8 +217,7 @@ class WeightUpdater:
             self.answered += not isinstance(error, TimeoutError)
             if UNCHANGED in str(error):
                 self.served.pop()
-                if was_admitting:
-                    self._health.admit.set()
+                self._health.let_in()
                 raise
             detail = str(error) or f"no answer within {update.timeout_s:g} s"
             raise self._health.suspend(
@@ -221,6 +230,7 @@ class WeightUpdater:
             self.attempt = None
         if self.slots is not None:
             self.slots.add(update.version)
+        self._is_dirty = False
         self._health.reopen()
         self.version = update.version
         return self._cost(done, start_s, idle_s, through=bool(mode))
@@ -248,3 +258,66 @@ class WeightUpdater:
             await self._health.guard(client.abort_all(), self._health.ended)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._health.idle.wait(), _ABORT_S)
+
+    # --- memory -----------------------------------------------------------------------------------
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+        """Sleep or wake; a state that is there already is answered without the server.
+
+        Raises EngineError: nothing was changed, or the server ends, since what its ranks have
+        released is then unknown.
+        """
+        async with self._committing:
+            sleeps, wanted = isinstance(message, SleepEngine), set(message.parts)
+            if (
+                not sleeps
+                and "kv_cache" in wanted
+                and (self._is_dirty or "weights" in self._asleep)
+            ):
+                raise EngineError(f"{UNCHANGED}: engine {message.engine} has no verified weights")
+            parts = sorted(wanted - self._asleep if sleeps else wanted & self._asleep)
+            if not parts:
+                return self._memory()
+            return await self._move(SLEEP if sleeps else WAKE, parts, message.timeout_s)
+
+    async def _move(self, what: str, parts: Sequence[str], timeout_s: float) -> EngineMemory:
+        client, health = self._client, self._health
+        if client is None or health.ended.is_set():
+            raise health.failure()
+        self.aborted, before = 0, health.is_asleep
+        health.is_asleep = True
+        health.admit.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self.mode and not before:  # requests go back, to be continued when it wakes
+                    await self._drain(client)
+                moved = await health.guard(client.move_memory(what, parts), health.ended)
+        except (EngineError, TimeoutError) as error:
+            if UNCHANGED in str(error):
+                health.is_asleep = before
+                health.let_in()
+                raise
+            health.close(f"{what} of {', '.join(parts)} failed: {error or 'no answer in time'}")
+            raise health.failure() from error
+        except BaseException as error:  # cancelled, or a bug: what the ranks did is unknown
+            health.close(f"{what} of {', '.join(parts)} was given up: {error!r}")
+            raise
+        if what == SLEEP:
+            self._asleep |= set(parts)
+            self._is_dirty |= "weights" in parts
+        else:
+            self._asleep -= set(parts)
+        health.is_asleep = bool(self._asleep)
+        health.let_in()
+        return replace(
+            self._memory(),
+            seconds=moved.seconds,
+            num_bytes=moved.num_bytes,
+            recomputed=moved.recomputed,
+            aborted=self.aborted,
+        )
+
+    def _memory(self) -> EngineMemory:
+        return EngineMemory(self._parts(), self._is_dirty)
+
+    def _parts(self) -> tuple[str, ...]:
+        return tuple(part for part in MEMORY_PARTS if part in self._asleep)

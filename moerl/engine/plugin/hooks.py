@@ -16,11 +16,13 @@ from moerl.engine.plugin import (
     cpu_attention,
     cpu_experts,
     grammars,
+    host_memory,
     in_flight,
     kv_slots_per_request,
     loaded_weights,
     record_output,
     server_access,
+    sleep_hooks,
     top_k_first,
     update_hooks,
 )
@@ -78,6 +80,14 @@ HOOKS = (
         f"{_TOKENIZER}.update_weights_from_tensor",
         "around",
         update_hooks.around_request,
+        When.ALWAYS,
+    ),
+    Hook(f"{_TOKENIZER}.release_memory_occupation", "around", sleep_hooks.refuse, When.ALWAYS),
+    Hook(f"{_TOKENIZER}.resume_memory_occupation", "around", sleep_hooks.refuse, When.ALWAYS),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+        "after",
+        sleep_hooks.wait_while_paused,
         When.ALWAYS,
     ),
     Hook(
@@ -141,6 +151,12 @@ HOOKS = (
         When.ALWAYS,
     ),
     Hook("sglang.srt.utils.auth.decide_request_auth", "around", server_access.decide, When.ALWAYS),
+    Hook(
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create",
+        "around",
+        host_memory.create,
+        When.CPU,
+    ),
     Hook(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "replace",

@@ -73,7 +73,7 @@ def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -
     scheduler, recomputed = manager.scheduler, 0
     _audit = mode == RETRACT_AUDIT
     if mode != IN_PLACE:
-        recomputed = _retract(scheduler)
+        recomputed = retract(scheduler)
     _wait_for_device(scheduler)
     write()
     _wait_for_device(scheduler)
@@ -87,7 +87,8 @@ def exchange(manager: Any, mode: str, request: Any, write: Callable[[], None]) -
             _name_prefix(req)
         return Exchanged(True)
     flushed = bool(scheduler.flush_cache())
-    _go_on(scheduler)
+    if not manager.offload_tags:  # else the engine has no KV cache to go on with
+        go_on(scheduler)
     return Exchanged(flushed, recomputed)
 
 
@@ -102,7 +103,8 @@ def _wait_for_device(scheduler: Any) -> None:
     torch.get_device_module(scheduler.device).synchronize()
 
 
-def _retract(scheduler: Any) -> int:
+def retract(scheduler: Any) -> int:
+    """Pause; requests keep their tokens and lose their KV cache.  Returns tokens to prefill."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     running = [req for req in _live(scheduler) if req.kv.holds_kv and not req.finished()]
@@ -110,7 +112,8 @@ def _retract(scheduler: Any) -> int:
     return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
 
 
-def _go_on(scheduler: Any) -> None:
+def go_on(scheduler: Any) -> None:
+    """End the pause."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))

@@ -36,7 +36,7 @@ from moerl.core.messages import Message
 from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
 from moerl.distributed.object_collectives import all_gather_values
-from moerl.engine.plugin import adapter_hooks, in_flight
+from moerl.engine.plugin import adapter_hooks, in_flight, sleep_hooks
 from moerl.engine.plugin.loaded_weights import check_modules
 from moerl.engine.protocol import ADAPTER
 from moerl.engine.weight_layout import engine_layout
@@ -45,6 +45,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
 from moerl.weight_sync.receiver_names import (
     COMMIT,
+    MEMORY,
     SCRATCH,
     UNCHANGED,
     Committed,
@@ -88,12 +89,18 @@ def after_start(_result: None, manager: Any) -> None:
 def around_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_tensor."""
     name, _, mode = str(request.load_format).partition(".")
-    if name != COMMIT:
+    if name not in (COMMIT, MEMORY):
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
+    if name == MEMORY:
+        what, _, parts = mode.partition(".")
+        success, message = sleep_hooks.change(manager, what, parts.split("+"))
+        return UpdateWeightsFromTensorReqOutput(success=success, message=message)
     receiver = _receiver
     cause = "no receiver" if receiver is None else receiver.claim(str(request.weight_version))
+    if sleep_hooks.is_asleep(manager, "weights"):
+        cause = "the weights sleep"
     causes = all_gather_values(cause, str, manager.tp_cpu_group)
     if receiver is None or any(causes):
         if receiver is not None:
@@ -136,18 +143,19 @@ def around_request(original: Callable[..., Any], manager: Any, request: Any, *re
     SGLang delays an update until no request runs; some modes of COMMIT must not wait for that.
     """
     name, _, mode = str(request.load_format).partition(".")
-    if name != COMMIT or not mode:
+    if name not in (COMMIT, MEMORY) or not mode:
         return original(manager, request, *rest)
-    return _commit_at_once(manager, request, mode)
+    return _at_once(manager, request, "" if name == MEMORY else mode)
 
 
-async def _commit_at_once(manager: Any, request: Any, mode: str) -> tuple[bool, str]:
+async def _at_once(manager: Any, request: Any, mode: str) -> tuple[bool, str]:
+    """mode: of a commit; "" = memory moves, and the version stays."""
     manager.auto_create_handle_loop()
     replies = await manager.update_weights_from_tensor_communicator(request)
     success = all(reply.success for reply in replies)
     if success and mode == ADAPTER:
         await adapter_hooks.register(manager, str(request.weight_version))
-    elif success:
+    elif success and mode:
         manager._update_weight_version_if_provided(request.weight_version)
     return success, " | ".join(str(reply.message) for reply in replies)
 

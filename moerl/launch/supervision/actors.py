@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moerl.config import Config
-from moerl.config.clusters import is_local, is_shared, placement, visible_devices
+from moerl.config.clusters import is_local, placement, visible_devices
 from moerl.config.task_mixture import entries_of
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
@@ -417,7 +417,7 @@ class EngineGpus:
         placed = placement(config)
         self._planned = {slot.engine: slot.devices for slot in placed.engines}
         node = placed.engines[0].node
-        trainers = () if is_shared(config.cluster) else placed.trainers
+        trainers = () if config.cluster.colocated != "none" else placed.trainers
         others = {
             device
             for slot in (*trainers, *placed.ref_models)

@@ -18,6 +18,7 @@ from typing import Any, TypeVarTuple, cast
 
 from ray.exceptions import RayActorError
 
+from moerl.config.clusters import takes_turns
 from moerl.controller.controller import Controller
 from moerl.core.errors import ConfigError, EngineError, MoerlError
 from moerl.core.messages import Engine
@@ -32,6 +33,7 @@ from moerl.launch.supervision.supervisor_context import START_S, SupervisorConte
 log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 
+_TURN_S = 1.0  # until a controller that is down is asked again
 _STOP_S = 60.0  # seconds a host may take to end its server
 
 
@@ -49,9 +51,25 @@ class EngineSupervisor:
 
     def start_all(self) -> None:
         for index in self.members.actors:
-            self.start(index)
+            self._start(index)
 
     def start(self, index: int) -> None:
+        """Start an engine of a running run; where trainer and engines take turns, in theirs."""
+        self._starting.add(index)
+        if not takes_turns(self._context.config.cluster):
+            self._start(index)
+            return
+
+        def begun(_: object) -> None:
+            self._start(index)
+
+        def failed(_: MoerlError) -> None:
+            self._context.restarts.postpone(f"engine {index}", _TURN_S, lambda: self.start(index))
+
+        if not self._controller.ask(begun, failed, Controller.generating):
+            failed(EngineError("the controller is down"))
+
+    def _start(self, index: int) -> None:
         name = f"engine {index}"
         self._context.console.wait(name)
         self._starting.add(index)
@@ -296,6 +314,10 @@ class Membership:
         self._control_api.answer(name, answer)
 
     def _add(self, tp: int) -> int:
+        if takes_turns(self._run_context.config.cluster):
+            raise ConfigError(
+                "cluster.colocated", "turns", "no engine joins: it would need the trainer's memory"
+            )
         placed = self._context.actors.engine(
             self._run_context, self._next, tp
         )  # refuses one without room

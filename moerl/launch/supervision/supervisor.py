@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moerl.config.clusters import takes_turns
 from moerl.controller.controller import Controller
 from moerl.core.errors import EngineError, MoerlError
 from moerl.core.types import PolicyVersion
@@ -128,10 +129,14 @@ class Supervisor:
         """Controller, trainer and engines, until all engines are up."""
         self.controller.start()
         self._loop(lambda: self.controller.is_up, self._watch_processes)
-        self.trainer.start()
+        turns = takes_turns(self._context.config.cluster)
+        if not turns:
+            self.trainer.start()
         self.engines.start_all()
         self._loop(lambda: self.engines.are_up, self._watch_processes)
         self.controller.tell(Controller.engines_started)
+        if turns:  # it needs memory in which the engines start
+            self.trainer.start()
         self.trainer.restart_clock()
 
     def _place_controller(self) -> Any:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moerl.core.errors import TrainerError
+from moerl.config.clusters import takes_turns
+from moerl.controller.controller import Controller
+from moerl.core.errors import MoerlError, TrainerError
 from moerl.distributed.torchrun import TRAINER_JOB, TorchrunJob
 from moerl.launch.run_context import (
     RunContext,
@@ -25,6 +27,7 @@ from moerl.runtime.run_dir import next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
 _GRACE_S = 0.5  # for ranks of a trainer that died
+_CLOSED_S = 1.0  # until a controller that is down is asked again
 _CAUSE_S = 1.0  # after a trainer's death: the controller may know why
 
 
@@ -49,7 +52,22 @@ class TrainerSupervisor:
 
     def _start_ranks(self) -> None:
         self._context.console.wait("trainer")
-        self._ranks.start(self.run_context, self._controller.endpoint)
+        if takes_turns(self.run_context.config.cluster):
+            self._start_when_closed()
+        else:
+            self._ranks.start(self.run_context, self._controller.endpoint)
+
+    def _start_when_closed(self) -> None:
+        """Start the ranks when the engines sleep."""
+
+        def closed(_: object) -> None:
+            self._ranks.start(self.run_context, self._controller.endpoint)
+
+        def failed(_: MoerlError) -> None:
+            self._context.restarts.postpone("trainer", _CLOSED_S, self._start_when_closed)
+
+        if not self._controller.ask(closed, failed, Controller.close_turn):
+            failed(TrainerError("the controller is down"))
 
     def _start_ref_models(self) -> None:
         assert self._ref_models is not None, "there are no reference ranks"

@@ -79,6 +79,7 @@ TORCH_LIBRARY(device_double, m) {
   m.def("sync_stream", &sync_stream);
   m.def("sync_event", &sync_event);
   m.def("sync_device", +[](int64_t device) { Guard().synchronizeDevice(device); });
+  m.def("resize_storage(Tensor t, int bytes) -> ()");
   m.def("set_purpose", &set_purpose);
   m.def("memory", &memory);
   m.def("purposes", &purposes);
@@ -96,6 +97,7 @@ void record_use(const Tensor& t, int64_t device, int64_t stream) {
 TORCH_LIBRARY_IMPL(device_double, CompositeExplicitAutograd, m) {
   m.impl("host_view", TORCH_FN(host_view));
   m.impl("use", +[](const c10::List<Tensor>& t, bool writes, c10::string_view what) { use(t.vec(), writes, std::string(what)); });
+  m.impl("resize_storage", TORCH_FN(resize_storage));
   m.impl("record_use", TORCH_FN(record_use));
 }
 

@@ -292,6 +292,15 @@ inline const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::opti
   storage->set_nbytes(need);
   return self;
 }
+// UntypedStorage.resize_: torch has it for CUDA builds only
+inline void resize_storage(const Tensor& self, int64_t bytes) {
+  StorageImpl* storage = self.storage().unsafeGetStorageImpl();
+  OnDevice on(self.device().index());
+  auto fresh = device_memory.allocate(bytes);
+  if (bytes && storage->nbytes()) copy_bytes(fresh.get(), storage->data(), std::min<size_t>(bytes, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(fresh));
+  storage->set_nbytes(bytes);
+}
 inline Tensor& set_(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size,
                     at::IntArrayRef stride) {
   TORCH_CHECK(source.device().is_cuda(), "set_: a device tensor takes device storage");

@@ -1,0 +1,190 @@
+"""Engines and trainer take turns with one memory (`cluster.colocated: turns`).
+
+    GENERATE  engines serve; the trainer is parked and waits for a plan
+    CLOSING   a batch is planned: every engine retracts its requests and gives its memory back
+    TRAIN     the trainer has the memory
+    HANDING   the trainer has parked its optimizer and publishes: an engine takes back its weights
+              when its commit comes, and is dirty until then
+    OPENING   the trainer asks for a plan and none is ready: engines take back their KV cache
+
+The phase is a memory of this process only.  A controller that takes over asks the engines; the
+trainer's messages say the rest, since it is parked whenever it publishes or asks for a plan.
+Requests stay where they are, or wait for an engine, and go on under the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+from moerl.config import Config
+from moerl.config.clusters import moved_parts
+from moerl.controller.engine_pool import EnginePhase, EnginePool, EngineState, host_answer
+from moerl.controller.task_group import TaskGroup
+from moerl.core.errors import EngineError
+from moerl.core.messages import AskEngine, EngineMemory, EngineVersion, SleepEngine, WakeEngine
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.5  # after an engine refused
+_NAMES = {"kv_cache": "kv_cache", "engine_weights": "weights"}  # of SGLang
+
+
+class TurnPhase(StrEnum):
+    GENERATE = "generate"
+    CLOSING = "closing"
+    TRAIN = "train"
+    HANDING = "handing"
+    OPENING = "opening"
+
+
+class Turns:
+    """Moves the memory of all engines.  Used by one event loop."""
+
+    def __init__(self, config: Config, pool: EnginePool, tasks: TaskGroup) -> None:
+        self._pool, self._tasks, self._budget_s = pool, tasks, config.turn.budget_s
+        self._limit_s = config.sync.timeout_s
+        self._parts = tuple(_NAMES[part] for part in moved_parts(config) if part in _NAMES)
+        self.phase = TurnPhase.GENERATE
+        self._since, self._late = time.monotonic(), 0  # of GENERATE, and budgets that have passed
+        self._changing = asyncio.Lock()
+        self._trainer_starts = False  # a message of the trainer before it may still wait here
+        self._row: dict[str, float] = {}
+
+    def took_over(self) -> None:
+        """The engines were asked: unless all are awake, the trainer may have the memory."""
+        away = (EnginePhase.ASLEEP, EnginePhase.LOST)
+        if any(member.phase in away for member in self._pool.members.values()):
+            self._enter(TurnPhase.TRAIN)
+
+    # --- phases -----------------------------------------------------------------------------------
+    async def close(self, *, for_a_start: bool = False) -> None:
+        """Before a plan is given out or a trainer starts: every engine sleeps, or has no process.
+
+        An engine that is being started needs the memory, and is waited for.  While no trainer is
+        there (for_a_start) one that waits may be started: a first publish must reach an engine.
+        """
+        async with self._changing:
+            begin = time.monotonic()
+            self._trainer_starts |= for_a_start
+            if for_a_start and self._is_starting():
+                self._enter(TurnPhase.GENERATE)
+            if self.phase == TurnPhase.GENERATE:
+                await self._wait_while(self._is_starting)
+                await self._wait_while(self._is_held)
+                if not for_a_start:
+                    self._count("turn/generate_s", begin - self._since)
+                    self._count("turn/late", float(self._late))
+            self._enter(TurnPhase.CLOSING)
+            moved = await self._each(self._sleep)
+            self._enter(TurnPhase.TRAIN)
+            self._count("turn/close_s", time.monotonic() - begin)
+            for one in moved:
+                self._count("turn/recomputed_tokens", float(one.recomputed))
+                self._count("turn/interrupted", float(one.aborted))
+
+    def trainer_is_up(self) -> None:
+        """A trainer has said hello: what it asks for next ends its start."""
+        self._trainer_starts = False
+
+    async def hand(self, index: int) -> None:
+        """Before a commit: the engine takes its weights back.  Raises EngineError."""
+        if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
+            self._enter(TurnPhase.HANDING)
+        member = self._pool.members.get(index)
+        if member is not None and member.phase == EnginePhase.ASLEEP:
+            await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
+
+    async def open(self) -> None:
+        """The trainer waits for a batch: engines with verified weights serve again.
+
+        An engine without is behind, so that the trainer publishes to it first.
+        """
+        if self._trainer_starts:
+            return
+        asleep = [m for m in self._pool.members.values() if m.phase == EnginePhase.ASLEEP]
+        if self.phase == TurnPhase.GENERATE and not asleep:
+            self._late = int((time.monotonic() - self._since) / self._budget_s)
+            return
+        async with self._changing:
+            begin = time.monotonic()
+            if self.phase != TurnPhase.GENERATE:
+                self._enter(TurnPhase.OPENING)
+            await self._each(self._wake)
+            if self.phase == TurnPhase.OPENING:
+                self._enter(TurnPhase.GENERATE)
+                self._since, self._late = time.monotonic(), 0
+                self._count("turn/open_s", self._since - begin)
+            self._tasks.notify()
+
+    async def generating(self) -> None:
+        """Returns in GENERATE: an engine may be started, and `close` waits for it."""
+        await self._wait_while(lambda: self.phase != TurnPhase.GENERATE)
+
+    def row(self) -> dict[str, float]:
+        """Metrics since the last call, with the names of docs/metrics.md."""
+        row, self._row = self._row, {}
+        return row
+
+    def _enter(self, phase: TurnPhase) -> None:
+        if phase != self.phase:
+            log.info("turn: %s", phase)
+        self.phase = phase
+
+    # --- engines ----------------------------------------------------------------------------------
+    async def _sleep(self, index: int, member: EngineState) -> EngineMemory | None:
+        if member.phase != EnginePhase.LOST:
+            member.phase = EnginePhase.ASLEEP
+        while member.phase == EnginePhase.ASLEEP:
+            try:
+                return await self._move(member, SleepEngine(index, self._parts, self._limit_s))
+            except EngineError as error:  # refused for now; a broken one is about to be lost
+                log.warning("engine %d does not sleep yet: %s", index, error)
+                await self._tasks.wait_change(_AGAIN_S)
+        return None
+
+    async def _wake(self, index: int, member: EngineState) -> EngineMemory | None:
+        if member.phase != EnginePhase.ASLEEP:
+            return None
+        try:
+            found = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
+            assert isinstance(found, EngineVersion), "the reply to AskEngine"
+            member.behind |= found.is_dirty or "weights" in found.asleep or bool(found.cause)
+            if member.behind:
+                return None
+            moved = await self._move(member, WakeEngine(index, self._parts, self._limit_s))
+        except EngineError as error:  # `open` is called again
+            log.warning("engine %d does not wake yet: %s", index, error)
+            return None
+        member.phase = EnginePhase.UP
+        return moved
+
+    async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> EngineMemory:
+        moving = member.engine.move_memory(message)
+        return await host_answer(moving, type(message).__name__, message.timeout_s)
+
+    async def _each(
+        self, work: Callable[[int, EngineState], Awaitable[EngineMemory | None]]
+    ) -> list[EngineMemory]:
+        members = list(self._pool.members.items())
+        moved = await asyncio.gather(*(work(index, member) for index, member in members))
+        return [one for one in moved if one is not None]
+
+    def _is_starting(self) -> bool:
+        members = self._pool.members.values()
+        return any(m.phase == EnginePhase.LOST and not m.leaving for m in members)
+
+    def _is_held(self) -> bool:
+        """An evaluation ends first."""
+        now = time.monotonic()
+        return any(member.held_until > now for member in self._pool.members.values())
+
+    async def _wait_while(self, waits: Callable[[], bool]) -> None:
+        while waits():
+            await self._tasks.wait_change(1.0)
+
+    def _count(self, name: str, value: float) -> None:
+        self._row[name] = self._row.get(name, 0.0) + value
