@@ -231,12 +231,12 @@ class Learner:
         Scores of separate reference ranks come with the plan.  Returns one entry per minibatch.
         """
         config, known, read = self.config, [], []
+        came, followers = dict[str, list[Array]](), followers_of(config.algorithm)
         if config.ref_models.placement == "separate":
             came = received(plan, config)
-        else:
-            came = {}
+        elif followers or plan.teachers:
             check_teachers(plan, config)
-            for name in followers_of(config.algorithm):
+            for name in followers:
                 if (taken := self._teacher(name).version) != plan.teachers[name]:
                     raise TrainerError(f"{plan.teachers[name]} of {name} is wanted, it has {taken}")
         for part in minibatches:
