@@ -254,8 +254,8 @@ class EngineConfig:
     max_running_requests: Count = 256
     # of the KV cache; 0 = as many as fit into mem_fraction_static, SGLang decides
     max_total_tokens: Natural = 65536
-    # For weights and KV cache: of what is free at SGLang's start, with cluster.colocated=shared of
-    # the whole GPU
+    # For weights and KV cache: of what is free at the start (on a CPU without max_total_tokens
+    # only), with cluster.colocated=shared of the whole GPU
     mem_fraction_static: Share = 0.2
     start_timeout_s: Positive = 300.0
     answer_timeout_s: Positive = 120.0  # a server that answers nothing for so long is restarted

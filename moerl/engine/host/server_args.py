@@ -66,6 +66,7 @@ _OWNED: dict[str, str] = {
     "config": "put the arguments into engine.args",
 }
 
+_CPU_MEMORY = 0.95  # share of the machine's memory that SGLang may find in use
 _FP32_ATTENTION = ("triton", "torch_native")  # backends on a GPU that have float32
 _ROTARY = (64, 128, 256, 512)  # head_dim of the CUDA kernel that also writes a bf16 cache
 
@@ -184,6 +185,10 @@ def arguments(
     }
     if config.max_total_tokens:  # else SGLang fills what mem_fraction_static leaves
         args["max_total_tokens"] = config.max_total_tokens
+        if not cuda:
+            # The memory that other processes take while the weights load counts as the engine's,
+            # and a start on a busy machine was refused for it; the cache has its size anyway.
+            args["mem_fraction_static"] = max(config.mem_fraction_static, _CPU_MEMORY)
     if routing and model_type in SPARSE:
         args["enable_return_indexer_topk"] = True
     if cuda:
