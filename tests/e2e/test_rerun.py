@@ -112,11 +112,11 @@ def _groups(root: Path, step: int) -> list[str]:
 
 
 def test_another_loss_on_the_same_rollouts(killed: Run) -> None:
-    code, text = rerun(killed.dir.root, "--from", "140", "--set", "algorithm.objective=cispo")
+    code, text = rerun(killed.dir.root, "--from", "147", "--set", "algorithm.objective=cispo")
     assert code == 0, text
     assert equal_steps(text)[0] == 0
     same = killed_objective(killed)
-    code, text = rerun(killed.dir.root, "--from", "140", "--set", f"algorithm.objective={same}")
+    code, text = rerun(killed.dir.root, "--from", "147", "--set", f"algorithm.objective={same}")
     equal, steps = equal_steps(text)
     assert (code, equal) == (0, steps), text
 
