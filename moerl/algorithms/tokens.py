@@ -70,11 +70,11 @@ class Tokens:
     )
     reference: Tensor | None = None  # [N] reference policy
     teacher: Tensor | None = None  # [N] teachers, the sum of weight x log-probability
-    teacher_weight: Tensor | None = None  # [N] sum of the teachers' weights; None = 1
     entropy: Tensor | None = None  # [N] of the current policy, not in the graph
     centering: Tensor | None = None  # [N] C of score centering, in the graph
     teacher_kl: Tensor | None = None  # [N] KL over a support, in the graph
     m2_bound: float = math.inf  # bound of the whole batch, see corrections.m2_bound
+    teacher_weight: Tensor | None = None  # [N] sum of the teachers' weights; None = 1
 
     @property
     def prox(self) -> Tensor:

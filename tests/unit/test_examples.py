@@ -53,8 +53,8 @@ def command_of(example: Path) -> str:
     return line
 
 
-def test_there_are_twelve() -> None:
-    assert len(EXAMPLES) == 12
+def test_there_are_thirteen() -> None:
+    assert len(EXAMPLES) == 13
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

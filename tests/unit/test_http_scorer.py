@@ -100,7 +100,7 @@ def test_a_service_is_sent_what_its_term_needs() -> None:
         ({"reward": 1, "a b": 3.0}, "cannot name a metric"),
         ({"reward": 1, "reason": "x" * 3000}, "a reason of 3000 characters"),
         ({"error": "too long"}, "service x said 'too long' about prompt 4"),
-        ({}, "has no reward, steps or turns"),
+        ({}, "has no reward, steps, turns or roles"),
     ],
 )
 def test_a_lie_is_an_error_of_its_request_alone(value: dict[str, Any], why: str) -> None:

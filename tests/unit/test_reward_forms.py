@@ -63,7 +63,7 @@ def test_numbers_of_every_library(value: str) -> None:
         ("numpy text", "returned str_ "),
         ("array of text", "returned ndarray array('1'"),
         ("complex", "returned complex 1j, want a number"),
-        ("empty", "returned dict {}, which has no reward, steps or turns"),
+        ("empty", "returned dict {}, which has no reward, steps, turns or roles"),
         ("errors only", "which has no reward"),
         ("score", "returned dict {'score': 1.0, 'acc': 1.0}, which has no reward"),
         ("list", "returned list [1.0], want a number"),

@@ -92,7 +92,7 @@ def tried(words: list[str], *, here: bool = True) -> list[str]:
     ("name", "says"),
     [
         ("text", "it returned str '0.5', want a number or a dict with one, for line 2 of"),
-        ("empty", "it returned dict {}, which has no reward, steps or turns, for line 2 of"),
+        ("empty", "it returned dict {}, which has no reward, steps, turns or roles, for line 2 of"),
         ("none", "it returned NoneType None, want a number"),
         ("nan", "it returned float nan, which is not finite"),
         ("huge", "it returned float 1e+30, which has a square that float32 cannot hold"),
