@@ -329,8 +329,9 @@ class TrainerHandler:
         stream = self._stream
         if stream is None:
             return
-        if not stream.is_prepared(step):  # planned by an earlier controller: the same plan again
-            await self._plan(step, self._batches.planned[step])
+        groups = self._batches.planned.get(step)  # None: a record was found damaged meanwhile
+        if groups and not stream.is_prepared(step):  # an earlier controller made the same plan
+            await self._plan(step, groups)
         try:
             await stream.sealed(step)
         except OSError as error:

@@ -105,7 +105,8 @@ class StreamWriter:
     async def sealed(self, step: int) -> None:
         """Wait for the file of a prepared step.  Raises OSError, BlobError; then `write_again`."""
         begin = time.monotonic()
-        await self._plans[step][1]
+        if step in self._plans:
+            await self._plans[step][1]
         self._wait_s += time.monotonic() - begin
 
     def write_again(self, step: int) -> None:
