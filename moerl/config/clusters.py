@@ -257,6 +257,12 @@ def _check_turns(config: Config) -> None:
             mode,
             "a sleep drops the KV cache of running rollouts: use abort_resume or retract",
         )
+    for setting, value, other in (
+        ("sync.delta", config.sync.delta, "false: weights are written in place, from no base"),
+        ("sync.direct", config.sync.direct, "0: an engine keeps no version to send on"),
+    ):
+        if value:
+            raise ConfigError(setting, value, f"with cluster.colocated=turns use {other}")
     if any(teacher.follows for teacher in config.algorithm.teachers):
         raise ConfigError(
             field, "turns", "a teacher that follows the policy copies weights that may be parked"

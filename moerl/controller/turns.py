@@ -4,7 +4,7 @@
     CLOSING   a batch is planned: every engine retracts its requests and gives its memory back
     TRAIN     the trainer has the memory
     HANDING   the trainer has parked its optimizer and publishes: an engine takes back its weights
-              when its commit comes, and is dirty until then
+              when its session begins, and is dirty until its commit
     OPENING   the trainer asks for a plan and none is ready: engines take back their KV cache
 
 The phase is a memory of this process only.  A controller that takes over asks the engines; the
@@ -91,12 +91,19 @@ class Turns:
         self._trainer_starts = False
 
     async def hand(self, index: int) -> None:
-        """Before a commit: the engine takes its weights back.  Raises EngineError."""
+        """Before a session: the engine takes its weights back, and serves no request meanwhile.
+
+        Raises EngineError.
+        """
         if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
             self._enter(TurnPhase.HANDING)
         member = self._pool.members.get(index)
-        if member is not None and member.phase == EnginePhase.ASLEEP:
-            await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
+        if member is None or member.phase == EnginePhase.LOST:
+            return
+        if member.phase != EnginePhase.ASLEEP:  # it was started in GENERATE
+            member.phase = EnginePhase.ASLEEP
+            await self._move(member, SleepEngine(index, ("kv_cache",), self._limit_s))
+        await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
 
     async def open(self) -> None:
         """The trainer waits for a batch: engines with verified weights serve again.
@@ -159,7 +166,8 @@ class Turns:
         except EngineError as error:  # `open` is called again
             log.warning("engine %d does not wake yet: %s", index, error)
             return None
-        member.phase = EnginePhase.UP
+        if member.phase == EnginePhase.ASLEEP:  # else its death was reported meanwhile
+            member.phase = EnginePhase.UP
         return moved
 
     async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> EngineMemory:

@@ -54,6 +54,7 @@ from moerl.planning.publish_forecast import (
 from moerl.planning.shared_gpus import check_shares, shared_rows
 from moerl.planning.turn_phases import ORDER, ROOM, phase_bytes, smallest_set
 from moerl.runtime.machine import host_memory, visible_gpus
+from moerl.weight_sync.buckets import ROUND
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
@@ -157,6 +158,8 @@ def _trainer_ranks(
         ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
+    if takes_turns(config.cluster):  # which publish from the weights themselves
+        ranks = tuple(replace(rank, snapshot=0) for rank in ranks)
     followers = list(followers_of(config.algorithm).values())
     return training, ref_models, with_teachers(ranks, training, followers)
 
@@ -209,6 +212,9 @@ class _Size:
         if (lora := config.lora).sends_factors:
             self.factors = factor_forecast(spec, engines, lora, dtype)
             self.memory = merging_memory(self.memory, self.factors, lora, dtype, bucket)
+        elif takes_turns(config.cluster):  # staging takes a round of each trainer rank
+            room = ROUND * bucket * config.trainer.parallel.world_size
+            self.memory = replace(self.memory, host=min(self.memory.host, room))
 
 
 def model_shapes(config: Config) -> dict[str, Any]:

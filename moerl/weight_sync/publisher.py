@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.config.clusters import takes_turns
 from moerl.config.schema import Config, ParallelConfig
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_model_config
@@ -48,7 +49,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
-from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, SharedSnapshot, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, Hop, TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
@@ -209,7 +210,8 @@ class Destinations:
     """This rank's senders and, on rank 0, the sessions that direct them: one per engine."""
 
     def __init__(self, config: Config, context: SyncContext) -> None:
-        self.snapshot = SharedSnapshot(WeightSnapshot(), threading.Condition())
+        weights = LiveWeights() if takes_turns(config.cluster) else WeightSnapshot()
+        self.snapshot = SharedSnapshot(weights, threading.Condition())
         self.sessions: dict[int, EngineSession] = {}  # on rank 0; {} on other ranks
         self.engines: set[int] = set()
         self.on_attempt: Callable[[], None] = lambda: None  # see EngineSession
@@ -300,6 +302,7 @@ class Destinations:
             folder=config.sync.folder,
             delta=config.sync.delta,
             lora=self._lora,
+            writes_live=takes_turns(config.cluster) and self._lora is None,
         )
 
 

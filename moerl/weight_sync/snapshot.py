@@ -14,7 +14,8 @@ and only senders wait as threads (`wait`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,10 @@ class WeightSnapshot:
         if self._copied is not None:
             self._copied.synchronize()
 
+    def reading(self) -> AbstractContextManager[None]:
+        """A sender copies from the tensors.  Raises TransportError when they are gone."""
+        return nullcontext()
+
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
@@ -93,6 +98,40 @@ class WeightSnapshot:
             copied = torch.cuda.Event(blocking=True)  # waiting threads sleep
             copied.record()
         return copied
+
+
+class LiveWeights(WeightSnapshot):
+    """The parameters themselves, from `store` to `before_write`: a trainer that publishes before it
+    goes on needs no copy (`cluster.colocated: turns`).
+
+    A sender of a session that failed may still run: `before_write` waits for the bucket that it
+    packs, and the sender gets no other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Let senders read `live`; of its tensors they keep views from version to version."""
+        for name, tensor in self._tensors.items():
+            same = live[name].untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            assert same, f"{name} has another storage than at the version before"
+        self._tensors, self.version = self._tensors or dict(live), version
+        if any(tensor.is_cuda for tensor in live.values()):
+            torch.cuda.synchronize()  # senders have streams of their own
+
+    def before_write(self) -> None:
+        """Return when no sender reads; none does until the next `store`."""
+        with self._lock:
+            self.version = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._lock:
+            if self.version is None:
+                raise TransportError("peer", "the trainer's weights are not offered any more")
+            yield
 
 
 @dataclass(slots=True, eq=False)

@@ -131,7 +131,7 @@ PUBLISH_BLUNDERS = (
     Blunder(
         "a bucket filled again while its pieces are copied",
         COMMIT, "CommitCopies._stream",
-        "buckets.stream.wait_event(copied[number - len(buckets.pair)])", "pass",
+        "buckets.stream.wait_event(before)", "pass",
     ),
     Blunder(
         "a whole version on the device",

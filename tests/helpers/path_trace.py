@@ -58,7 +58,9 @@ WEIGHTS = {
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {
-    "moerl.core.messages": {"PrepareUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"},
+    "moerl.core.messages": {
+        *("PrepareUpdate", "WriteUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"),
+    },
 }
 TENSORS = {"torch": {"Tensor"}, "torch.nn.parameter": {"Parameter"}, "numpy": {"ndarray"}}
 KINDS = {"token": TOKENS, "weight": WEIGHTS, "control": CONTROL}

@@ -18,13 +18,32 @@ import pytest
 from moerl.config import resolve
 from moerl.config.clusters import check_cluster
 from moerl.config.schema import Config, TeacherConfig
+from moerl.controller import engine_pool
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.turns import TurnPhase
 from moerl.core.errors import ConfigError, EngineError, ProtocolError
-from moerl.core.messages import Plan, Refresh, SleepEngine, StepDone, TakePlan, WakeEngine
+from moerl.core.messages import (
+    AskEngine,
+    Message,
+    Plan,
+    Refresh,
+    SessionMessage,
+    SleepEngine,
+    StepDone,
+    TakePlan,
+    WakeEngine,
+)
 from moerl.core.types import PolicyVersion
-from tests.helpers.controllers import CONFIG, commit, hello, make, running, successor
+from tests.helpers.controllers import (
+    CONFIG,
+    commit,
+    hello,
+    make,
+    running,
+    successor,
+    written_live,
+)
 from tests.helpers.stub_engine import StubEngine
 
 TURNS = resolve(replace(CONFIG, cluster=replace(CONFIG.cluster, colocated="turns")))
@@ -71,7 +90,10 @@ class Trainer:
         for index, engine in enumerate(self.engines):
             self.point("handing")
             try:
-                await self.controller.handle(commit(self.version, index))
+                for message in written_live(self.version, index):
+                    await self.controller.handle(message)
+                    if engine.dirty:
+                        self.point("writing")
             except EngineError:
                 continue
             assert not engine.dirty
@@ -164,7 +186,7 @@ def test_without_turns_no_engine_is_asked_to_sleep(tmp_path: Path) -> None:
 
 
 # --- deaths ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("point", ["start", "handing", "train"])
+@pytest.mark.parametrize("point", ["start", "handing", "writing", "train"])
 def test_a_trainer_that_dies_finds_sleeping_engines(tmp_path: Path, point: str) -> None:
     """The next one has the memory for its start, publishes, and no group is trained twice."""
     engines = [StubEngine(), StubEngine()]
@@ -298,6 +320,72 @@ def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: st
     asyncio.run(whole())
 
 
+class SlowToSay(StubEngine):
+    """Says what sleeps only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.says = asyncio.Event(), asyncio.Event()
+
+    async def session(self, message: SessionMessage) -> Message:
+        if isinstance(message, AskEngine):
+            self.asked.set()
+            await self.says.wait()
+        return await super().session(message)
+
+
+@pytest.mark.parametrize("asks", ["a session that failed", "a turn that opens"])
+def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
+    tmp_path: Path, asks: str
+) -> None:
+    """Else no turn would let it start, and `close` would wait for it to sleep."""
+    engine = SlowToSay()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        await trainer.start()
+        waits = controller.handle(TakePlan(0, 60.0, 0))
+        if asks == "a session that failed":
+            engine.dead = True
+            waits = controller.handle(commit(trainer.version))
+        asking = asyncio.create_task(waits)
+        await engine.asked.wait()
+        controller.engine_lost(0)
+        engine.says.set()
+        if asks == "a session that failed":
+            with pytest.raises(EngineError):
+                await asking
+        await asyncio.sleep(0.1)
+        assert controller.context.pool.members[0].phase == EnginePhase.LOST
+        asking.cancel()
+
+    play(tmp_path, [engine], work)
+
+
+def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps, so nothing would ever wake it."""
+    monkeypatch.setattr(engine_pool, "ANSWER_S", 0.2)
+    monkeypatch.setattr(engine_pool, "_REST_S", 0.05)
+    engine = StubEngine()
+
+    async def whole() -> None:
+        first, _ = make(tmp_path, engine, TURNS)
+        loops = asyncio.create_task(first.run())
+        trainer = Trainer(first, [engine])
+        await trainer.start()
+        loops.cancel()
+        engine.is_hung = True
+        second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
+        await second.rejoin([])
+        assert second.context.pool.members[0].phase == EnginePhase.RESTING
+        engine.is_hung = False
+        trainer.controller = second
+        await running(second, trainer.run(3))
+
+    asyncio.run(whole())
+
+
 # --- states ---------------------------------------------------------------------------------------
 def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
     """A publish that failed: the engine is behind, and the trainer is told to publish again."""
@@ -312,6 +400,25 @@ def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
         member = controller.context.pool.members[0]
         assert (member.phase, member.behind) == (EnginePhase.ASLEEP, True)
         assert engine.asleep == set(ALL)
+        await trainer.hand_over()
+        await trainer.run(1)
+
+    play(tmp_path, [engine], work)
+
+
+def test_mixed_weights_are_never_admitted(tmp_path: Path) -> None:
+    """A session that failed between two rounds; the same trainer writes the engine anew."""
+    engine = StubEngine()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        trainer.dies_at = "writing"
+        with pytest.raises(Death):
+            await trainer.start()
+        assert (engine.asleep, engine.dirty) == ({"kv_cache"}, True)
+        assert await controller.handle(TakePlan(0, 60.0, 0)) == Refresh()
+        assert (engine.asleep, engine.dirty) == ({"kv_cache"}, True)
+        assert not engine.requests
+        trainer.dies_at = ""
         await trainer.hand_over()
         await trainer.run(1)
 
@@ -364,6 +471,8 @@ def test_late_turns_are_counted(tmp_path: Path) -> None:
         ({"turn": {"moves": ["gradients"]}}, "kv_cache must be in it"),
         ({"lora": {"rank": 4}, "turn": {"moves": ["kv_cache", "engine_weights"]}}, "base would be"),
         ({"cluster": {"launcher": "slurm"}}, "for one machine"),
+        ({"sync": {"delta": True}}, "from no base"),
+        ({"sync": {"direct": 1}}, "keeps no version"),
         ({"algorithm": {"teachers": [TeacherConfig(follows="policy")]}}, "may be parked"),
     ],
 )
