@@ -67,7 +67,7 @@ def hook_receiver(module: ModuleType) -> None:
         if version == os.environ.get(SPOILS) and version not in spoilt:
             spoilt.append(version)
             *_, last = self.model.tensors().values()
-            last.view(-1)[-1] += 1e-3
+            last.view(-1)[0] += 1e-3
         return verify(self, update)
 
     module.Receiver.commit, module.Receiver.verify = committed, verified

@@ -343,15 +343,13 @@ def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
 
     async def work(controller: Controller, trainer: Trainer) -> None:
         await trainer.start()
-        waits = controller.handle(TakePlan(0, 60.0, 0))
-        if asks == "a session that failed":
-            engine.dead = True
-            waits = controller.handle(commit(trainer.version))
-        asking = asyncio.create_task(waits)
+        engine.dead = asks == "a session that failed"
+        message = commit(trainer.version) if engine.dead else TakePlan(0, 60.0, 0)
+        asking = asyncio.create_task(controller.handle(message))
         await engine.asked.wait()
         controller.engine_lost(0)
         engine.says.set()
-        if asks == "a session that failed":
+        if engine.dead:
             with pytest.raises(EngineError):
                 await asking
         await asyncio.sleep(0.1)
