@@ -43,12 +43,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """Result for one engine rank: digests of all buckets of the region, and the sum over pieces.
+    """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
 
-    Complete after the last round.
-    """
-
-    digests: bytes
+    digests: bytes  # of buckets not sent yet: empty
     total: int  # of factors: over the pieces of the merged weights
     num_bytes: int  # of all buckets
     deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
@@ -151,8 +148,7 @@ class PrepareUpdate:
     # Fields of `moerl.config.lora_settings.LoraConfig` of the adapters whose factors are sent;
     # None = weights are sent
     lora: dict[str, LoraField] | None = None
-    # buckets are copied into the live weights as they come, in rounds: the engine must sleep
-    writes_live: bool = False
+    writes_live: bool = False  # WriteUpdate follows each round: the engine must sleep
 
 
 @dataclass(frozen=True, slots=True)

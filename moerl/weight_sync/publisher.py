@@ -49,7 +49,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
-from moerl.weight_sync.snapshot import LiveWeights, SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, Hop, TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
@@ -115,9 +115,7 @@ class WeightPublisher:
         """Snapshot this rank's shard, start sending it; returns metrics of the previous publish."""
         metrics = self.wait()
         begin = time.perf_counter()
-        with self._snapshot.changed:
-            self._snapshot.weights.store(self._context.live(), version)
-            self._snapshot.changed.notify_all()
+        self._snapshot.store(self._context.live(), version)
         self._snapshot_s = time.perf_counter() - begin
         with self._lock:
             self._is_judged = False
@@ -127,7 +125,7 @@ class WeightPublisher:
 
     def before_update(self) -> None:
         """Call before the parameters change: that waits for their snapshot, no thread does."""
-        self._snapshot.weights.before_write()
+        self._snapshot.before_write()
 
     def wait(self) -> dict[str, float]:
         """Wait until all ranks have stopped sending; metrics of that publish, returned once."""
@@ -150,7 +148,7 @@ class WeightPublisher:
         new = [one for one in engines if one.engine not in self._destinations.engines]
         if not new:
             return
-        version = self._snapshot.weights.version
+        version = self._snapshot.version
         for session in self._destinations.open(new):
             session.start()
             if version is not None:
@@ -210,8 +208,7 @@ class Destinations:
     """This rank's senders and, on rank 0, the sessions that direct them: one per engine."""
 
     def __init__(self, config: Config, context: SyncContext) -> None:
-        weights = LiveWeights() if takes_turns(config.cluster) else WeightSnapshot()
-        self.snapshot = SharedSnapshot(weights, threading.Condition())
+        self.snapshot = LiveWeights() if takes_turns(config.cluster) else WeightSnapshot()
         self.sessions: dict[int, EngineSession] = {}  # on rank 0; {} on other ranks
         self.engines: set[int] = set()
         self.on_attempt: Callable[[], None] = lambda: None  # see EngineSession
@@ -269,7 +266,7 @@ class Destinations:
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
         sender = WeightSender(packer, transport, delta=config.sync.delta)
-        thread = SenderThread(address, context.keys, sender, self.snapshot)
+        thread = SenderThread(address, context.keys, sender)
         thread.start()
         return packer.plan.plan_id, thread.endpoint
 
@@ -277,7 +274,7 @@ class Destinations:
         """One for all engines with this plan."""
         packer = self._packers.get(transfer_plan.id)
         if packer is None:
-            rank, weights, merged = self._context.rank, self.snapshot.weights, None
+            rank, weights, merged = self._context.rank, self.snapshot, None
             if isinstance(transfer_plan, FactorPlan):
                 merged = MergedTotals(transfer_plan.weights.sender(rank), weights).total
             beside = self._lora is not None and self._lora.serves_adapters

@@ -47,7 +47,6 @@ from moerl.core.types import PolicyVersion
 from moerl.weight_sync.buckets import ROUND, Digest, Region, bucket_starts, delta_start
 from moerl.weight_sync.delta import encode
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker, MappedBucket, PackedBucket
-from moerl.weight_sync.snapshot import SharedSnapshot
 from moerl.weight_sync.transports.base import Link, Transport
 
 log = logging.getLogger(__name__)
@@ -184,6 +183,7 @@ class WeightSender:
     def __init__(self, packer: BucketPacker, transport: Transport, *, delta: bool = False) -> None:
         """Send nothing yet.  packer: shared by the senders of all engines with its plan."""
         self._packer, self._transport, self._delta = packer, transport, delta
+        self.snapshot = packer.snapshot
         self._region_senders: dict[int, tuple[Destination, _RegionSender]] = {}
         packer.join()
 
@@ -199,11 +199,10 @@ class WeightSender:
 
         again: as in SendVersion.  Raises TransportError; call `drop` then.
         """
-        snapshot = self._packer.snapshot
-        version = snapshot.version  # first: no other thread gets it for a later one
+        version = self.snapshot.version  # first: no other thread gets it for a later one
         if version is None:
             raise TransportError("peer", "no weights are offered")
-        snapshot.wait()
+        self.snapshot.wait()
         in_rounds, results = number is not None, {}
         some = slice(None) if number is None else slice(ROUND * number, ROUND * (number + 1))
         for region in self._packer.plan.regions:
@@ -243,14 +242,12 @@ class WeightSender:
 class SenderThread(threading.Thread):
     """Serves the requests for one engine on one rank, one by one, until the engine leaves."""
 
-    def __init__(
-        self, address: str, keys: Keys, sender: WeightSender, snapshot: SharedSnapshot
-    ) -> None:
+    def __init__(self, address: str, keys: Keys, sender: WeightSender) -> None:
         """Binds a free port of `address`; `endpoint` is for rank 0."""
         self._server = RpcServer(f"tcp://{address}:*", keys, self._handle)
         self.endpoint = self._server.endpoint
         super().__init__(name=f"sender-{self.endpoint}", daemon=True)
-        self._sender, self._snapshot = sender, snapshot
+        self._sender = sender
         self._removed = asyncio.Event()
 
     def run(self) -> None:
@@ -280,7 +277,7 @@ class SenderThread(threading.Thread):
     def _send(self, command: SendVersion) -> dict[int, SendResult]:
         deadline, number, again = time.monotonic() + command.timeout_s, command.round, command.again
         try:
-            self._snapshot.wait_for(command.version, command.timeout_s)
+            self._sender.snapshot.wait_for(command.version, command.timeout_s)
             return self._sender.send(command.destinations, deadline, number, again=again)
         except Exception as error:
             log.warning("a bucket could not be sent: %s", cause_of(error))

@@ -249,10 +249,10 @@ class EngineSession(threading.Thread):
 
     def _has_lost(self, version: PolicyVersion) -> bool:
         """Whether the engine has lost `version`, which it committed before."""
-        holds = self._state()  # without an answer the next session will show it
-        return holds is not None and (
-            holds.version != version or bool(holds.cause) or holds.is_dirty
-        )
+        holds = self._state()
+        if holds is None:
+            return False  # unknown; the next session will show it
+        return holds.version != version or bool(holds.cause) or holds.is_dirty
 
     def _state(self) -> EngineVersion | None:
         """What the engine says of itself; None: it does not answer."""

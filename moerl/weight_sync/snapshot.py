@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ class WeightSnapshot:
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
+        self._changed = threading.Condition()  # of the version
         self._tensors: dict[str, Tensor] = {}
         self._memory: Tensor | None = None  # of the tensors, on CUDA
         self._stream: torch.cuda.Stream | None = None
@@ -45,7 +45,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Copy `live`; no sender may be reading the previous version."""
+        """Copy `live` for the senders; none may be reading the previous version."""
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
         if self._tensors.keys() != live.keys():
             self._make(live, on_host=device is None)
@@ -54,7 +54,20 @@ class WeightSnapshot:
             torch._foreach_copy_(targets, sources)
         else:
             self._copied = self._copy(device, targets, sources)
-        self.version = version  # last: a sender that sees it then waits for its copy
+        self._offer(version)  # last: a sender that sees it then waits for its copy
+
+    def _offer(self, version: PolicyVersion) -> None:
+        with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Raises TransportError when the rank does not hold that version in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.version == version, timeout_s):
+                raise TransportError(
+                    "deadline", f"version {version} is not stored, {self.version} is"
+                )
 
     def before_write(self) -> None:
         """Call before the parameters change: the current stream waits for the copy, no thread."""
@@ -101,50 +114,29 @@ class WeightSnapshot:
 
 
 class LiveWeights(WeightSnapshot):
-    """The parameters themselves, from `store` to `before_write`: a trainer that publishes before it
-    goes on needs no copy (`cluster.colocated: turns`).
+    """The parameters themselves, for a trainer that waits for its publish (`colocated: turns`).
 
-    A sender of a session that failed may still run: `before_write` waits for the bucket that it
-    packs, and the sender gets no other.
+    A sender of a session that failed may still run when they are parked.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
 
     def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
         """Let senders read `live`; of its tensors they keep views from version to version."""
         for name, tensor in self._tensors.items():
             same = live[name].untyped_storage()._cdata == tensor.untyped_storage()._cdata
             assert same, f"{name} has another storage than at the version before"
-        self._tensors, self.version = self._tensors or dict(live), version
+        self._tensors = self._tensors or dict(live)
         if any(tensor.is_cuda for tensor in live.values()):
             torch.cuda.synchronize()  # senders have streams of their own
+        self._offer(version)
 
     def before_write(self) -> None:
-        """Return when no sender reads; none does until the next `store`."""
-        with self._lock:
+        """Return when no sender packs a bucket; none does until the next `store`."""
+        with self._changed:
             self.version = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        with self._lock:
+        with self._changed:
             if self.version is None:
                 raise TransportError("peer", "the trainer's weights are not offered any more")
             yield
-
-
-@dataclass(slots=True, eq=False)
-class SharedSnapshot:
-    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
-
-    weights: WeightSnapshot
-    changed: threading.Condition
-
-    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
-        """Raises TransportError when the rank does not hold that version in time."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
-                raise TransportError(
-                    "deadline", f"version {version} is not stored, {self.weights.version} is"
-                )

@@ -98,7 +98,7 @@ PUBLISH_BLUNDERS = (
     ),
     Blunder(
         "a sender that does not wait for the snapshot",
-        "moerl.weight_sync.sender", "WeightSender.send", "snapshot.wait()", "pass",
+        "moerl.weight_sync.sender", "WeightSender.send", "self.snapshot.wait()", "pass",
     ),
     Blunder(
         "a snapshot in pageable memory",

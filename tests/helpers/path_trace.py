@@ -54,7 +54,7 @@ WEIGHTS = {
     "moerl.weight_sync.publisher": {"SyncContext"},
     "moerl.core.messages": {"Destination", "SendResult"},
     "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
-    "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
+    "moerl.weight_sync.snapshot": {"LiveWeights", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {

@@ -9,7 +9,6 @@ process's orders: the byte to flip, the moment to stop at.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -54,7 +53,7 @@ from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
 from moerl.weight_sync.receiver_names import keys_path, socket_path
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import EngineSession, SessionSpec
-from moerl.weight_sync.snapshot import LiveWeights, SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan, relay_schedule
 from moerl.weight_sync.transfer_plan import TRAINER as TRAINER_ID
 from moerl.weight_sync.transports.factory import make
@@ -334,34 +333,32 @@ def run_trainer_rank(
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
     own = local_tensors(named, START)  # the live weights
-    offer = SharedSnapshot(LiveWeights() if live else WeightSnapshot(), threading.Condition())
+    offer = LiveWeights() if live else WeightSnapshot()
     keys, lines = wires
     threads = []
     plan, merged = transfer(tp, lora), None
     if isinstance(plan, FactorPlan):
-        merged = MergedTotals(plan.weights.sender(rank), offer.weights).total
-    packer = BucketPacker(plan.sender(rank), offer.weights, merged)
+        merged = MergedTotals(plan.weights.sender(rank), offer).total
+    packer = BucketPacker(plan.sender(rank), offer, merged)
     for engine in range(num_engines):
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
         sender = WeightSender(packer, mover, delta=delta)
-        threads.append(SenderThread("127.0.0.1", keys, sender, offer))
+        threads.append(SenderThread("127.0.0.1", keys, sender))
         threads[-1].start()
     lines.send([thread.endpoint for thread in threads])
     while True:
         version = versions.get()  # type: ignore[attr-defined]
-        with offer.changed:
-            factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
-            weights = local_tensors(named, version, lora)
-            if live:
-                offer.weights.before_write()
-                for name, tensor in own.items():
-                    tensor.copy_(weights[name])
-                weights = own
-            offer.weights.store(weights | factors, version)
-            offer.changed.notify_all()
+        factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
+        weights = local_tensors(named, version, lora)
+        if live:
+            offer.before_write()
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+            weights = own
+        offer.store(weights | factors, version)
 
 
 def _halting(mover: object, halt: Halt) -> None:
