@@ -32,7 +32,8 @@ SETTINGS = [
     "checkpoint.keep_versions=true",
     "replay.audit=true",
     "sync.bucket_bytes=65536",  # several rounds
-    "sampling.max_new_tokens=64",  # some rollouts run through a switch
+    "sampling.max_new_tokens=64",
+    "engine.max_running_requests=20",  # of 32, so that some run through a switch
 ]
 SPOILT = "0.2"
 EDGES = [
