@@ -33,7 +33,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,11 +211,9 @@ class Receiver:
             session.plan.regions, session.starts, session.planned.seeds, strict=True
         ):
             for bucket in region.buckets:
-                begin = start + bucket.offset
+                data = session.staging.buffer[start + bucket.offset :][: bucket.num_bytes]
                 if session.copies is not None:
                     data = session.copies.read_back(number)
-                else:
-                    data = session.staging.buffer[begin : begin + bucket.num_bytes]
                 found = digest(region, seeds_, bucket, data.cpu().numpy().data)
                 total += found.total
                 if found.bucket != next(wanted, b""):
@@ -470,14 +468,11 @@ class Receiver:
 
 def _places(receiver_plan: ReceiverPlan, update: PrepareUpdate) -> tuple[list[int], int]:
     """Offsets of the regions in the staging buffer, and its bytes."""
-    sizes = [
-        round_bytes(region)
-        if update.writes_live
-        else 2 * delta_start(region)
-        if update.delta
-        else region.num_bytes
-        for region in receiver_plan.regions
-    ]
+    regions = receiver_plan.regions
+    if update.writes_live:
+        sizes: Iterable[int] = map(round_bytes, regions)
+    else:
+        sizes = (2 * delta_start(r) if update.delta else r.num_bytes for r in regions)
     *starts, end = starts_of((*sizes, 0))
     return starts, end
 
