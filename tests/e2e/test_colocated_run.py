@@ -117,6 +117,7 @@ def test_the_run_goes_on_after_a_death_at_an_edge(
 def check_switches(run: Run, folder: Path) -> None:
     """What engines serve is what the trainer had, and a changed element was noticed."""
     trained, served = live_weights.trained(folder), live_weights.served(folder)
+    print(f"{len(served)} switches, {len(served[0][1])} tensors each")
     assert len(served) >= len(run.rows())
     assert len({str(tensors) for _, tensors in served}) > len(run.rows()) // 2, "they change"
     for version, tensors in served:
@@ -137,6 +138,8 @@ def check_segments(run: Run, rollouts: list[Rollout], folder: Path) -> None:
         run.plan(), over, folder, variants=["both"], dtypes=["fp32"], weights=[*own, other]
     )
     *gaps, control = [difference(Path(job.out)) for job in jobs]
+    most = max(float(gap.max()) for gap in gaps)
+    print(f"{len(over)} rollouts, {len(versions)} versions: max {most:.1e}, {control.max():.1e}")
     for version, gap in zip(versions, gaps, strict=True):
         assert gap.max() <= 5e-5, f"segments of {version}: {gap.max()}"
     assert control.max() > 1e-3, "control: another version's weights must not fit"
