@@ -6,8 +6,9 @@
 
 Arms differ in lag, correction and the treatment of rollouts in flight; the arms of a seed start
 from one model and see the same prompts.  The first line screens; the winner is confirmed on fresh
-seeds.  An arm is level with lag 0 if two one-sided tests at 5 % say so: the 90 % interval (Student's
-t over the seeds) of the paired difference of held-out reward after the last step lies inside +-0.03.
+seeds.  An arm is level with lag 0 if two one-sided tests at 5 % say so: the 90 % interval of the
+paired difference of held-out reward after the last step, by Student's t over the seeds, lies inside
++-0.03.
 
 The second table explains: how far the policy moves per version of lag (k3 over the mean lag, in
 nats: another learning rate moves it further or less), and the effective sample size of sequences,
