@@ -37,7 +37,7 @@ from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.factory import make
 
-POLICY = WirePolicy(dtype="float32", bucket_bytes=65536)
+POLICY = WirePolicy(dtype="float32", bucket_bytes=2**20)
 TRAINER = ParallelConfig()
 _DEADLINE_S = 60.0
 
