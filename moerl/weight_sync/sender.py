@@ -203,7 +203,7 @@ class WeightSender:
         if version is None:
             raise TransportError("peer", "no weights are offered")
         self.snapshot.wait()
-        in_rounds, results = number is not None, {}
+        in_rounds, results = number is not None, dict[int, SendResult]()
         some = slice(None) if number is None else slice(ROUND * number, ROUND * (number + 1))
         for region in self._packer.plan.regions:
             sender = self._region_sender(region, destinations[region.dst], deadline, in_rounds)
