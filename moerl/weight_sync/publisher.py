@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.config.clusters import takes_turns
+from moerl.config.clusters import sleeping_engines, takes_turns
 from moerl.config.schema import Config, ParallelConfig
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_model_config
@@ -218,6 +218,8 @@ class Destinations:
         wants = engine_wants(config.engine.args.get("quantization"), model)
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
         self._lora = config.lora if config.lora.sends_factors else None
+        turns = takes_turns(config.cluster)
+        self._sleepers = sleeping_engines(config) if turns else frozenset[int]()
 
     def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
         """Collective: connect to new engines; their sessions are not started yet."""
@@ -299,7 +301,7 @@ class Destinations:
             folder=config.sync.folder,
             delta=config.sync.delta,
             lora=self._lora,
-            writes_live=takes_turns(config.cluster) and self._lora is None,
+            writes_live=self._lora is None and hop.dst in self._sleepers,
         )
 
 
