@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
+from moerl.observe.overlap import intervals
+from moerl.runtime.trace import read_spans
+from tests.helpers.short_agent_runs import ROOT
 from tests.helpers.train_runs import Run, check_deletion, check_history, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -92,6 +96,46 @@ def test_the_run_goes_on_after_a_death_at_an_edge(
     assert [row["step"] for row in rows] == list(range(steps))
     check_history(run, run.trained.groups(rows))
     check_deletion(run, in_flight=16)
+
+
+@pytest.mark.full
+def test_agents_whose_timeout_is_shorter_than_a_turn_are_answered_once(tmp_path: Path) -> None:
+    """Each request becomes one turn: none is cancelled, and none is sampled for a second time."""
+    seconds, agent = 0.3, f"{ROOT}/tests/helpers/hasty_agent.py"
+    settings = [one for one in SETTINGS if "checkpoint" not in one and "group" not in one]
+    run = start(
+        tmp_path,
+        "digits-by-agent",
+        "cluster.colocated=turns",
+        "rollout.in_flight_mode=retract",
+        f"task.agent.command=[python, {agent}, '8', '{seconds}']",
+        "task.max_turns=8",
+        "run.steps=6",
+        "checkpoint.every=0",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        *settings,
+        name="x",
+    )
+    assert run.finish(600.0) == 0, run.text()
+    rows = run.rows()
+    again = re.findall(r"asked again: (\d+)", (run.dir.logs / "agents.log").read_text())
+    spans = read_spans(run.dir.trace)
+    trained_s = [b - a for a, b in intervals(spans, "trainer-0", "step")]
+    print(
+        f"train {min(trained_s):.2f} to {max(trained_s):.2f} s, asked again {sum(map(int, again))}"
+    )
+    assert max(trained_s) > seconds
+    assert sum(map(int, again)) > 0
+
+    def total(name: str) -> float:
+        return sum(row.get(name, 0.0) for row in rows)
+
+    assert total("agent/cancelled") == total("agent/origin/repeated") == 0
+    assert (
+        sum(row.get("agent/failed/error", 0) + row.get("agent/failed/exit", 0) for row in rows) == 0
+    )
+    assert total("agent/turns") == 8 * total("agent/episodes") > 0
 
 
 @pytest.mark.full

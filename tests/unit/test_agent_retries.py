@@ -275,7 +275,7 @@ def test_a_turn_that_nobody_asks_for_again_is_cancelled(monkeypatch: pytest.Monk
             async with asyncio.timeout(patience(10.0)):
                 while not served.engine.aborted or served.gateway._held:
                     await asyncio.sleep(0.02)
-            assert not served.gateway._open._requests["e"]
+            assert not served.gateway._open._requests
             done = await served.end()
         assert (len(done.turns), done.counts["cancelled"]) == (0, 1)
 
@@ -289,7 +289,6 @@ def test_the_end_of_an_episode_ends_what_nobody_waits_for() -> None:
             await hang_up(served, asleep, {"messages": HELLO})
             done = await served.end()
             assert served.engine.aborted
-            assert not served.gateway._open._requests
         assert not done.turns
 
     run(work)

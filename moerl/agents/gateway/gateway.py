@@ -151,7 +151,6 @@ class Gateway:
     async def end_episode(self, name: str) -> None:
         """Turns that run are dropped."""
         episode = self._episodes.pop(name)
-        self._open.forget(name)
         self._ended[name] = episode.key
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -244,7 +243,7 @@ class Gateway:
 
         key = blake2b(request.path.encode() + b"\n" + data, digest_size=16).digest()
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        with self._open.entered(name, key, start, retry=retry) as found:
+        with self._open.entered((name, key), start, retry=retry) as found:
             if events is None:
                 return await event_streams.whole(request, found.work, body)
             return await stream(request, found.work, found.partials, events, form)

@@ -17,14 +17,15 @@ from typing import Any
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.agents.gateway.event_streams import NewestPartials
 
+Key = tuple[str, bytes]
+"""Episode, and digest of route and body."""
 _KEPT_S = 30.0  # for a retry; OpenAI's client asks again within 8 s
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """key: of route and body.  work: makes the reply.  readers: clients that wait for it."""
+    """work: makes the reply.  readers: clients that wait for it."""
 
-    key: bytes
     work: asyncio.Task[Any]
     partials: NewestPartials
     readers: int = 0
@@ -44,25 +45,20 @@ class OpenRequests:
     def __init__(self, *, awaits_retries: bool) -> None:
         """awaits_retries: a request whose client has left goes on for a while."""
         self._alone_s = _KEPT_S if awaits_retries else 0.0
-        self._requests: dict[str, list[OpenRequest]] = {}  # by episode
+        self._requests: dict[Key, list[OpenRequest]] = {}
 
     @contextmanager
     def entered(
-        self,
-        episode: str,
-        key: bytes,
-        start: Callable[[NewestPartials], asyncio.Task[Any]],
-        *,
-        retry: bool,
+        self, key: Key, start: Callable[[NewestPartials], asyncio.Task[Any]], *, retry: bool
     ) -> Iterator[OpenRequest]:
         """The request while a client waits for its reply.  retry: the client says so."""
-        same = [one for one in self._requests.get(episode, ()) if one.key == key]
+        same = self._requests.setdefault(key, [])
         alone = [one for one in same if one.takes(retry=False)]
         found = next(iter(alone or (one for one in same if one.takes(retry=retry))), None)
         if found is None:
             partials = NewestPartials()
-            found = OpenRequest(key, start(partials), partials)
-            self._requests.setdefault(episode, []).append(found)
+            found = OpenRequest(start(partials), partials)
+            same.append(found)
         if found.end is not None:
             found.end.cancel()
         found.readers += 1
@@ -77,15 +73,10 @@ class OpenRequests:
             if not found.readers:
                 wait_s = _KEPT_S if found.work.done() else self._alone_s
                 loop = asyncio.get_running_loop()
-                found.end = loop.call_later(wait_s, self._drop, episode, found)
+                found.end = loop.call_later(wait_s, self._drop, key, found)
 
-    def forget(self, episode: str) -> None:
-        """It has ended."""
-        for found in self._requests.pop(episode, ()):
-            if found.end is not None:
-                found.end.cancel()
-
-    def _drop(self, episode: str, found: OpenRequest) -> None:
+    def _drop(self, key: Key, found: OpenRequest) -> None:
         found.work.cancel()
-        if found in (others := self._requests.get(episode, [])):
-            others.remove(found)
+        self._requests[key].remove(found)
+        if not self._requests[key]:
+            del self._requests[key]
