@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from moerl.config import Config
 from moerl.config.clusters import moved_parts, placement
+from moerl.core.errors import MoerlError
 from moerl.layout.shards import hf_shapes
 from moerl.planning.memory import engine_memory, trainer_memory, training_of
 from moerl.planning.publish_forecast import BUS_GB_S, GB, MEMORY_GB_S, Layouts
@@ -25,8 +26,11 @@ _DRAWN, _STEADY = 4096, 6
 
 
 def describe(config: Config, layouts: Layouts, received: float) -> str:
-    """A table; empty for a cluster without GPUs.  received: bytes of an engine rank's weights."""
-    placed, tp = placement(config), layouts[2].tp
+    """A table; empty without GPUs that the recipe fits.  received: bytes of an engine rank."""
+    try:
+        placed, tp = placement(config), layouts[2].tp
+    except MoerlError:  # the forecast of a publish says it
+        return ""
     slots = [*placed.engines, *placed.trainers]
     gpus = len({(slot.node.name, gpu) for slot in slots for gpu in slot.devices})
     if not gpus:
@@ -67,7 +71,7 @@ def _topologies(config: Config, gpus: int, tp: int) -> Iterator[tuple[str, Topol
     yield "turns", Topology(0, depth, most, flying), gpus
     for engines in sorted({own, most // 4, most // 2, 3 * most // 4}):
         trainers = gpus - engines * tp
-        if engines and trainers and trainers % model == 0:
+        if engines and trainers > 0 and trainers % model == 0:
             name = f"{engines * tp} + {trainers}"
             mark = " (this recipe)" if engines == own else ""
             yield f"divided {name}{mark}", Topology(engines, depth, 0, flying), trainers
