@@ -243,7 +243,7 @@ class Gateway:
 
         key = blake2b(request.path.encode() + b"\n" + data, digest_size=16).digest()
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        with self._open.entered((name, key), start, retry=retry) as found:
+        with self._open.entered(key, start, retry=retry) as found:
             if events is None:
                 return await event_streams.whole(request, found.work, body)
             return await stream(request, found.work, found.partials, events, form)

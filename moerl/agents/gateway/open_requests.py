@@ -17,8 +17,6 @@ from typing import Any
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.agents.gateway.event_streams import NewestPartials
 
-Key = tuple[str, bytes]
-"""Episode, and digest of route and body."""
 _KEPT_S = 30.0  # for a retry; OpenAI's client asks again within 8 s
 
 
@@ -45,13 +43,16 @@ class OpenRequests:
     def __init__(self, *, awaits_retries: bool) -> None:
         """awaits_retries: a request whose client has left goes on for a while."""
         self._alone_s = _KEPT_S if awaits_retries else 0.0
-        self._requests: dict[Key, list[OpenRequest]] = {}
+        self._requests: dict[bytes, list[OpenRequest]] = {}
 
     @contextmanager
     def entered(
-        self, key: Key, start: Callable[[NewestPartials], asyncio.Task[Any]], *, retry: bool
+        self, key: bytes, start: Callable[[NewestPartials], asyncio.Task[Any]], *, retry: bool
     ) -> Iterator[OpenRequest]:
-        """The request while a client waits for its reply.  retry: the client says so."""
+        """The request while a client waits for its reply.
+
+        key: digest of path and body; the episode is in the path.  retry: the client says so.
+        """
         same = self._requests.setdefault(key, [])
         alone = [one for one in same if one.takes(retry=False)]
         found = next(iter(alone or (one for one in same if one.takes(retry=retry))), None)
@@ -75,7 +76,7 @@ class OpenRequests:
                 loop = asyncio.get_running_loop()
                 found.end = loop.call_later(wait_s, self._drop, key, found)
 
-    def _drop(self, key: Key, found: OpenRequest) -> None:
+    def _drop(self, key: bytes, found: OpenRequest) -> None:
         found.work.cancel()
         self._requests[key].remove(found)
         if not self._requests[key]:
