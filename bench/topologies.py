@@ -3,10 +3,11 @@
     python bench/topologies.py [--work DIR] [--steps 24] [WORKLOAD ...]
 
 Real runs of `moerl train` on two cores, as two devices: divided has an engine on one and a trainer
-rank on the other, turns have an engine and a trainer rank on both.  Service times come from short
-synchronous runs of each topology: seconds of training, publishing, falling asleep and waking up,
-and decode times by least squares from the divided one.  `moerl.planning.step_simulation` then
-forecasts runs that have a batch more in flight; these are measured after that.
+rank on the other, turns have an engine and a trainer rank on both.  Service times come from a short
+synchronous run of each: seconds of training, publishing, falling asleep and waking up, decode times
+by least squares, and what a batch takes besides, in the controller and for rewards.
+`moerl.planning.step_simulation` then forecasts runs that have a batch more in flight, which are
+measured after that.
 
 Where the topologies differ by more than 20 %, the forecast must have their order, or exit status 1.
 A run that is done is not repeated: start the same command again after an interruption.
@@ -24,7 +25,7 @@ from async_speedup import ROOT, Result, run_once, write_task
 from sim_pipeline import costs_of
 
 from moerl.observe.metrics import read_rows
-from moerl.observe.overlap import intervals, length
+from moerl.observe.overlap import intervals
 from moerl.planning.step_simulation import Costs, Topology, Workload, simulate
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import read_spans
@@ -45,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "trainer.parallel.dp": 2,
     },
 }
-TOPOLOGIES = {"divided": Topology(1, DEPTH), "turns": Topology(0, DEPTH, shared=2)}
+ENGINES = {"divided": 1, "turns": 2}
 
 
 def main() -> None:
@@ -72,64 +73,75 @@ def compare(folder: Path, name: str, steps: int) -> bool:
 
     calibration = {topology: run(topology, 0, CALIBRATION) for topology in SETTINGS}
     forecast = {}
-    for topology in SETTINGS:
-        work = workload(calibration.values(), groups)
-        costs = service(calibration, topology, RunDir(folder / f"{topology}-depth0"))
-        print(f"{name}, {topology}: {shown(costs)}", flush=True)
-        forecast[topology] = simulate(work, costs, TOPOLOGIES[topology], steps).wall_s / steps
-    measured = {
-        topology: (found := run(topology, DEPTH, steps))["wall_s"] / found["steps"]
-        for topology in SETTINGS
-    }
+    for topology, engines in ENGINES.items():
+        found = calibration[topology]
+        costs = service(found, engines, RunDir(folder / f"{topology}-depth0"))
+        work = workload(found, groups)
+        alone = simulate(work, costs, placed(topology, 0), CALIBRATION).step_s
+        rest_s = max(0.0, step_s(found) - alone)
+        work = replace(work, waits_s=(rest_s,))
+        print(f"{name}, {topology}: {shown(costs)}, the rest of a batch {rest_s:.3f} s", flush=True)
+        forecast[topology] = simulate(work, costs, placed(topology, DEPTH), steps).step_s
+    measured = {topology: step_s(run(topology, DEPTH, steps)) for topology in SETTINGS}
     print(f"\n{name:<12}{'measured s':>12}{'forecast s':>12}{'error':>10}")
-    for topology, step_s in measured.items():
-        error = forecast[topology] / step_s - 1
-        print(f"{topology:<12}{step_s:>12.2f}{forecast[topology]:>12.2f}{error:>+10.1%}")
+    for topology, seconds in measured.items():
+        error = forecast[topology] / seconds - 1
+        print(f"{topology:<12}{seconds:>12.2f}{forecast[topology]:>12.2f}{error:>+10.1%}")
     ratio, told = (found["turns"] / found["divided"] for found in (measured, forecast))
     differ = max(ratio, 1 / ratio) > DIFFER
     right = (ratio > 1) == (told > 1)
     word = "the same" if not differ else "PASS" if right else "FAIL"
-    print(
-        f"{word}: turns take {ratio:.2f} times as long as divided, forecast {told:.2f}\n",
-        flush=True,
-    )
+    print(f"{word}: turns take {ratio:.2f} times as long as divided, forecast {told:.2f}\n")
     return right or not differ
 
 
-def workload(runs: Any, groups: int) -> Workload:
+def placed(topology: str, depth: int) -> Topology:
+    count = ENGINES[topology]
+    return Topology(0, depth, count) if topology == "turns" else Topology(count, depth)
+
+
+def step_s(run: Result) -> float:
+    """Seconds of a step, without the first two: the first batch warms engines and ranks up."""
+    ends = run["step_ends_s"]
+    return float(ends[-1] - ends[1]) / (len(ends) - 2)
+
+
+def workload(run: Result, groups: int) -> Workload:
     """Lengths seen, brought to their exact mean."""
-    runs = list(runs)
-    lengths = [n for run in runs for n in run["lengths"]]
-    factor = statistics.fmean(run["length_mean"] for run in runs) / statistics.fmean(lengths)
-    return Workload(groups, SIBLINGS, [max(1, round(n * factor)) for n in lengths])
+    factor = run["length_mean"] / statistics.fmean(run["lengths"])
+    lengths = [max(1, round(n * factor)) for n in run["lengths"]]
+    return Workload(groups, SIBLINGS, lengths)
 
 
-def service(calibration: dict[str, Result], topology: str, run: RunDir) -> Costs:
-    """Service times of synchronous runs."""
-    costs = costs_of([calibration["divided"]])
-    if topology == "divided":
-        return costs
-    found, rows = calibration["turns"], read_rows(run.metrics)
-    spans = read_spans(run.trace)
-    parts = {
-        part: length(intervals(spans, "trainer-0", part)) / found["steps"]
-        for part in ("unpark", "hand over")
+def service(run: Result, engines: int, folder: RunDir) -> Costs:
+    """Service times of a synchronous run, without its first step.  engines: share a batch."""
+    warm = run | {
+        "begin_s": run["step_ends_s"][0],
+        "step_ends_s": run["step_ends_s"][1:],
+        "longest": run["longest"][1:],
+        "tokens": [tokens / engines for tokens in run["tokens"][1:]],
+        "train_s": run["train_s"][1:],
     }
+    prefill_s = sum(run["train_s"]) / sum(run["tokens"]) / 3  # forward alone; a rank is a core
+    costs = replace(costs_of([warm]), scorers=0, overhead_s=0.0, prefill_token_s=prefill_s)
+    rows, spans = read_rows(folder.metrics), read_spans(folder.trace)
+    if not any("turn/close_s" in row for row in rows):
+        return costs
+    hand_s, unpark_s = (
+        statistics.median(end - begin for begin, end in intervals(spans, "trainer-0", name))
+        for name in ("hand over", "unpark")
+    )
     close_s, open_s = (
         statistics.median(row[name] for row in rows if name in row)
         for name in ("turn/close_s", "turn/open_s")
     )
-    waits_s = found["wall_s"] * found["trainer_idle"]
-    known_s = found["trainer_busy_s"] + waits_s + found["steps"] * sum(parts.values())
     return replace(
         costs,
-        train_s=found["train_s"],
-        snapshot_s=parts["hand over"],
+        snapshot_s=hand_s,
         transfer_s=0.0,
         pause_s=0.0,
-        close_s=close_s + parts["unpark"],
+        close_s=close_s + unpark_s,
         open_s=open_s,
-        overhead_s=max(0.0, found["wall_s"] - known_s) / found["steps"],
     )
 
 
@@ -138,7 +150,7 @@ def shown(costs: Costs) -> str:
         f"train {statistics.fmean(costs.train_s):.3f} s, decode step {costs.token_s * 1e3:.2f} + "
         f"{costs.request_token_s * 1e3:.3f} ms a request, publish "
         f"{costs.snapshot_s + costs.transfer_s + costs.pause_s:.3f} s, asleep {costs.close_s:.3f}, "
-        f"awake {costs.open_s:.3f} s, overhead {costs.overhead_s:.3f} s"
+        f"awake {costs.open_s:.3f} s"
     )
 
 
