@@ -122,7 +122,8 @@ def service(run: Result, engines: int, folder: RunDir) -> Costs:
         "tokens": [tokens / engines for tokens in run["tokens"][1:]],
         "train_s": run["train_s"][1:],
     }
-    prefill_s = sum(run["train_s"]) / sum(run["tokens"]) / 3  # forward alone; a rank is a core
+    # A forward pass of as many ranks as engines, each on a core.
+    prefill_s = engines * sum(run["train_s"]) / sum(run["tokens"]) / 3
     costs = replace(costs_of([warm]), scorers=0, overhead_s=0.0, prefill_token_s=prefill_s)
     rows, spans = read_rows(folder.metrics), read_spans(folder.trace)
     if not any("turn/close_s" in row for row in rows):
