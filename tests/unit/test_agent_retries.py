@@ -28,13 +28,15 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Asleep:
-    """The engine answers nothing until it wakes."""
+    """The engine answers nothing until it wakes, `after_s` behind the first request."""
 
-    def __init__(self, served: Served) -> None:
-        self.asked, self.wakes, self._engine = 0, asyncio.Event(), served.engine
+    def __init__(self, served: Served, after_s: float = 1e9) -> None:
+        self.asked, self.wakes, self._after_s = 0, asyncio.Event(), after_s
         self._reply, served.engine._reply = served.engine._reply, self._wait  # type: ignore[method-assign]
 
     async def _wait(self, request: Any) -> Any:
+        if not self.asked:
+            asyncio.get_running_loop().call_later(self._after_s, self.wakes.set)
         self.asked += 1
         await self.wakes.wait()
         return await self._reply(request)
@@ -43,9 +45,6 @@ class Asleep:
         async with asyncio.timeout(patience(10.0)):
             while not self.asked:
                 await asyncio.sleep(0.01)
-
-    def wake_in(self, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(seconds, self.wakes.set)
 
 
 def client(served: Served, retries: int = 0) -> openai.AsyncOpenAI:
@@ -73,8 +72,7 @@ def test_an_episode_over_long_turns_is_played_to_its_end(stream: bool) -> None:
         async with serve(*answers) as served:
             history, texts = list(HELLO), []
             for _ in answers:
-                asleep = Asleep(served)
-                asleep.wake_in(2.5 * TIMEOUT_S)
+                Asleep(served, 2.5 * TIMEOUT_S)
                 texts.append(await ask(client(served), history, stream=stream))
                 history += [{"role": "assistant", "content": texts[-1]}, *HELLO]
             assert texts == ["ab", "cd", "ef"]
@@ -91,7 +89,7 @@ def test_without_signs_of_life_it_is_not(stream: bool, monkeypatch: pytest.Monke
 
     async def work() -> None:
         async with serve([*ids("ab"), END]) as served:
-            Asleep(served).wake_in(2.5 * TIMEOUT_S)
+            Asleep(served, 2.5 * TIMEOUT_S)
             with pytest.raises(openai.APITimeoutError):
                 await ask(client(served), HELLO, stream=stream)
 
@@ -104,7 +102,7 @@ def test_every_form_waits_in_white_space(path: str, monkeypatch: pytest.MonkeyPa
 
     async def work() -> None:
         async with serve([*ids("ab"), END]) as served:
-            Asleep(served).wake_in(0.3)
+            Asleep(served, 0.3)
             headers = {"Authorization": f"Bearer {served.episode.key}"}
             url = served.gateway.base_url("e") + path
             async with (
@@ -122,7 +120,7 @@ def test_every_form_waits_in_white_space(path: str, monkeypatch: pytest.MonkeyPa
 def test_anthropics_client_waits_too() -> None:
     async def work() -> None:
         async with serve([*ids("ab"), END]) as served:
-            Asleep(served).wake_in(2.5 * TIMEOUT_S)
+            Asleep(served, 2.5 * TIMEOUT_S)
             url = served.gateway.base_url("e").removesuffix("/v1")
             found = anthropic.AsyncAnthropic(
                 base_url=url, api_key=served.episode.key, timeout=TIMEOUT_S, max_retries=0
@@ -171,8 +169,7 @@ def test_a_retry_joins_its_original(
 
     async def work() -> None:
         async with serve(*[[*ids("ab"), END]] * 4, awaits_retries=joins) as served:
-            asleep = Asleep(served)
-            asleep.wake_in(2 * TIMEOUT_S)
+            asleep = Asleep(served, 2 * TIMEOUT_S)
             assert await ask(client(served, 3), HELLO, stream=stream) == "ab"
             done = await served.end()
         assert asleep.asked == 1 if joins else asleep.asked > 1
@@ -227,9 +224,8 @@ def test_a_retry_of_an_answer_that_was_lost_on_its_way() -> None:
 def test_equal_requests_on_purpose_are_siblings() -> None:
     async def work() -> None:
         async with serve([*ids("ab"), END], [*ids("cd"), END], awaits_retries=True) as served:
-            asleep = Asleep(served)
+            Asleep(served, 0.3)
             asking = [asyncio.create_task(served.post(json={"messages": HELLO})) for _ in "ab"]
-            asleep.wake_in(0.3)
             texts = [
                 reply["choices"][0]["message"]["content"]
                 for _, reply, _ in await asyncio.gather(*asking)
