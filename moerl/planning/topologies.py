@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 from moerl.config import Config
-from moerl.config.clusters import moved_parts, placement
+from moerl.config.clusters import EngineSlot, TrainerSlot, moved_parts, placement
 from moerl.core.errors import MoerlError
 from moerl.layout.shards import hf_shapes
 from moerl.planning.memory import engine_memory, trainer_memory, training_of
@@ -31,7 +31,7 @@ def describe(config: Config, layouts: Layouts, received: float) -> str:
         placed, tp = placement(config), layouts[2].tp
     except MoerlError:  # the forecast of a publish says it
         return ""
-    slots = [*placed.engines, *placed.trainers]
+    slots: list[EngineSlot | TrainerSlot] = [*placed.engines, *placed.trainers]
     gpus = len({(slot.node.name, gpu) for slot in slots for gpu in slot.devices})
     if not gpus:
         return ""
