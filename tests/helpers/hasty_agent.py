@@ -3,8 +3,8 @@
     python tests/helpers/hasty_agent.py TURNS SECONDS
 
 Every other answer may take longer as long as something is heard within SECONDS, as with a timeout
-of OpenAI's client.  The others may not: the agent hangs up and sends the same request again.  It
-prints how often it did.
+of OpenAI's client.  The others may not: the agent hangs up and sends the same request again, as a
+retry of that client.  It prints how often it did.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ async def main() -> None:
     history: list[Any] = [{"role": "user", "content": task["prompt"]}]
     again, said = 0, ""
     for turn in range(turns):
+        retries = 0
         while True:
             try:
                 async with asyncio.timeout(seconds if turn % 2 else None):
-                    reply = await client.chat.completions.create(model="policy", messages=history)
+                    reply = await client.chat.completions.create(
+                        model="policy",
+                        messages=history,
+                        extra_headers={"x-stainless-retry-count": str(retries)},
+                    )
                 break
             except TimeoutError:
-                again += 1
+                retries += 1
+        again += retries
         text = reply.choices[0].message.content or ""
         said += text
         history += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
