@@ -89,9 +89,10 @@ def write_task(folder: Path, count: int, scale_s: float) -> Path:
 
 
 # --- one run -------------------------------------------------------------------------------------
-def settings(depth: int, steps: int, task: Path) -> list[str]:
+def settings(depth: int, steps: int, task: Path, **changes: object) -> list[str]:
+    """changes: further settings, which replace those of the same name."""
     model = [f"model.tiny.{name}={value}" for name, value in MODEL.items()]
-    return [
+    found = [
         *model,
         f"run.steps={steps}",
         "run.console=quiet",
@@ -116,9 +117,20 @@ def settings(depth: int, steps: int, task: Path) -> list[str]:
         f"observe.sample_rollouts={steps}",
         "observe.engine_alone_s=0",
     ]
+    whole = dict(item.split("=", 1) for item in found) | changes
+    return [f"{name}={value}" for name, value in whole.items()]
 
 
-def run_once(folder: Path, name: str, depth: int, steps: int, task: Path) -> Result:
+def run_once(
+    folder: Path,
+    name: str,
+    depth: int,
+    steps: int,
+    task: Path,
+    *,
+    pins: bool = True,
+    **changes: Any,
+) -> Result:
     """Train; returns the measured result, also kept in the run's folder."""
     done = folder / name / "result.json"
     if done.exists():
@@ -127,14 +139,15 @@ def run_once(folder: Path, name: str, depth: int, steps: int, task: Path) -> Res
     shutil.rmtree(folder / "marks", ignore_errors=True)
     (folder / "marks").mkdir()
     command = [sys.executable, "-m", "moerl", "train", "quickstart", f"run.root={folder}"]
-    command += ["--run", name, *settings(depth, steps, task)]
+    command += ["--run", name, *settings(depth, steps, task, **changes)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / f"{name}.txt").open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            _pin(process, folder / name)
+            if pins:
+                _pin(process, folder / name)
             code = process.wait(RUN_S)
         finally:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""The simulation of `bench/pipeline_simulation.py` against the runs of bench/async_speedup.py.
+"""The simulation of `moerl/planning/step_simulation.py` against the runs of bench/async_speedup.py.
 
     python bench/async_speedup.py && python bench/sim_pipeline.py [--work DIR]
 
@@ -17,7 +17,8 @@ import statistics
 from pathlib import Path
 
 from async_speedup import GROUPS, ROOT, SCORERS, SIBLINGS, Result, fit_decode
-from pipeline_simulation import Choice, Costs, Workload, scaled, simulate
+
+from moerl.planning.step_simulation import Costs, Topology, Workload, simulate
 
 LIMIT = 0.15
 ENGINES = 1
@@ -39,33 +40,26 @@ def main() -> None:
         f"publish {costs.transfer_s * 1e3:.0f} ms, pause {costs.pause_s * 1e3:.0f} ms, overhead "
         f"{costs.overhead_s * 1e3:.0f} ms"
     )
-    print(f"\n{'depth':>5} {'measured s':>11} {'simulated s':>12} {'error':>7} {'lag':>12}")
+    print(f"\n{'depth':>5} {'measured s':>11} {'simulated s':>12} {'error':>7}")
     holds = True
     for depth, runs in results.items():
         measured = statistics.median(run["wall_s"] for run in runs)
-        wall_s, lag = predict(workload, costs, depth, runs[0]["steps"])
+        wall_s = predict(workload, costs, depth, runs[0]["steps"])
         error = wall_s / measured - 1
         holds &= abs(error) <= LIMIT
-        seen = statistics.median(run["lag_mean"] for run in runs)
-        print(
-            f"{depth:>5} {measured:>11.1f} {wall_s:>12.1f} {error:>+7.1%} {seen:>5.2f} {lag:>6.2f}"
-        )
+        print(f"{depth:>5} {measured:>11.1f} {wall_s:>12.1f} {error:>+7.1%}")
     print(f"{'PASS' if holds else 'FAIL'}  every wall time within {LIMIT:.0%}")
     raise SystemExit(0 if holds else 1)
 
 
-def predict(workload: Workload, costs: Costs, depth: int, steps: int) -> tuple[float, float]:
-    """Mean wall time and lag over simulated runs that draw other lengths."""
-    choice = Choice(ENGINES, depth)
-    outcomes = []
+def predict(workload: Workload, costs: Costs, depth: int, steps: int) -> float:
+    """Mean wall time over simulated runs that draw other lengths."""
+    walls = []
     for seed in range(SEEDS):
         lengths = workload.lengths[seed:] + workload.lengths[:seed]  # type: ignore[operator]
         drawn = Workload(workload.groups_per_step, workload.group_size, lengths, workload.waits_s)
-        outcomes.append(simulate(drawn, costs, choice, steps))
-    return (
-        statistics.fmean(outcome.wall_s for outcome in outcomes),
-        statistics.fmean(outcome.lag_mean for outcome in outcomes),
-    )
+        walls.append(simulate(drawn, costs, Topology(ENGINES, depth), steps).wall_s)
+    return statistics.fmean(walls)
 
 
 def workload_of(results: dict[int, list[Result]], task: Path) -> Workload:
@@ -73,8 +67,9 @@ def workload_of(results: dict[int, list[Result]], task: Path) -> Workload:
     runs = [run for runs in results.values() for run in runs]
     lengths = [n for run in runs for n in run["lengths"]]
     waits = [json.loads(line)["wait_s"] for line in task.read_text().splitlines()]
-    found = Workload(GROUPS, SIBLINGS, lengths, waits)
-    return scaled(found, statistics.fmean(run["length_mean"] for run in runs))
+    factor = statistics.fmean(run["length_mean"] for run in runs) / statistics.fmean(lengths)
+    scaled = [max(1, round(n * factor)) for n in lengths]
+    return Workload(GROUPS, SIBLINGS, scaled, waits)
 
 
 def costs_of(runs: list[Result]) -> Costs:

@@ -221,7 +221,7 @@ class TrainerHandler:
         if take.step != self._buffer.next_step:
             raise ProtocolError(f"plan {take.step} asked, plan {self._buffer.next_step} is next")
         begin, incarnation = time.monotonic(), self._pool.incarnation
-        while not await self._plan_next(take.step, incarnation):
+        while self._turn_goes_on(take.step) or not await self._plan_next(take.step, incarnation):
             await self._open_turn()
             if news := self._sync_targets.pending_update():
                 return news
@@ -235,6 +235,10 @@ class TrainerHandler:
             await self._tasks.wait_change(min(1.0, take.timeout_s))
         self._step_metrics.trainer_wait_s += time.monotonic() - begin
         return None
+
+    def _turn_goes_on(self, step: int) -> bool:
+        left, ready = self._config.run.steps - step, self._buffer.num_ready
+        return self._turns is not None and self._turns.goes_on(ready, left)
 
     async def _open_turn(self) -> None:
         if self._turns is not None:

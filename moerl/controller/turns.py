@@ -52,6 +52,9 @@ class Turns:
         self._parts = tuple(_NAMES[part] for part in moved_parts(config) if part in _NAMES)
         self.phase = TurnPhase.GENERATE
         self._since, self._late = time.monotonic(), 0  # of GENERATE, and budgets that have passed
+        # Batches of a turn, and the most that buffer_depth lets be ready at once
+        self._batches, self._most = 1, config.rollout.buffer_depth + 1
+        self._batch, self._sampled = config.rollout.groups_per_step, 0
         self._changing = asyncio.Lock()
         self._trainer_starts = False  # a message of the trainer before it may still wait here
         self._row: dict[str, float] = {}
@@ -80,13 +83,31 @@ class Turns:
                 if not for_a_start:
                     self._count("turn/generate_s", begin - self._since)
                     self._count("turn/late", float(self._late))
+            is_turn = self.phase == TurnPhase.GENERATE and not for_a_start
             self._enter(TurnPhase.CLOSING)
             moved = await self._each(self._sleep)
             self._enter(TurnPhase.TRAIN)
             self._count("turn/close_s", time.monotonic() - begin)
-            for one in moved:
-                self._count("turn/recomputed_tokens", float(one.recomputed))
-                self._count("turn/interrupted", float(one.aborted))
+            if is_turn:
+                await self._weigh(sum(one.recomputed for one in moved))
+                self._count("turn/interrupted", float(sum(one.aborted for one in moved)))
+
+    async def _weigh(self, recomputed: int) -> None:
+        """Longer turns while one drops more tokens than it samples, shorter ones below half."""
+        before = self._sampled
+        self._sampled = sum(one.generated_tokens for one in await self._pool.statuses())
+        sampled = max(0, self._sampled - before)  # of requests that have ended
+        self._batches += (recomputed > sampled) - (2 * recomputed < sampled)
+        self._batches = min(max(1, self._batches), self._most)
+        self._count("turn/recomputed_tokens", float(recomputed))
+        self._count("turn/sampled_tokens", float(sampled))
+
+    def goes_on(self, num_ready: int, num_left: int) -> bool:
+        """Whether generation goes on for more batches.  Arguments: ready groups, steps to come."""
+        is_late = time.monotonic() - self._since > self._budget_s
+        if self.phase != TurnPhase.GENERATE or is_late:
+            return False
+        return self._batch <= num_ready < min(self._batches, num_left) * self._batch
 
     def trainer_is_up(self) -> None:
         """A trainer has said hello: what it asks for next ends its start."""

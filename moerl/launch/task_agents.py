@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moerl.config.clusters import takes_turns
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
 
@@ -54,7 +55,8 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
         file = context.journal_folder / f"submitted{end}.jsonl"
         remote = RemoteWorkers(task, context.run.root / "worker-token", file)
     log_file = context.run.logs / f"agents{end}.log"
-    return AgentPrograms(task, policy, log_file, remote, context.scratch)
+    turns = takes_turns(context.config.cluster)
+    return AgentPrograms(task, policy, log_file, remote, context.scratch, awaits_retries=turns)
 
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:

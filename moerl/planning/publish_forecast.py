@@ -52,8 +52,8 @@ from moerl.weight_sync.transfer_plan import (
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 GB = 1e9  # bytes, as network cards are sold
-_BUS_GB_S = 50.0  # from pinned memory; an H100's 53 (docs/results/gpu)
-_MEMORY_GB_S = 2500.0  # of a GPU, read and written; an H100's 2829
+BUS_GB_S = 50.0  # from pinned memory; an H100's 53 (docs/results/gpu)
+MEMORY_GB_S = 2500.0  # of a GPU, read and written; an H100's 2829
 
 EFFICIENCY = 0.094
 """Share of line rate of a point-to-point publish: geometric mean of the seconds of miles 31f1ca96
@@ -359,9 +359,9 @@ def describe(
     if factors is not None:
         then = "SGLang's adapter slots of each rank are filled, and its weights stay W0"
         if factors.merged:
-            source, rate = ("the host", _BUS_GB_S)
+            source, rate = ("the host", BUS_GB_S)
             if config.lora.base == "device":
-                source, rate = ("its memory", _MEMORY_GB_S / 2)
+                source, rate = ("its memory", MEMORY_GB_S / 2)
             seconds = ITEMSIZE.get(policy.dtype, 2) * factors.merged / GB / rate
             then = (
                 f"each rank merges up to {factors.merged:,} weights, at VERIFY and at COMMIT, in "

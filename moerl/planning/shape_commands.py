@@ -36,9 +36,11 @@ def plan(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Forecast one publish of a recipe: bytes, seconds, buffers, and whether the layout fits.
+    """Forecast a recipe's publish and step.
 
-    Reads the model's config.json and nothing else, for up to thousands of ranks.
+    A publish: bytes, seconds, buffers, and whether the layout fits. A step: simulated seconds with
+    engines and trainer divided, in turns, and both. Reads the model's config.json and nothing else,
+    for up to thousands of ranks.
 
     Examples:
 
@@ -47,7 +49,7 @@ def plan(
     """
     from moerl.config import load_config, resolve
     from moerl.config.transport_rules import with_transport
-    from moerl.planning import publish_forecast
+    from moerl.planning import publish_forecast, topologies
     from moerl.planning.publish_forecast import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -71,13 +73,15 @@ def plan(
             spec, _, engines, policy = layouts
             factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
             report["factors"] = asdict(factors)
+        received = found.received.high
         reports.append(report)
         texts.append(publish_forecast.describe(config, layouts, found, factors, links, share))
     if as_json:
         typer.echo(json.dumps(reports[0] if len(reports) == 1 else {"sizes": reports}))
     else:
-        transport = publish_forecast.transport_line(config, choice)
-        typer.echo("\n\n".join(texts) + f"\n{transport}")
+        texts[-1] += f"\n{publish_forecast.transport_line(config, choice)}"
+        first = publish_forecast.planned_layouts(config, shapes)[0]
+        typer.echo("\n\n".join([*texts, topologies.describe(config, first, received)]).rstrip())
 
 
 def check_layout(

@@ -7,6 +7,7 @@ of a rollout is scored again with the weights of its version.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import psutil
 import pytest
 
 from moerl.core.types import Rollout
+from moerl.observe.overlap import intervals
 from moerl.runtime.trace import read_spans
 from tests.helpers import live_weights
+from tests.helpers.short_agent_runs import ROOT
 from tests.helpers.train_runs import Run, check_deletion, check_history, start, survivors
 from tests.helpers.turn_figures import turn_figures
 from tests.helpers.warm_score import difference, score_all
@@ -145,6 +148,46 @@ def check_segments(run: Run, rollouts: list[Rollout], folder: Path) -> None:
     for version, gap in zip(versions, gaps, strict=True):
         assert gap.max() <= 5e-5, f"segments of {version}: {gap.max()}"
     assert control.max() > 1e-3, "control: another version's weights must not fit"
+
+
+@pytest.mark.full
+def test_agents_whose_timeout_is_shorter_than_a_turn_are_answered_once(tmp_path: Path) -> None:
+    """Each request becomes one turn: none is cancelled, and none is sampled for a second time."""
+    seconds, agent = 0.3, f"{ROOT}/tests/helpers/hasty_agent.py"
+    settings = [one for one in SETTINGS if "checkpoint" not in one and "group" not in one]
+    run = start(
+        tmp_path,
+        "digits-by-agent",
+        "cluster.colocated=turns",
+        "rollout.in_flight_mode=retract",
+        f"task.agent.command=[python, {agent}, '8', '{seconds}']",
+        "task.max_turns=8",
+        "run.steps=6",
+        "checkpoint.every=0",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        *settings,
+        name="x",
+    )
+    assert run.finish(600.0) == 0, run.text()
+    rows = run.rows()
+    again = re.findall(r"asked again: (\d+)", (run.dir.logs / "agents.log").read_text())
+    spans = read_spans(run.dir.trace)
+    trained_s = [b - a for a, b in intervals(spans, "trainer-0", "step")]
+    print(
+        f"train {min(trained_s):.2f} to {max(trained_s):.2f} s, asked again {sum(map(int, again))}"
+    )
+    assert max(trained_s) > seconds
+    assert sum(map(int, again)) > 0
+
+    def total(name: str) -> float:
+        return sum(row.get(name, 0.0) for row in rows)
+
+    assert total("agent/cancelled") == total("agent/origin/repeated") == 0
+    assert (
+        sum(row.get("agent/failed/error", 0) + row.get("agent/failed/exit", 0) for row in rows) == 0
+    )
+    assert total("agent/turns") == 8 * total("agent/episodes") > 0
 
 
 @pytest.mark.full

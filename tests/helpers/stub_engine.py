@@ -112,6 +112,7 @@ class StubEngine:
         self.dirty = False
         self.moved: dict[str, int] = {}  # changes of its memory, by kind
         self.refused = self.refusals = 0  # misuses; sleeps to be refused for now
+        self.drops = 0  # tokens whose KV cache each sleep costs
         self._running: set[asyncio.Task[None]] = set()
 
     def kill(self) -> None:
@@ -266,7 +267,8 @@ class StubEngine:
         self.dirty |= sleeps and "weights" in parts
         if not self.asleep:
             self.open.set()
-        return EngineMemory(tuple(sorted(self.asleep)), self.dirty)
+        dropped = self.drops if sleeps else 0
+        return EngineMemory(tuple(sorted(self.asleep)), self.dirty, recomputed=dropped)
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         await self._may_hang()

@@ -466,6 +466,34 @@ def test_late_turns_are_counted(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
+@pytest.mark.parametrize(("drops", "batches"), [(0, 1), (10**6, 3)])
+def test_a_turn_gets_longer_while_it_drops_more_than_it_samples(
+    tmp_path: Path, drops: int, batches: int
+) -> None:
+    """By a batch each time, up to those that buffer_depth 2 lets be ready, and not over the end."""
+    engine = StubEngine()
+    engine.drops = drops
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        turns = controller.context.turns
+        assert turns is not None
+        assert not turns.goes_on(2, 9), "one batch of two groups is enough at first"
+        await trainer.start()
+        await trainer.run(4)
+        turns.phase = TurnPhase.GENERATE
+        for num_ready, num_left in ((1, 9), (2, 9), (5, 9), (6, 9), (2, 1), (3, 2), (4, 2)):
+            is_short = 2 <= num_ready < 2 * min(batches, num_left)
+            assert turns.goes_on(num_ready, num_left) == is_short
+        turns._since -= turns._budget_s
+        assert not turns.goes_on(2, 9), "a late turn comes"
+
+    _, _, reports = play(tmp_path, [engine], work)
+    rows = [report.metrics for report in reports]
+    turns = [row["turn/recomputed_tokens"] for row in rows if "turn/generate_s" in row]
+    assert set(turns) == {float(drops)}
+    assert batches == 1 or len(turns) <= 3, "of one batch, of two, and of the last"
+
+
 # --- settings -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("change", "says"),

@@ -121,6 +121,22 @@ def test_every_recipe_of_a_released_model_is_forecast(recipe: str) -> None:
     assert len(found["hops"]) == found["engines"]
 
 
+def test_the_command_forecasts_a_step_of_each_topology() -> None:
+    done = run("qwen3-30b-a3b-node8")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("steps of 8 GPUs") :].splitlines()
+    seconds = {line[:28].strip(): float(line[28:].split()[0]) for line in table[1:4]}
+    assert set(seconds) == {"turns", "divided 4 + 4 (this recipe)", "hybrid, 4 awake"}
+    assert list(seconds.values()) == sorted(seconds.values())
+    assert min(seconds.values()) > 10.0
+    assert "assumed: answers of 2,048 tokens" in table[-1]
+    slower = run("qwen3-30b-a3b-node8", "sampling.max_new_tokens=16384").stdout
+    assert "answers of 4,096 tokens" in slower
+    more = slower[slower.index("steps of 8 GPUs") :].splitlines()[1:4]
+    assert min(float(line[28:].split()[0]) for line in more) > 1.5 * min(seconds.values())
+    assert "steps of 1 GPUs" in run("olmoe-1gpu").stdout
+
+
 def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
     done = run("qwen3-30b-a3b", "engine.count=32")
     assert done.returncode == 0, done.stderr

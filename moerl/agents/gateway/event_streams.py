@@ -1,13 +1,14 @@
-"""Answers as server-sent events, in the form of each interface.
+"""Answers as HTTP responses: in one piece, or as server-sent events in the form of each interface.
 
 Events are written while the engine samples: the newest of what can be shown, so a client that reads
-slowly gets fewer and longer ones.
+slowly gets fewer and longer ones.  A client that waits hears something before its timeout: comments
+in a stream, white space in front of a whole answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +22,9 @@ from moerl.agents.gateway.api_errors import ApiError
 
 Reply = TypeVar("Reply")
 Answered = TypeVar("Answered", contravariant=True)
-_KEEP_ALIVE_S = 10.0  # between two comments in a stream that waits
+_KEEP_ALIVE_S = 10.0  # at most, between two signs of life
+_LEAST_S = 0.2
+_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")  # of clients in Python and others
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +81,68 @@ class NewestPartials:
         await self._filled.wait()
 
 
+async def whole(
+    request: web.Request, work: asyncio.Future[Reply], body: Callable[[Reply], Json]
+) -> web.StreamResponse:
+    """An error behind white space cannot have a status: the connection breaks, as clients expect of
+    a server that fails, and they ask again.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    pace_s = _pace_s(request)
+    while not (await asyncio.wait([work], timeout=pace_s))[0]:
+        await response.prepare(request)
+        await response.write(b"\n")
+    if response.prepared and work.exception() is not None:
+        assert request.transport is not None, "a client that has left cancels its handler"
+        request.transport.close()
+        return response
+    found = msgspec.json.encode(body(work.result()))
+    await response.prepare(request)
+    await response.write(found)
+    return response
+
+
 async def stream(
     request: web.Request,
-    reply: Awaitable[Reply],
+    work: asyncio.Future[Reply],
     partials: NewestPartials,
     writer: EventWriter[Reply],
     form: EventForm,
 ) -> web.StreamResponse:
-    """Comments keep the connection open while nothing can be shown.
+    """An error before the first event or comment has its own status, a later one is an event."""
+    pace_s = _pace_s(request)
+    if await _done(work, partials, pace_s):
+        work.result()  # raises before the stream begins
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    while not work.done():
+        news = partials.take().items()
+        events = [event for place, one in news for event in writer.more(place, one)]
+        await response.write(b"".join(map(form.event, events)) or b": waiting\n\n")
+        await _done(work, partials, pace_s)
+    for line in _lines(work, writer.end, form):
+        await response.write(line)
+    await response.write_eof()
+    return response
 
-    An error before the first event or comment has a status of its own, a later one is an event.
-    """
-    work = asyncio.ensure_future(reply)
+
+def _pace_s(request: web.Request) -> float:
+    """Seconds between signs of life: a third of the timeout that the client states."""
+    stated = next((request.headers[name] for name in _TIMEOUTS if name in request.headers), "")
     try:
-        if await _done(work, partials):
-            work.result()  # raises before the stream begins
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        while not work.done():
-            news = partials.take().items()
-            events = [event for place, one in news for event in writer.more(place, one)]
-            await response.write(b"".join(map(form.event, events)) or b": waiting\n\n")
-            await _done(work, partials)
-        for line in _lines(work, writer.end, form):
-            await response.write(line)
-        await response.write_eof()
-        return response
-    finally:
-        work.cancel()
+        return min(_KEEP_ALIVE_S, max(_LEAST_S, float(stated) / 3))
+    except ValueError:
+        return _KEEP_ALIVE_S
 
 
-async def _done(work: asyncio.Future[Reply], partials: NewestPartials) -> bool:
+async def _done(work: asyncio.Future[Reply], partials: NewestPartials, pace_s: float) -> bool:
     """Wait until the answers are complete or have grown, or a comment is due."""
     grown = asyncio.create_task(partials.wait())
     both: set[asyncio.Future[Any]] = {work, grown}
     try:
-        await asyncio.wait(both, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, timeout=pace_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         grown.cancel()
     return work.done()

@@ -24,19 +24,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, cast
+from hashlib import blake2b
+from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 
+from moerl.agents.chat_messages import Json
 from moerl.agents.chat_turns import ChatTurns
 from moerl.agents.episode_types import EpisodeLimits, Policy, Tell, TurnAnswer
 from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway import anthropic_messages, event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.gateway.api_errors import ApiError
-from moerl.agents.gateway.event_streams import NewestPartials, stream
+from moerl.agents.gateway.event_streams import EventForm, EventWriter, NewestPartials, Reply, stream
 from moerl.agents.gateway.grammar_fields import forced_call
+from moerl.agents.gateway.open_requests import OpenRequests
 from moerl.agents.gateway.openai_replies import ChatEvents, CompletionEvents, OpenaiReply, Shown
 from moerl.agents.gateway.openai_requests import (
     ChatRequest,
@@ -73,6 +76,7 @@ class Endpoint:
     model: str = POLICY  # name that clients see
     body_bytes: int = 8 << 20  # of a body, and of those of an episode that are not answered
     body_s: float = 60.0
+    awaits_retries: bool = False  # a turn whose client has left goes on for a while
 
 
 class Gateway:
@@ -92,6 +96,7 @@ class Gateway:
         self._episodes: dict[str, ChatTurns] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys by name
         self._held: Counter[str] = Counter()  # bytes of bodies, by episode
+        self._open = OpenRequests(awaits_retries=endpoint.awaits_retries)
         self._nobody = secrets.token_urlsafe(24)  # key of episodes that do not exist
         self._runner: web.AppRunner | None = None
 
@@ -157,63 +162,91 @@ class Gateway:
         if other := await self._other_model(request):
             return await self._ask_other(request, episode, other)
         asked = await self._read(request, ChatRequest, episode)
-        self._check_logprobs(asked.logprobs)
-        news = NewestPartials()
-        # Log-probabilities are in the record, which is there when the answer is complete.
-        tell = news.tell if asked.stream and not asked.logprobs else None
-        turns = _turns(episode, asked, tell, await self._role(request))
-        reply = self._reply(turns, logprobs=bool(asked.logprobs))
-        if not asked.stream:
-            return json_answer((await reply).chat())
-        writer = ChatEvents(self._endpoint.model, usage=asked.wants_usage)
-        return await stream(request, reply, news, writer, event_streams.OPENAI)
+        logprobs, role = self._check_logprobs(asked.logprobs), await self._role(request)
 
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episode(request)
-        asked = await self._read(request, ResponsesRequest, episode)
-        news, model = NewestPartials(), self._endpoint.model
-        form, role = partial(ResponsesReply, asked=asked, model=model), await self._role(request)
-        reply = self._translated(episode, asked.chat(), form, news.tell, role)
-        if not asked.stream:
-            return json_answer((await reply).whole())
-        writer = ResponsesEvents(model, asked)
-        return await stream(request, reply, news, writer, event_streams.RESPONSES)
+        def reply(tell: Tell | None) -> Coroutine[Any, Any, OpenaiReply]:
+            # Log-probabilities are in the record, which is there when the answer is complete.
+            turns = _turns(episode, asked, None if logprobs else tell, role)
+            return self._reply(turns, logprobs=logprobs)
 
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episode(request)
-        asked = await self._read(request, MessagesRequest, episode)
-        news, model = NewestPartials(), self._endpoint.model
-        form, role = partial(MessagesReply, model=model), await self._role(request)
-        reply = self._translated(episode, asked.chat(), form, news.tell, role)
-        if not asked.stream:
-            return json_answer((await reply).whole())
-        return await stream(request, reply, news, MessagesEvents(model), event_streams.ANTHROPIC)
+        events = ChatEvents(self._endpoint.model, usage=asked.wants_usage) if asked.stream else None
+        return await self._answer(request, reply, OpenaiReply.chat, events)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         if other := await self._other_model(request):
             return await self._ask_other(request, episode, other)
         asked = await self._read(request, CompletionRequest, episode)
-        self._check_logprobs(asked.logprobs is not None)
-        news, logprobs = NewestPartials(), asked.logprobs is not None
-        tell = news.tell if asked.stream and not logprobs else None
+        logprobs = self._check_logprobs(asked.logprobs is not None)
         role = await self._role(request)
-        turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell, role)
-        reply = self._reply(turns, logprobs=logprobs)
-        if not asked.stream:
-            return json_answer((await reply).completion())
-        writer = CompletionEvents(self._endpoint.model, usage=asked.wants_usage)
-        return await stream(request, reply, news, writer, event_streams.OPENAI)
+
+        def reply(tell: Tell | None) -> Coroutine[Any, Any, OpenaiReply]:
+            tell = None if logprobs else tell
+            turns = episode.complete(asked.prompt, asked.ends, asked.n or 1, tell, role)
+            return self._reply(turns, logprobs=logprobs)
+
+        model, usage = self._endpoint.model, asked.wants_usage
+        events = CompletionEvents(model, usage=usage) if asked.stream else None
+        return await self._answer(request, reply, OpenaiReply.completion, events)
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         asked = await self._read(request, TokenRequest, episode)
         if asked.stream:
             raise ApiError(400, "unsupported_parameter", "stream: not for tokens; leave it out")
-        self._check_logprobs(asked.logprobs)
-        role = await self._role(request)
-        turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1, role=role)
-        return json_answer((await self._reply(turns, logprobs=bool(asked.logprobs))).tokens())
+        logprobs, role = self._check_logprobs(asked.logprobs), await self._role(request)
+
+        def reply(_: Tell | None) -> Coroutine[Any, Any, OpenaiReply]:
+            turns = episode.complete(asked.prompt_token_ids, asked.ends, asked.n or 1, role=role)
+            return self._reply(turns, logprobs=logprobs)
+
+        return await self._answer(request, reply, OpenaiReply.tokens, None)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, ResponsesRequest, episode)
+        model = self._endpoint.model
+        form = partial(ResponsesReply, asked=asked, model=model)
+        reply = partial(self._translated, episode, asked.chat(), form, await self._role(request))
+        events = ResponsesEvents(model, asked) if asked.stream else None
+        return await self._answer(
+            request, reply, ResponsesReply.whole, events, event_streams.RESPONSES
+        )
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        asked = await self._read(request, MessagesRequest, episode)
+        model = self._endpoint.model
+        form = partial(MessagesReply, model=model)
+        reply = partial(self._translated, episode, asked.chat(), form, await self._role(request))
+        events = MessagesEvents(model) if asked.stream else None
+        return await self._answer(
+            request, reply, MessagesReply.whole, events, event_streams.ANTHROPIC
+        )
+
+    async def _answer(
+        self,
+        request: web.Request,
+        reply: Callable[[Tell | None], Coroutine[Any, Any, Reply]],
+        body: Callable[[Reply], Json],
+        events: EventWriter[Reply] | None,
+        form: EventForm = event_streams.OPENAI,
+    ) -> web.StreamResponse:
+        """The response of a request, or of its original.  events: None: the answer comes whole."""
+        name, data = request.match_info["episode"], await self._body(request)
+
+        def start(partials: NewestPartials) -> asyncio.Task[Reply]:
+            work = asyncio.create_task(reply(None if events is None else partials.tell))
+            del request[_BODY]  # it is held as long as the work
+            work.add_done_callback(lambda done: self._ended_work(name, len(data), done))
+            return work
+
+        key = blake2b(request.path.encode() + b"\n" + data, digest_size=16).digest()
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        with self._open.entered(key, start, retry=retry) as found:
+            if events is None:
+                return await event_streams.whole(request, found.work, body)
+            return await stream(request, found.work, found.partials, events, form)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -295,11 +328,19 @@ class Gateway:
             return await handler(request)
         finally:
             if _BODY in request:
-                self._held[name := request.match_info["episode"]] -= len(request[_BODY])
-                if not self._held[name]:
-                    del self._held[name]
+                self._release(request.match_info["episode"], len(request[_BODY]))
 
-    def _check_logprobs(self, wanted: bool | None) -> None:
+    def _release(self, name: str, size: int) -> None:
+        self._held[name] -= size
+        if not self._held[name]:
+            del self._held[name]
+
+    def _ended_work(self, name: str, size: int, work: asyncio.Task[Any]) -> None:
+        self._release(name, size)
+        if not work.cancelled():
+            work.exception()  # of a turn whose client has left; nobody else asks for it
+
+    def _check_logprobs(self, wanted: bool | None) -> bool:
         if wanted and self._policy.logprobs is None:
             raise ApiError(
                 400,
@@ -307,20 +348,21 @@ class Gateway:
                 "logprobs: this gateway cannot read them; leave it out",
                 retry=False,
             )
+        return bool(wanted)
 
     async def _translated(
         self,
         episode: ChatTurns,
         asked: ChatRequest,
         form: Callable[[TurnAnswer], Translated],
-        tell: Tell,
         role: str,
+        tell: Tell | None,
     ) -> Translated:
         try:
             check_chat(asked)
         except msgspec.ValidationError as error:
             raise ApiError(400, "invalid_request", f"the body cannot be read: {error}") from error
-        (answer,) = await _turns(episode, asked, tell if asked.stream else None, role)
+        (answer,) = await _turns(episode, asked, tell, role)
         return form(answer)
 
     async def _reply(self, turns: Awaitable[list[TurnAnswer]], *, logprobs: bool) -> OpenaiReply:

@@ -50,12 +50,16 @@ class AgentPrograms(AgentRunner):
         log_file: Path,
         remote: RemoteWorkers | None = None,
         sockets: Path | None = None,
+        *,
+        awaits_retries: bool = False,
     ) -> None:
         """remote: plays the episodes of a task with an agent.port.
 
         sockets: folder of this user alone, with a short path, for the gateway of sandboxes.
+        awaits_retries: engines take turns with a trainer, which may take longer than a timeout.
         """
-        super().__init__(_ProgramTable(task, policy, log_file, remote, sockets))
+        endpoint = Endpoint(port=task.agent.port, awaits_retries=awaits_retries)
+        super().__init__(_ProgramTable(task, policy, log_file, remote, sockets, endpoint))
 
 
 class _ProgramTable(EpisodeTable):
@@ -68,13 +72,14 @@ class _ProgramTable(EpisodeTable):
         log_file: Path,
         remote: RemoteWorkers | None,
         sockets: Path | None,
+        endpoint: Endpoint,
     ) -> None:
         super().__init__()
         self._task, self._log, self._remote = task, _program_log(log_file), remote
         routes = remote.routes if remote is not None else ()
-        endpoint = Endpoint(port=task.agent.port)
         if task.agent.command and task.isolation == "bwrap":
-            endpoint = Endpoint(port=BOX_PORT, socket=f"{sockets}/{log_file.stem}.sock")
+            socket = f"{sockets}/{log_file.stem}.sock"
+            endpoint = replace(endpoint, port=BOX_PORT, socket=socket)
         self._door = endpoint.socket
         self._gateway = Gateway(
             policy, endpoint, OtherModels(task.agent.models, task.roles), routes

@@ -1,0 +1,254 @@
+"""Discrete-event simulation of a run's steps, with the tails of answers that closed forms miss.
+
+An engine is a processor-sharing queue: with b running requests a decode step takes `token_s + b *
+request_token_s`.  All its requests advance by the same number of tokens, so one counter per engine
+gives each end, and an event costs a heap operation, not a loop over requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths and waits of groups.  Group i draws its lengths from a generator seeded with i."""
+
+    groups_per_step: int
+    group_size: int
+    lengths: Sequence[int]  # sampled tokens of observed rollouts, drawn with replacement
+    waits_s: Sequence[float] = (0.0,)  # tool and scoring time of groups, in their order
+    prompt_tokens: int = 0
+
+    def group(self, index: int) -> tuple[list[int], float]:
+        draw = random.Random(index)
+        lengths = [draw.choice(self.lengths) for _ in range(self.group_size)]
+        return lengths, self.waits_s[index % len(self.waits_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Service times in seconds."""
+
+    train_s: Sequence[float]  # per step, cyclic
+    token_s: float  # per decode step, for any number of requests
+    request_token_s: float  # more per decode step, per running request
+    prefill_token_s: float = 0.0  # per prompt token, and per token that a publish or turn drops
+    snapshot_s: float = 0.0  # the trainer is blocked while weights are copied
+    transfer_s: float = 0.0  # from then until an engine can commit
+    pause_s: float = 0.0  # an engine is blocked while it commits
+    overhead_s: float = 0.0  # per step of the trainer, neither training nor waiting
+    close_s: float = 0.0  # engines fall asleep, before a turn of the trainer
+    open_s: float = 0.0  # engines wake up, behind it
+    scorers: int = 0  # 0 = any number
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """engines: never sleep.  shared: engines on the trainer's devices, in turns with it."""
+
+    engines: int
+    depth: int  # rollout.buffer_depth; 0 = synchronous
+    shared: int = 0
+    max_groups_in_flight: int = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a run from its first request to the end of its last step.
+
+    step_s, trainer_idle: in its steady middle.  recomputed: share of sampled tokens.
+    """
+
+    wall_s: float
+    step_s: float
+    trainer_idle: float
+    recomputed: float
+
+
+def simulate(workload: Workload, costs: Costs, topology: Topology, steps: int) -> Outcome:
+    """Run `steps` optimizer steps; the result is a function of the arguments alone."""
+    return _Run(workload, costs, topology, steps).outcome()
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    costs: Costs
+    is_shared: bool
+    is_asleep: bool = False
+    tokens: float = 0.0  # advanced since the start
+    begun: float = 0.0  # sum over running requests of `tokens` at their start
+    ends: list[tuple[float, int]] = field(default_factory=list)  # (tokens, group), a heap
+    at_s: float = 0.0  # moment of `tokens`
+    free_s: float = 0.0  # no progress before
+
+    def advance(self, now_s: float) -> None:
+        if self.ends and not self.is_asleep:
+            self.tokens += max(0.0, now_s - max(self.at_s, self.free_s)) / self._token_s()
+        self.at_s = now_s
+
+    def end_s(self) -> float:
+        """When its next request ends."""
+        if self.is_asleep or not self.ends:
+            return float("inf")
+        left = max(0.0, self.ends[0][0] - self.tokens)
+        return max(self.at_s, self.free_s) + left * self._token_s()
+
+    def stall(self, now_s: float, seconds: float) -> None:
+        self.advance(now_s)
+        self.free_s = max(self.at_s, self.free_s) + seconds
+
+    def _token_s(self) -> float:
+        return self.costs.token_s + self.costs.request_token_s * len(self.ends)
+
+
+@dataclass(slots=True)
+class _Group:
+    left: int  # requests that still run
+    wait_s: float
+    begun: float  # the engine's `tokens` at the start
+
+
+class _Run:
+    def __init__(self, workload: Workload, costs: Costs, topology: Topology, steps: int) -> None:
+        self.work, self.costs, self.topology, self.steps = workload, costs, topology, steps
+        kinds = [False] * topology.engines + [True] * topology.shared
+        self.engines = [_Engine(costs, is_shared) for is_shared in kinds]
+        self.now_s = self.idle_since = self.idle_s = self.sampled = self.recomputed = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.groups: list[_Group] = []
+        self.ready = self.in_flight = self.step = self.version = self.order = 0
+        self.scorers_free_s = [0.0] * costs.scorers
+        self.training = self.publishing = self.to_snapshot = False
+        self.taken: list[tuple[float, float]] = []  # when a batch was taken, idle seconds so far
+
+    def outcome(self) -> Outcome:
+        self.fill()
+        while self.step < self.steps or self.training:
+            engine = min(self.engines, key=_Engine.end_s)
+            if self.events and self.events[0][0] <= engine.end_s():
+                self.now_s, _, act = heapq.heappop(self.events)
+                act()
+            else:
+                self.now_s = engine.end_s()
+                self.ended(engine)
+        edge = self.topology.depth + 1
+        first, last = (edge, self.steps - edge) if self.steps > 2 * edge else (0, self.steps - 1)
+        (begin_s, idle_before_s), (end_s, idle_s) = self.taken[first], self.taken[last]
+        if first >= last:
+            begin_s, idle_before_s, end_s, last = 0.0, 0.0, self.now_s, first + 1
+        idle, step_s = (
+            (idle_s - idle_before_s) / (end_s - begin_s),
+            (end_s - begin_s) / (last - first),
+        )
+        return Outcome(self.now_s, step_s, idle, self.recomputed / self.sampled)
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (self.now_s + seconds, self.order, act))
+
+    # --- engines ------------------------------------------------------------------------------
+    def fill(self) -> None:
+        """Start groups by the rule of `moerl.controller.buffer`, each on the least busy engine."""
+        bound = min(self.version + 1 + self.topology.depth, self.steps) * self.work.groups_per_step
+        while awake := [engine for engine in self.engines if not engine.is_asleep]:
+            is_full = self.in_flight >= self.topology.max_groups_in_flight
+            if is_full or len(self.groups) >= bound:
+                return
+            engine = min(awake, key=lambda engine: len(engine.ends))
+            engine.stall(self.now_s, self.work.prompt_tokens * self.costs.prefill_token_s)
+            lengths, wait_s = self.work.group(len(self.groups))
+            for length in lengths:
+                heapq.heappush(engine.ends, (engine.tokens + length, len(self.groups)))
+            self.groups.append(_Group(len(lengths), wait_s, engine.tokens))
+            engine.begun += engine.tokens * len(lengths)
+            self.sampled += sum(lengths)
+            self.in_flight += 1
+
+    def ended(self, engine: _Engine) -> None:
+        engine.advance(self.now_s)
+        end, index = heapq.heappop(engine.ends)
+        engine.tokens = max(engine.tokens, end)  # rounding
+        group = self.groups[index]
+        engine.begun -= group.begun
+        group.left -= 1
+        if not group.left:
+            self.in_flight -= 1
+            begin_s = max([self.now_s, *self.scorers_free_s[:1]])
+            if self.scorers_free_s:
+                heapq.heapreplace(self.scorers_free_s, begin_s + group.wait_s)
+            self.after(begin_s + group.wait_s - self.now_s, self.scored)
+        self.fill()
+
+    def drop_cache(self, engine: _Engine) -> None:
+        """Running requests are prefilled again."""
+        done = engine.tokens * len(engine.ends) - engine.begun
+        tokens = done + self.work.prompt_tokens * len(engine.ends)
+        engine.stall(self.now_s, tokens * self.costs.prefill_token_s)
+        self.recomputed += done
+
+    def scored(self) -> None:
+        self.ready += 1
+        self.take()
+
+    # --- trainer ------------------------------------------------------------------------------
+    def take(self) -> None:
+        if self.training or self.ready < self.work.groups_per_step:
+            return
+        self.idle_s += self.now_s - self.idle_since
+        self.taken.append((self.now_s, self.idle_s))
+        self.training = True
+        self.ready -= self.work.groups_per_step
+        seconds = self.costs.train_s[self.step % len(self.costs.train_s)] + self.costs.overhead_s
+        self.step += 1
+        shared = [engine for engine in self.engines if engine.is_shared and not engine.is_asleep]
+        for engine in shared:
+            engine.advance(self.now_s)
+            engine.is_asleep = True
+        self.after(seconds + (self.costs.close_s if shared else 0.0), self.trained)
+        self.fill()
+
+    def trained(self) -> None:
+        if self.step >= self.steps:
+            self.training = False  # the last version is not published
+        elif self.publishing:
+            self.to_snapshot, self.idle_since = True, self.now_s
+        else:
+            self.after(self.costs.snapshot_s, self.frozen)
+
+    def frozen(self) -> None:
+        self.publishing = True
+        self.after(self.costs.transfer_s, self.commit)
+        if not self.topology.shared:  # else engines take their weights while the trainer waits
+            self.training, self.idle_since = False, self.now_s
+            self.take()
+
+    def commit(self) -> None:
+        self.version += 1
+        self.publishing = False
+        for engine in self.engines:
+            if not engine.is_asleep:
+                engine.stall(self.now_s, self.costs.pause_s)
+                self.drop_cache(engine)
+        if self.topology.shared:
+            self.training, self.idle_since = False, self.now_s
+            self.take()
+            if not self.training:  # else two batches share a turn
+                self.after(self.costs.pause_s + self.costs.open_s, self.open)
+            return
+        self.fill()
+        if self.to_snapshot:
+            self.to_snapshot = False
+            self.idle_s += self.now_s - self.idle_since
+            self.after(self.costs.snapshot_s, self.frozen)
+
+    def open(self) -> None:
+        for engine in self.engines:
+            if engine.is_asleep and not self.training:
+                engine.advance(self.now_s)
+                engine.is_asleep = False
+                self.drop_cache(engine)
+        self.fill()
