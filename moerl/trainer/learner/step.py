@@ -445,7 +445,9 @@ class Learner:
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)
         metrics |= total.mismatch.metrics() | describe(
-            total, replayed=self.model.replay is not None
+            total,
+            replayed=self.model.replay is not None,
+            shares=self.config.trainer.share_prompts,
         )
         if self.router_losses is not None:
             metrics |= {f"loss/{name}": total.counts[name] / num_steps for name in NAMES}
@@ -462,5 +464,5 @@ class Learner:
             "perf/pack_s": times.pack,
             "perf/forward_backward_s": times.forward_backward,
             "perf/optimizer_s": times.optimizer,
-            "perf/train_tokens_per_s": total.counts["fed"] / step_s,
+            "perf/train_tokens_per_s": (total.counts["fed"] + total.counts["shared"]) / step_s,
         }

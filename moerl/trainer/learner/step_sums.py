@@ -24,7 +24,9 @@ from moerl.data.packing import Microbatch
 from moerl.trainer.passes.probe import exact_sums
 
 _COUNTS = (
-    "fed",  # fed-in tokens without padding
+    "fed",  # fed-in tokens without padding, shared tokens once
+    "shared",  # fed-in tokens that were forwarded in another rollout
+    "apart",  # rollouts whose prompt was forwarded once more, for its other routes
     "forwarded",  # fed-in tokens with padding
     "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
@@ -128,6 +130,8 @@ class StepSums:
         """Count tokens and masks, which are split over context-parallel ranks."""
         counts = self.counts
         counts["fed"] += batch.num_fed
+        counts["shared"] += batch.num_shared
+        counts["apart"] += batch.num_apart
         counts["forwarded"] += batch.tokens.numel()
         if batch.mask_offsets is not None:
             sizes = batch.mask_offsets.diff()
@@ -167,10 +171,13 @@ class StepSums:
         )
 
 
-def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
+def describe(sums: StepSums, *, replayed: bool, shares: bool) -> dict[str, float]:
     """Coverage and payload metrics; metrics that could not be computed are absent."""
     counts = sums.counts
     metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
+    if shares:
+        metrics["perf/shared_frac"] = counts["shared"] / (counts["fed"] + counts["shared"])
+        metrics["routing/prompts_apart"] = counts["apart"]
     if counts["sampled"]:
         metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
     if counts["sampled_full"]:
