@@ -31,7 +31,7 @@ from torch import Tensor
 from moerl.core.errors import RecordError
 from moerl.core.types import Array, BatchPlan, MaskBlob, PolicyVersion, Rollout
 from moerl.data.grid import Grid, Run, Span
-from moerl.data.shared_prefix import Shared, place_shared
+from moerl.data.shared_prefix import place_shared, shared_in_order
 from moerl.records import blob_ranges
 from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
@@ -93,7 +93,6 @@ class Microbatch:
     runs: tuple[Run, ...]
     every: tuple[Run, ...]  # of all positions of each rollout: runs, and what it shares with others
     num_shared: int  # fed-in tokens that are forwarded in the slots of another rollout
-    num_apart: int  # rollouts whose prompt is that of the rollout before, with other routes
     route_dtype: str  # uint8 or uint16
     store: RecordReads
     read: BytesRead
@@ -276,12 +275,12 @@ def pack_microbatch(
     order = rows_in(plan, dp_rank, microbatch)
     rollouts = [rollout_at(plan, idx) for idx in order]
     fed = [rollout.num_tokens - 1 for rollout in rollouts]
-    shared = Shared.between(rollouts) if grid.shares else Shared([0] * len(rollouts), 0)
-    own = [num - part for num, part in zip(fed, shared.tokens, strict=True)]
+    shared = shared_in_order(rollouts) if grid.shares else [0] * len(rollouts)
+    own = [num - part for num, part in zip(fed, shared, strict=True)]
     runs, lengths = grid.place(own)
     shape, every, seen_until = grid.shape(own), runs, None
     if grid.shares:
-        runs, every, seen_until = place_shared(runs, shared.tokens, shape[1])
+        runs, every, seen_until = place_shared(runs, shared, shape[1])
     pieces = Pieces.between(runs, fed, 0, shape[1])
     tokens, labels, positions = _lay_out(rollouts, runs, pieces, shape)
     is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
@@ -336,8 +335,7 @@ def pack_microbatch(
         rollouts=tuple(rollouts),
         runs=tuple(runs),
         every=tuple(every),
-        num_shared=sum(shared.tokens),
-        num_apart=shared.apart,
+        num_shared=sum(shared),
         route_dtype=route_dtype,
         store=store,
         read=read,
@@ -349,7 +347,7 @@ def pack_microbatch(
 def placed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int, *, shares: bool) -> list[int]:
     """Fed-in tokens that each rollout of a microbatch has in the grid, from the plan alone."""
     rollouts = [rollout_at(plan, idx) for idx in rows_in(plan, dp_rank, microbatch)]
-    shared = Shared.between(rollouts).tokens if shares else [0] * len(rollouts)
+    shared = shared_in_order(rollouts) if shares else [0] * len(rollouts)
     return [row.num_tokens - 1 - num for row, num in zip(rollouts, shared, strict=True)]
 
 

@@ -15,37 +15,25 @@ Example: prompt [5, 9, 4] with the answers [7, 2] and [3, 8]: the first row hold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from moerl.core.errors import ConfigError
-from moerl.core.types import Array, Rollout, RoutingBlob
+from moerl.core.types import Array, EpisodeGroup, Rollout, RoutingBlob
 from moerl.data.grid import Run
 from moerl.layout import ModelSpec
 
 
-class Shared(NamedTuple):
-    """Of each row: fed-in tokens that it shares with the row before it."""
-
-    tokens: list[int]
-    apart: int  # rows whose prompt is that of the row before, with other routes
-
-    @classmethod
-    def between(cls, rows: Sequence[Rollout]) -> Shared:
-        """Rows in the order of their slots."""
-        tokens, apart = [0] * len(rows), 0
-        for idx in range(1, len(rows)):
-            before, row = rows[idx - 1 : idx + 1]
-            tokens[idx], same = shared_tokens(before, row), _same_tokens(before, row)
-            prompt = min(before.prompt_len, row.prompt_len)
-            apart += tokens[idx] < prompt <= same
-        return cls(tokens, apart)
+def shared_in_order(rows: Sequence[Rollout]) -> list[int]:
+    """Of each row: fed-in tokens that it shares with the row before it.  Rows in slot order."""
+    return [0, *map(shared_tokens, rows, rows[1:])][: len(rows)]
 
 
 def shared_tokens(before: Rollout, row: Rollout) -> int:
     """Number of leading fed-in tokens that are the same in two rows, with the same routes."""
-    tokens = _same_tokens(before, row)
+    num = min(before.num_tokens, row.num_tokens) - 1
+    other = before.token_ids[:num] != row.token_ids[:num]
+    tokens = int(other.argmax()) if other.any() else num
     if not (before.routing or row.routing):
         return tokens
     routed = 0
@@ -59,6 +47,16 @@ def shared_tokens(before: Rollout, row: Rollout) -> int:
 def walk_order(row: Rollout) -> tuple[tuple[str, ...], bytes]:
     """A sort key that puts rows with the same leading records, then tokens, side by side."""
     return tuple(part.ids.digest for part in row.routing), row.token_ids.astype(">i4").tobytes()
+
+
+def count_apart(group: EpisodeGroup) -> int:
+    """Number of prompts that are forwarded once more, because their routes are other ones."""
+    known: dict[bytes, list[Rollout]] = {}
+    for row in group.rollouts():
+        kinds = known.setdefault(row.token_ids[: row.prompt_len].tobytes(), [])
+        if not any(shared_tokens(kind, row) >= row.prompt_len for kind in kinds):
+            kinds.append(row)
+    return sum(len(kinds) - 1 for kinds in known.values())
 
 
 def place_shared(
@@ -103,13 +101,6 @@ def check_shared(spec: ModelSpec) -> None:
                 f"a model of this run ({spec.family}) has {kind}; ordinary attention with a rotary "
                 "embedding in every layer is needed: use false",
             )
-
-
-def _same_tokens(before: Rollout, row: Rollout) -> int:
-    """Leading fed-in tokens that are equal."""
-    num = min(before.num_tokens, row.num_tokens) - 1
-    other = before.token_ids[:num] != row.token_ids[:num]
-    return int(other.argmax()) if other.any() else num
 
 
 def _content(part: RoutingBlob) -> tuple[object, ...]:

@@ -54,6 +54,7 @@ from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import check_teachers, received
 from moerl.data.row_cost import pair_cost
+from moerl.data.shared_prefix import count_apart
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.optimizer import (
     connect,
@@ -173,6 +174,8 @@ class Learner:
         gather_parameters(self.ddp)
         metrics |= self._performance(total, times, time.perf_counter() - begin)
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
+        if self.config.trainer.share_prompts:
+            metrics["routing/prompts_apart"] = float(sum(map(count_apart, plan.groups)))
         if norms:
             metrics["loss/grad_norm"] = max(norms)
         if self.model.adapters:

@@ -26,7 +26,6 @@ from moerl.trainer.passes.probe import exact_sums
 _COUNTS = (
     "fed",  # fed-in tokens without padding, shared tokens once
     "shared",  # fed-in tokens that were forwarded in another rollout
-    "apart",  # rollouts whose prompt was forwarded once more, for its other routes
     "forwarded",  # fed-in tokens with padding
     "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
@@ -95,7 +94,7 @@ class StepSums:
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
         loss = self.loss.cpu()
-        packed = torch.cat([loss, torch.tensor(list(self.counts.values())).double()])
+        packed = torch.cat([loss, torch.tensor(list(self.counts.values()), dtype=torch.float64)])
         dist.all_reduce(packed, group=group)
         peak = torch.tensor(self.kept_max, dtype=torch.float64)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -131,7 +130,6 @@ class StepSums:
         counts = self.counts
         counts["fed"] += batch.num_fed
         counts["shared"] += batch.num_shared
-        counts["apart"] += batch.num_apart
         counts["forwarded"] += batch.tokens.numel()
         if batch.mask_offsets is not None:
             sizes = batch.mask_offsets.diff()
@@ -177,7 +175,6 @@ def describe(sums: StepSums, *, replayed: bool, shares: bool) -> dict[str, float
     metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
     if shares:
         metrics["perf/shared_frac"] = counts["shared"] / (counts["fed"] + counts["shared"])
-        metrics["routing/prompts_apart"] = counts["apart"]
     if counts["sampled"]:
         metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
     if counts["sampled_full"]:
