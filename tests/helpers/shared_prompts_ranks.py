@@ -71,7 +71,7 @@ STEPS, MOST_TOKENS = 3, 80
 
 
 def groups_of(store: BlobStore) -> list[EpisodeGroup]:
-    """Two groups of siblings, one of whose prompts was routed otherwise, and a group of branches."""
+    """Two groups of siblings, one of which has routes of its own, and a group of branches."""
     rng, groups = np.random.default_rng(5), []
     for number, lengths in enumerate(ANSWERS):
         prompt = rng.integers(0, VOCAB, 11).astype(np.int32)

@@ -192,7 +192,9 @@ def of_own_rows(batch: Microbatch, q: Any, k: Any, v: Any) -> torch.Tensor:
             *every, is_causal=True, enable_gqa=True
         ).permute(2, 0, 1, 3)
         fresh = [idx for idx, slot in enumerate(path) if slot not in done]
-        out = out.index_put((torch.tensor([path[idx] for idx in fresh], dtype=torch.long),), own[fresh])
+        out = out.index_put(
+            (torch.tensor([path[idx] for idx in fresh], dtype=torch.long),), own[fresh]
+        )
         done |= set(path)
     return out.flatten(2)
 
