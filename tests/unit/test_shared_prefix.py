@@ -1,4 +1,4 @@
-"""Rows that share leading tokens: which do, where they lie, who sees whom, attention's two forms."""
+"""Rows that share leading tokens: which do, where they lie, who sees whom, both attentions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,9 @@ from moerl.data.packing import Microbatch, pack_microbatch, rollout_at, rows_in
 from moerl.data.shared_prefix import check_shared, count_apart, shared_tokens
 from moerl.layout import ModelSpec
 from moerl.records.blob_store import BlobStore
-from moerl.trainer.model import platform
+from moerl.trainer.model.shared_attention import SharedAttention, attend_blocks, block_mask
 from tests.helpers.random_rollouts import LAYERS, group, make_rollout
 from tests.helpers.synthetic import share_prompt_rows
-
-platform.prepare("cpu")
-
-from moerl.trainer.model.shared_attention import (  # noqa: E402
-    SharedAttention,
-    attend_blocks,
-    block_mask,
-)
 
 V9 = PolicyVersion(0, 9)
 SHARES = Grid(packed=True, shares=True)
@@ -80,7 +72,7 @@ def seen(batch: Microbatch) -> np.ndarray:
     return (at[None] <= at[:, None]) & (at[:, None] < batch.seen_until.numpy()[None])
 
 
-# --- what is shared --------------------------------------------------------------------------------
+# --- what is shared ------------------------------------------------------------------------------
 def test_a_row_sees_its_own_path_and_nothing_else(store: BlobStore) -> None:
     rows = siblings(store, 6, (4, 1, 5)) + siblings(store, 3, (2, 2), seed=1)
     batch = packed(store, rows)
@@ -147,7 +139,7 @@ def test_other_routes_or_tokens_stay_apart(store: BlobStore) -> None:
     assert shared_tokens(*dense) >= 6, "without routes tokens decide"
 
 
-# --- the plan --------------------------------------------------------------------------------------
+# --- the plan ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("cap", "dp"), [(10**6, 1), (30, 1), (30, 2), (10**6, 4), (1, 2)])
 def test_every_row_is_planned_once_within_the_bound(store: BlobStore, cap: int, dp: int) -> None:
     many = [siblings(store, 8, (4, 1, 5, 7, 3), seed=seed) for seed in range(3)]
@@ -168,11 +160,11 @@ def test_every_row_is_planned_once_within_the_bound(store: BlobStore, cap: int, 
     assert used == set(range(dp)), "no rank waits for the others"
 
 
-# --- attention -------------------------------------------------------------------------------------
-def attention(**fields: Any) -> SharedAttention:
+# --- attention -----------------------------------------------------------------------------------
+def attention() -> SharedAttention:
     module = SharedAttention.__new__(SharedAttention)
     torch.nn.Module.__init__(module)
-    module.scale, module.cp_group = fields.get("scale"), None
+    module.scale, module.cp_group = None, None
     return module
 
 
@@ -244,7 +236,7 @@ def test_a_gpu_computes_the_blocks_in_which_something_is_seen(store: BlobStore) 
     assert not some.all(), "control: some blocks are skipped"
 
 
-# --- refusals --------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
