@@ -190,7 +190,7 @@ class RecordedRun:
         assert hello is not None, "the trainer says hello first"
         before = start.settings["trainer"]
         names = ("max_tokens_per_microbatch", "packing", "share_prompts")
-        is_same = all(before.get(name) == getattr(trainer, name) for name in names)
+        is_same = all(before[name] == getattr(trainer, name) for name in names)
         if is_same and hello.dp_size == start.dp_size:
             return plan
         scores = {score.rollout_id: score for score in plan.ref_models}

@@ -31,12 +31,20 @@ _BLOCK = 128  # slots: FlexAttention's default
 
 
 class SharedAttention(CausalAttention):
-    """Attention by `seen_until`, [S] i32, in place of the mask."""
+    """Attention by `seen_until`, [S] i32, in place of the mask; None: rows share nothing."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, seen_until: Tensor, *_: Any, **_more: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen_until: Tensor | None,
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
         """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]."""
+        if seen_until is None:
+            return super().forward(query, key, value, None, *args, **options)
         if query.is_cuda:
             return attend_blocks(query, key, value, seen_until, self.scale, _compiled()).flatten(2)
         outputs = []
