@@ -425,9 +425,8 @@ def _check_shared_prompts(config: Config) -> None:
     sizes = {TRAINER: config.trainer.parallel, "ref_models.parallel": config.ref_models.parallel}
     for field, parallel in sizes.items():
         if parallel.cp > 1:
-            raise ConfigError(
-                f"{field}.cp", parallel.cp, "trainer.share_prompts=true takes whole rows: use 1"
-            )
+            reason = "trainer.share_prompts=true takes whole rows: use 1"
+            raise ConfigError(f"{field}.cp", parallel.cp, reason)
 
 
 def _check_parallel(field: str, p: ParallelConfig) -> None:
