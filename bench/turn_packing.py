@@ -125,8 +125,8 @@ def compare_siblings(
         )
         steps[form] = partial(make_learner(store, job, trainer).step, plan)
     seconds = step_seconds(steps, rounds)
-    length, own = prompt_len + answer - 1, answer - 1
-    rows = [[(length, length)] * siblings, [(length, length)] + [(own, length)] * (siblings - 1)]
+    length = prompt_len + answer - 1  # the last token of a prompt is not shared
+    rows = [[(length, length)] * siblings, [(length, length)] + [(answer, length)] * (siblings - 1)]
     label = f"{siblings} siblings of a prompt of {prompt_len}, answers of {answer}"
     report(label, rows, list(seconds.values()), siblings * answer)
 

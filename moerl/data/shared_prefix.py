@@ -8,8 +8,9 @@ Tokens alone do not suffice: the recorded routes of the shared tokens must be th
 Records are compared by the digests in their references, so a plan knows what its rows share and no
 record is read.  Rows with the same prompt and other routes stay apart.
 
-Example: prompt [5, 9, 4] with the answers [7, 2] and [3, 8]: the first row holds the fed-in tokens
-5 9 4 7, the second shares three and holds 3.
+Example: prompt [5, 9, 4] with the answers [7, 2] and [3, 8], whose prompt has the same routes: the
+first row holds the fed-in tokens 5 9 4 7, the second shares three and holds 3.  The slot of 4
+produces 7 and 3.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def count_apart(group: EpisodeGroup) -> int:
     known: dict[bytes, list[Rollout]] = {}
     for row in group.rollouts():
         kinds = known.setdefault(row.token_ids[: row.prompt_len].tobytes(), [])
-        if not any(shared_tokens(kind, row) >= row.prompt_len for kind in kinds):
+        # an engine host stores the rows of a prompt once without its last token
+        if not any(shared_tokens(kind, row) >= row.prompt_len - 1 for kind in kinds):
             kinds.append(row)
     return sum(len(kinds) - 1 for kinds in known.values())
 

@@ -80,12 +80,10 @@ def groups_of(store: BlobStore) -> list[EpisodeGroup]:
             for idx, num in enumerate(lengths)
         ]
         most = len(rows) - number  # of the second group one has routes of its own
-        alone = [part for row in rows[most:] for part in share_prompt_rows(store, [row])]
-        groups.append(
-            _group(
-                number, prompt, [[row] for row in [*share_prompt_rows(store, rows[:most]), *alone]]
-            )
-        )
+        split = len(prompt) - number  # the last token of the second prompt is not shared
+        alone = [one for row in rows[most:] for one in share_prompt_rows(store, [row], split)]
+        made = [*share_prompt_rows(store, rows[:most], split), *alone]
+        groups.append(_group(number, prompt, [[row] for row in made]))
     return [*groups, _branches(store)]
 
 

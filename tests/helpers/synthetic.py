@@ -75,13 +75,13 @@ def random_rollout(
     )
 
 
-def share_prompt_rows(store: BlobStore, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with the routes of the first one's prompt, stored once, as an engine host does.
+def share_prompt_rows(store: BlobStore, rollouts: Sequence[Rollout], num: int = 0) -> list[Rollout]:
+    """The rollouts with the first one's routes of `num` tokens, stored once.
 
-    Of one prompt and one segment each.
+    Of one prompt and one segment each.  num: 0 = all of the prompt but its last, as an engine host.
     """
     first, found = rollouts[0], []
-    num = first.prompt_len
+    num = num or first.prompt_len - 1
     (ref,) = store.seal(f"{first.rollout_id}.p", [_rows(store.load(first.routing[0].ids), 0, num)])
     prompt = replace(first.routing[0], ids=ref, row_end=num)
     for rollout in rollouts:

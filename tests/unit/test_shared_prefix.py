@@ -45,7 +45,7 @@ def siblings(store: BlobStore, prompt: int, sampled: Sequence[int], seed: int = 
         replace(row, token_ids=np.append(rows[0].token_ids[:prompt], row.token_ids[prompt:]))
         for row in rows
     ]
-    return share_prompt_rows(store, rows)
+    return share_prompt_rows(store, rows, prompt)
 
 
 def packed(store: BlobStore, rows: Sequence[Rollout], grid: Grid = SHARES) -> Microbatch:
@@ -132,6 +132,7 @@ def test_other_routes_or_tokens_stay_apart(store: BlobStore) -> None:
     assert shared_tokens(one, two) == 6
     assert shared_tokens(one, other) == 0, "its prompt was routed otherwise"
     assert count_apart(group(0, [one, other, two, three], [0.0] * 4)) == 1
+    assert count_apart(group(0, [one, two, three], [0.0] * 3)) == 0
     changed = two.token_ids.copy()
     changed[4] += 1
     assert shared_tokens(one, replace(two, token_ids=changed)) == 4
