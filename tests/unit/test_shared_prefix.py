@@ -14,13 +14,15 @@ from torch.nn.attention import flex_attention as flex
 
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
+from moerl.config.tiny_config import tiny_config
 from moerl.core.errors import ConfigError
 from moerl.core.types import PolicyVersion, Rollout
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import Microbatch, pack_microbatch, rollout_at, rows_in
 from moerl.data.shared_prefix import check_shared, count_apart, shared_tokens
-from moerl.layout import ModelSpec
+from moerl.layout import ModelSpec, model_spec
+from moerl.planning.dry_run import describe
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.model.shared_attention import SharedAttention, attend_blocks, block_mask
 from tests.helpers.random_rollouts import LAYERS, group, make_rollout
@@ -270,10 +272,13 @@ def test_other_kinds_of_attention_are_refused(
         check_shared(replace(spec, **fields))
 
 
+def test_a_dry_run_refuses_the_model() -> None:
+    config = resolve(load_config("gpt-oss-120b", ["trainer.share_prompts=true"]))
+    with pytest.raises(ConfigError, match=r"trainer.share_prompts = True .*attention sinks"):
+        describe(config, ["gpt-oss-120b"])
+
+
 @pytest.fixture
 def spec() -> ModelSpec:
-    from moerl.config.tiny_config import tiny_config
-    from moerl.layout import model_spec
-
     config = resolve(load_config("quickstart", []))
     return model_spec(tiny_config(config.model.tiny, vocab_size=128))
