@@ -31,8 +31,9 @@ class Figure:
     value: float
     form: str = ".2f"  # of value, low and high, as in `format`
     unit: str = ""
-    low: float | None = None  # 95 % interval of the value
+    low: float | None = None  # interval of the value
     high: float | None = None
+    level: int = 95  # of the interval, in %
     rounds: int = 1
     aim: float | None = None  # the value should be at least this
     why: str = ""  # why it misses its aim
@@ -45,7 +46,7 @@ class Figure:
         text = format(self.value, self.form) + self.unit
         if self.low is not None and self.high is not None:
             ends = f"{self.low:{self.form}} .. {self.high:{self.form}}"
-            text += f" (95 % interval {ends}, {self.rounds} rounds)"
+            text += f" ({self.level} % interval {ends}, {self.rounds} rounds)"
         if self.aim is not None:
             text += f"; aim {self.aim:g}: {'met' if self.is_met else 'missed'}"
         return f"{text}, {self.why}" if self.why and not self.is_met else text

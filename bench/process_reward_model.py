@@ -2,11 +2,11 @@
 
     python bench/process_reward_model.py --out runs/prm       (stopped? the same line goes on)
 
-The answer to "4=" is "5 6 7 ".  Both arms begin as one model of a seed that writes three
-digits by chance, so one answer in a thousand earns the outcome reward, exact_match.  The process
-reward model is a tiny model of other random weights: `moerl sft sft.value_head=bce` trains it on
-random digits with labels, and the arm gets its probability that each digit is right, as the steps
-end (recipe process-reward-model).  Neither arm sees the other's reward.
+The answer to "4=" is "5 6 7 8 ".  Both arms begin as one model of a seed that writes four digits
+by chance, so one answer in ten thousand earns the outcome reward, exact_match.  The process reward
+model is a tiny model of other random weights: `moerl sft sft.value_head=bce` trains it on random
+digits with labels, and the arm gets its probability that each digit is right, as the steps end
+(recipe process-reward-model, with answers of three digits).  Neither arm sees the other's reward.
 
 Printed: the share of right answers over the last quarter of the steps, by arm and seed, and the
 mean difference of paired seeds with its 95 % interval (Student's t).  Exit status 0: it is above 0.
@@ -27,7 +27,7 @@ from learning_arms import first_model, moerl
 
 from moerl.observe.metrics import read_rows
 
-STEPS, LINES = 40, 2000
+STEPS, LINES, DIGITS = 80, 4000, 4
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 ARMS = {
     "process": [],
@@ -41,19 +41,24 @@ SMALL_STEPS = ["rollout.groups_per_step=64", "trainer.optimizer={lr: 2.0e-3, min
 
 
 def write_data(out: Path, seed: int) -> None:
-    """Answers of random digits for the start, and random digits with labels for the model."""
+    """Questions; answers of random digits for the start; digits with labels for the model."""
     rng = random.Random(seed)
+    asked = [{"prompt": f"{digit}=", "answer": right(digit)} for digit in range(10)]
     answers, steps = [], []
     for _ in range(LINES):
-        digit, said = rng.randrange(10), [rng.randrange(10) for _ in range(3)]
+        digit, said = rng.randrange(10), [rng.randrange(10) for _ in range(DIGITS)]
         text = "".join(f"{one} " for one in said)
         answers.append({"prompt": f"{digit}=", "answer": text})
         said = [(digit + k) % 10 if rng.random() < 0.5 else one for k, one in enumerate(said, 1)]
         labels = [float(one == (digit + k) % 10) for k, one in enumerate(said, 1)]
         parts = [[f"{one} ", label] for one, label in zip(said, labels, strict=True)]
         steps.append({"prompt": f"{digit}=", "answer": text, "steps": [*parts, [" ", None]]})
-    for name, rows in (("answers", answers), ("steps", steps)):
+    for name, rows in (("asked", asked), ("answers", answers), ("steps", steps)):
         (out / f"{name}-{seed}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def right(digit: int) -> str:
+    return "".join(f"{(digit + k) % 10} " for k in range(1, DIGITS + 1))
 
 
 def play(out: Path, arm: str, seed: int) -> dict[str, float]:
@@ -63,13 +68,15 @@ def play(out: Path, arm: str, seed: int) -> dict[str, float]:
     start, _ = first_model(out, seed, [*sft, answers, "run.steps=40"])
     judge = out / f"judge-{seed}"
     judge.mkdir(exist_ok=True)
-    head = [*sft, labels, "sft.value_head=bce", "run.steps=120"]
+    head = [*sft, labels, "sft.value_head=bce", "run.steps=200"]
     model, _ = first_model(judge, 100 + seed, head)  # of other random weights than the policy
     settings = [f"model.path={start}", f"run.steps={STEPS}", *ARMS[arm]]
+    settings += [f"task.path={out}/asked-{seed}.jsonl", f"sampling.max_new_tokens={2 * DIGITS}"]
+    settings.append("trainer.optimizer={lr: 2.0e-3, min_lr: 2.0e-3, warmup_steps: 5}")
     if arm == "process":
         term = f"{{name: steps, where: model, model: {model}, unit: step, separator: ' '}}"
-        right = "{name: right, function: exact_match, weight: 0}"
-        settings.append(f"task.rewards=[{right}, {term}]")
+        outcome = "{name: right, function: exact_match, weight: 0}"
+        settings.append(f"task.rewards=[{outcome}, {term}]")
     name = f"{arm}-{seed}"
     names = [f"run.root={out}", f"run.seed={seed}", "--run", name]
     seconds = moerl(out, ["train", "process-reward-model", *settings, *names])
