@@ -25,9 +25,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def ranks(number: int, root: Path, *more: str) -> dict[str, Any]:
+def ranks(number: int, root: Path, work: str, *more: str) -> dict[str, Any]:
     script = str(ROOT / "tests" / "helpers" / "shared_prompts_ranks.py")
-    output = run_ranks(number, [script, f"--model={root / 'model'}", f"--work={root}", *more])
+    output = run_ranks(
+        number, [script, f"--model={root / 'model'}", f"--work={root / work}", *more]
+    )
     found: dict[str, Any] = json.loads(output.split("FOUND ")[1].splitlines()[0])
     return found
 
@@ -41,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(root: Path) -> dict[str, Any]:
-    return ranks(1, root, "--parallel={}")
+    return ranks(1, root, "one", "--parallel={}")
 
 
 def check(gap: dict[str, float]) -> None:
@@ -58,7 +60,8 @@ def test_shared_rows_train_like_rows_of_their_own(found: dict[str, Any], form: s
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_they_do_in_other_layouts(root: Path, layout: str) -> None:
-    check(ranks(2, root, "--quick", f"--parallel={json.dumps(LAYOUTS[layout])}")["shared"])
+    sizes = f"--parallel={json.dumps(LAYOUTS[layout])}"
+    check(ranks(2, root, layout, "--quick", sizes)["shared"])
 
 
 @pytest.mark.parametrize("wrong", ["sees_siblings", "own_positions", "any_routes", "not_weighed"])
