@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -38,13 +39,14 @@ class SharedAttention(CausalAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        seen_until: Tensor | None,
-        *args: Any,
-        **options: Any,
+        *mask: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_more: Any,
     ) -> Tensor:
         """query [S, B, H, D], key and value [S, B, G, D] -> [S, B, H * D]."""
+        seen_until: Tensor | None = mask[0]
         if seen_until is None:
-            return super().forward(query, key, value, None, *args, **options)
+            return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         if query.is_cuda:
             return attend_blocks(query, key, value, seen_until, self.scale, _compiled()).flatten(2)
         outputs = []
