@@ -34,7 +34,6 @@ ARMS = {
     "outcome": [
         "task.rewards=[{name: right, function: exact_match}]",
         "ref_models.placement=trainer",
-        "algorithm.advantage=grpo_std",
     ],
 }
 SMALL_STEPS = ["rollout.groups_per_step=64", "trainer.optimizer={lr: 2.0e-3, min_lr: 2.0e-3}"]
@@ -72,7 +71,6 @@ def play(out: Path, arm: str, seed: int) -> dict[str, float]:
     model, _ = first_model(judge, 100 + seed, head)  # of other random weights than the policy
     settings = [f"model.path={start}", f"run.steps={STEPS}", *ARMS[arm]]
     settings += [f"task.path={out}/asked-{seed}.jsonl", f"sampling.max_new_tokens={2 * DIGITS}"]
-    settings.append("trainer.optimizer={lr: 2.0e-3, min_lr: 2.0e-3, warmup_steps: 5}")
     if arm == "process":
         term = f"{{name: steps, where: model, model: {model}, unit: step, separator: ' '}}"
         outcome = "{name: right, function: exact_match, weight: 0}"

@@ -24,6 +24,7 @@ from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
 CUMEM = "NCCL_CUMEM_ENABLE"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch, two names of it
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")
 _ROLES = ("engine", "trainer")

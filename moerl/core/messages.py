@@ -408,7 +408,7 @@ class EngineMemory:
     asleep: tuple[str, ...]
     is_dirty: bool
     seconds: float = 0.0
-    num_bytes: int = 0  # of host memory that rank 0 gave back
+    num_bytes: int = 0  # that rank 0 gave back
     recomputed: int = 0  # tokens of running requests whose KV cache was dropped
     aborted: int = 0  # requests that were interrupted, and are resumed
 

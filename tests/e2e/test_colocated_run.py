@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moerl.runtime.trace import read_spans
 from tests.helpers.train_runs import Run, check_deletion, check_history, start, survivors
+from tests.helpers.turn_figures import turn_figures
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -105,6 +107,11 @@ def test_it_learns_as_the_quickstart_does(tmp_path: Path) -> None:
     rewards = [row["reward/mean"] for row in rows]
     print(f"reward {sum(rewards[:5]) / 5:.3f} to {sum(rewards[-5:]) / 5:.3f}")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    spans = [s for s in read_spans(run.dir.trace) if s["process"] == "trainer-0"]
+    found = turn_figures(rows, spans)
+    print(*(f"{name}: {value:.4g} {unit}" for name, (value, unit) in found.items()), sep="; ")
+    assert found["turns"][0] == len(rows) - 1
+    assert 0 < found["switching"][0] < 1
     turns = [row for row in rows if "turn/generate_s" in row]  # others had a batch ready
     assert len(turns) >= len(rows) // 3
     assert all("turn/close_s" in row for row in rows)

@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moerl.config import resolve
 from moerl.config.clusters import check_cluster
-from moerl.config.schema import Config, TeacherConfig
+from moerl.config.schema import Config, NodeGroup, Role, TeacherConfig
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.turns import TurnPhase
@@ -105,11 +105,12 @@ def play(
     tmp_path: Path,
     engines: list[StubEngine],
     work: Callable[[Controller, Trainer], Coroutine[Any, Any, None]],
+    config: Config = TURNS,
 ) -> tuple[Controller, Trainer, list[Any]]:
     found: list[Any] = []
 
     async def whole() -> None:
-        controller, reports = make(tmp_path, engines[0], TURNS, more_engines=engines[1:])
+        controller, reports = make(tmp_path, engines[0], config, more_engines=engines[1:])
         trainer = Trainer(controller, engines)
         found[:] = [controller, trainer, reports]
         await running(controller, work(controller, trainer))
@@ -375,3 +376,45 @@ def test_settings_that_cannot_take_turns_are_refused(change: dict[str, Any], say
     check_cluster(TURNS)
     with pytest.raises(ConfigError, match=says):
         check_cluster(changed(TURNS))
+
+
+# --- hybrid ---------------------------------------------------------------------------------------
+TWO_GPUS = NodeGroup(roles=list(get_args(Role)), devices=2)
+HYBRID = replace(
+    TURNS,
+    cluster=replace(TURNS.cluster, nodes={"all": TWO_GPUS}),
+    engine=replace(TURNS.engine, count=2),
+)
+
+
+def test_an_engine_on_gpus_that_the_trainer_lacks_serves_on(tmp_path: Path) -> None:
+    """It is never asked to sleep, takes every version, and no turn waits for its start."""
+    shared, own = StubEngine(), StubEngine()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        trainer.engines = [shared]
+        await trainer.start()
+        own_version = {own.version}
+        for step in range(3):
+            trainer.engines = [shared]
+            await trainer.plan()
+            pool = controller.context.pool
+            assert (pool.serves(0), pool.serves(1)) == (False, True)
+            trainer.take_memory()
+            trainer.step += 1
+            await controller.handle(StepDone(step, trainer.version, {}, ""))
+            trainer.engines = [shared, own]
+            await trainer.hand_over()
+            own_version.add(own.version)
+        assert own_version == {PolicyVersion(0, step) for step in range(4)}
+        own.kill()
+        controller.engine_lost(1)
+        trainer.engines = [shared]
+        await trainer.run(4)
+        after = controller.context.turns
+        assert after is not None
+        assert after.phase == TurnPhase.HANDING
+
+    play(tmp_path, [shared, own], work, HYBRID)
+    assert own.moved == {}
+    assert shared.moved["sleep"] == 5, "a start and four plans"
