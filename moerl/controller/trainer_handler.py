@@ -378,6 +378,7 @@ class TrainerHandler:
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
             packed=self._config.trainer.packing,
+            share=self._config.trainer.share_prompts,
             pair=self._pair_cost,
         )
         if self._batches.planned.get(step) is not groups:

@@ -180,7 +180,7 @@ def _trainer_ranks(
     """Settings, further models, and memory of the trainer's ranks."""
     spec, trainer, *_ = layouts[0]
     training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
-    ref_models = _ref_model_shapes(config)
+    ref_models = ref_model_specs(config)
     own = config.ref_models.placement == "separate"
     ranks = trainer_memory(
         spec,
@@ -258,7 +258,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
     return shapes_of(model.path)
 
 
-def _ref_model_shapes(config: Config) -> list[ModelSpec]:
+def ref_model_specs(config: Config) -> list[ModelSpec]:
     """Shapes of the models that only score; a folder that does not exist counts as the student."""
     return [
         model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
