@@ -245,7 +245,7 @@ def test_weights_that_are_parked_are_read_by_no_late_sender(mapped: bool) -> Non
         if packer.num_packed == 2:
             offer.before_write()
             for tensor in live.values():
-                tensor.untyped_storage().resize_(0)
+                tensor.zero_()  # freed memory would end this process, not fail the test
             parked.set()
 
     engine = StagingReceiver(packer, step, mapped=mapped)
