@@ -1,14 +1,17 @@
-"""What one row for all turns of an episode saves against a row per turn: tokens and seconds.
+"""What is saved when tokens that rows have in common are forwarded once: tokens and seconds.
 
     python bench/turn_packing.py [--turns 2 8 32] [--rounds 5]
+    python bench/turn_packing.py --siblings 16 [--prompt 512] [--answer 64]
 
-The same random episodes are trained in both forms (`rollout.turn_rows: join` and `separate`) by one
-learner, optimizer step included.  Forms alternate, so that a noisy machine hits both alike; ratios
-are taken within a round.
+Turns: the same random episodes are trained as one row and as a row per turn (`rollout.turn_rows:
+join` and `separate`).  Siblings: the same packed rows of one prompt with `trainer.share_prompts`
+and without.  Optimizer step included.  Forms alternate, so that a noisy machine hits both alike;
+ratios are taken within a round.
 
-The arithmetic saving is the ratio of multiply-adds: (n + 1) / 2 for n turns of equal length, less
-for attention, which sees longer rows when they are joined and saves (n + 1) / 3 of its own.  A row
-per turn also pads rows of unequal length to the longest of a microbatch, which comes on top.
+The arithmetic saving is the ratio of multiply-adds.  Of turns: (n + 1) / 2 for n turns of equal
+length, less for attention, which sees longer rows when they are joined and saves (n + 1) / 3 of its
+own.  A row per turn also pads rows of unequal length to the longest of a microbatch, which comes on
+top.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,10 +48,16 @@ from moerl.data.batching import plan_batch
 from moerl.episodes.rows import TurnRows
 from moerl.records import BlobStore
 from tests.helpers.scripted_episode import ScriptedEpisode
-from tests.helpers.synthetic import RolloutSpec, random_reply
+from tests.helpers.synthetic import (
+    RolloutSpec,
+    random_reply,
+    random_rollout,
+    share_prompt_rows,
+)
 
 if TYPE_CHECKING:
     from moerl.trainer.learner.step import Learner
+    from moerl.trainer.model.parallel import Parallel
 
 SPEC = replace(SMALL_MOE, vocab_size=4096)
 SHAPE = ModelShape(
@@ -63,14 +73,22 @@ FORMS: tuple[TurnRows, TurnRows] = ("separate", "join")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--siblings", type=int, help="rows of one prompt, in place of turns")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of their prompt")
+    parser.add_argument("--answer", type=int, default=64, help="sampled tokens of each sibling")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved pairs of steps")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="moerl-bench-"))
     try:
         store = BlobStore(folder / "blobs", "bench")
-        learner = make_learner(store)
-        for turns in args.turns:
-            compare(learner, store, turns, args.rounds)
+        if args.siblings:
+            compare_siblings(store, args.siblings, args.prompt, args.answer, args.rounds)
+        else:
+            learner = make_learner(
+                store, one_rank(), TrainerConfig(max_tokens_per_microbatch=MICROBATCH)
+            )
+            for turns in args.turns:
+                compare(learner, store, turns, args.rounds)
     finally:
         shutil.rmtree(folder)
 
@@ -78,34 +96,68 @@ def main() -> None:
 def compare(learner: Learner, store: BlobStore, turns: int, rounds: int) -> None:
     played = [play(store, f"{turns}.{idx}", turns) for idx in range(TURNS // turns)]
     plans = {form: make_plan(played, form) for form in FORMS}
-    for plan in plans.values():
-        learner.step(plan)  # warm-up: allocators, first Adam state
-    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
-    for index in range(rounds):
-        for form in FORMS if index % 2 else FORMS[::-1]:
-            begin = time.perf_counter()
-            learner.step(plans[form])
-            seconds[form].append(time.perf_counter() - begin)
-    tokens: dict[str, list[int]] = {
-        form: [row.num_tokens - 1 for row in plan.rollouts()] for form, plan in plans.items()
-    }
+    seconds = step_seconds({form: partial(learner.step, plans[form]) for form in FORMS}, rounds)
+    rows = {form: [(row.num_tokens - 1,) * 2 for row in plans[form].rollouts()] for form in FORMS}
     sampled = sum(row.num_sampled for row in plans["join"].rollouts())
-    saving = operations(tokens["separate"], sampled) / operations(tokens["join"], sampled)
-    report(turns, tokens, seconds, saving)
+    report(f"{turns:3d} turns", list(rows.values()), list(seconds.values()), sampled)
+
+
+def compare_siblings(
+    store: BlobStore, siblings: int, prompt_len: int, answer: int, rounds: int
+) -> None:
+    """Both forms pack rows up to the same bound."""
+    rng, job = np.random.default_rng(siblings), one_rank()
+    ids = rng.integers(0, SPEC.vocab_size, prompt_len).astype(np.int32)
+    sampling = SamplingParams(answer, top_p=0.95, top_k=64)
+    spec = RolloutSpec(SHAPE, answer, sampling, versions=(START,), kept_mean=8)
+    made = [random_rollout(store, rng, f"s{idx}", ids, spec) for idx in range(siblings)]
+    episodes = tuple(
+        Episode(row.rollout_id, (Turn(row),), Score(float(idx % 2)))
+        for idx, row in enumerate(share_prompt_rows(store, made))
+    )
+    group = EpisodeGroup(0, Prompt(0, tuple(ids.tolist()), "", None, {}), episodes)
+    steps = dict[str, Callable[[], object]]()
+    for form, share in (("apart", False), ("shared", True)):
+        most = max(2 * (prompt_len + answer), MICROBATCH)
+        trainer = TrainerConfig(packing=True, share_prompts=share, max_tokens_per_microbatch=most)
+        plan = plan_batch(
+            0, START, [group], dp_size=1, max_tokens_per_microbatch=most, packed=True, share=share
+        )
+        steps[form] = partial(make_learner(store, job, trainer).step, plan)
+    seconds = step_seconds(steps, rounds)
+    length = prompt_len + answer - 1  # the last token of a prompt is not shared
+    rows = [[(length, length)] * siblings, [(length, length)] + [(answer, length)] * (siblings - 1)]
+    label = f"{siblings} siblings of a prompt of {prompt_len}, answers of {answer}"
+    report(label, rows, list(seconds.values()), siblings * answer)
+
+
+def step_seconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each form in interleaved rounds."""
+    for step in steps.values():
+        step()  # warm-up: allocators, first Adam state
+    seconds: dict[str, list[float]] = {form: [] for form in steps}
+    for index in range(rounds):
+        for form in list(steps)[:: 1 if index % 2 else -1]:
+            begin = time.perf_counter()
+            steps[form]()
+            seconds[form].append(time.perf_counter() - begin)
+    return seconds
 
 
 def report(
-    turns: int,
-    tokens: Mapping[str, list[int]],
-    seconds: Mapping[str, list[float]],
-    saving: float,
+    label: str,
+    rows: Sequence[Sequence[tuple[int, int]]],
+    seconds: Sequence[list[float]],
+    sampled: int,
 ) -> None:
-    ratios = [a / b for a, b in zip(seconds["separate"], seconds["join"], strict=True)]
+    """Print one line.  rows, seconds: of the form that repeats tokens, then of the other."""
+    ratios = [a / b for a, b in zip(*seconds, strict=True)]
     measured = statistics.median(ratios)
-    apart, joined = (sum(tokens[form]) for form in FORMS)
-    before, after = (statistics.median(seconds[form]) for form in FORMS)
+    apart, joined = (sum(num for num, _ in some) for some in rows)
+    before, after = map(statistics.median, seconds)
+    saving = operations(rows[0], sampled) / operations(rows[1], sampled)
     print(
-        f"{turns:3d} turns: {apart:6d} -> {joined:5d} tokens forwarded ({apart / joined:5.2f} x), "
+        f"{label}: {apart:6d} -> {joined:5d} tokens forwarded ({apart / joined:5.2f} x), "
         f"{before:6.2f} -> {after:5.2f} s ({measured:5.2f} x, {min(ratios):.2f} .. "
         f"{max(ratios):.2f}); arithmetic {saving:5.2f} x, {measured / saving:.2f} of it reached; "
         f"{len(ratios)} interleaved rounds, load {os.getloadavg()[0]:.1f}",
@@ -113,8 +165,9 @@ def report(
     )
 
 
-def operations(lengths: Sequence[int], sampled: int) -> float:
-    """Multiply-adds of a forward pass over rows of these lengths; a backward pass has twice them.
+def operations(rows: Sequence[tuple[int, int]], sampled: int) -> float:
+    """Multiply-adds of a forward pass over rows of so many tokens, which attend to so many keys; a
+    backward pass has twice them.
 
     sampled: tokens that the head scores, equally many in both forms.  Their sampling masks are of
     random entries here, so a block of rows projects onto nearly the whole vocabulary.
@@ -123,8 +176,8 @@ def operations(lengths: Sequence[int], sampled: int) -> float:
     width = SPEC.heads * SPEC.head_dim
     projections = SPEC.hidden * (2 * width + 2 * SPEC.kv_heads * SPEC.head_dim)
     experts = SPEC.experts_per_token * 3 * SPEC.hidden * SPEC.moe_ffn + SPEC.hidden * SPEC.experts
-    rows = sum(num * (projections + experts) + 2 * width * num * num for num in lengths)
-    return SPEC.layers * rows + sampled * SPEC.hidden * SPEC.vocab_size
+    layer = sum(num * (projections + experts) + 2 * width * num * keys for num, keys in rows)
+    return SPEC.layers * layer + sampled * SPEC.hidden * SPEC.vocab_size
 
 
 def play(store: BlobStore, name: str, turns: int) -> ScriptedEpisode:
@@ -150,14 +203,11 @@ def make_plan(played: Sequence[ScriptedEpisode], form: TurnRows) -> BatchPlan:
     return plan_batch(0, START, [group], dp_size=1, max_tokens_per_microbatch=MICROBATCH)
 
 
-def make_learner(store: BlobStore) -> Learner:
+def make_learner(store: BlobStore, job: Parallel, trainer: TrainerConfig) -> Learner:
     """One rank in this process."""
     config = Config(
-        run=RunConfig(steps=1000),
-        trainer=TrainerConfig(max_tokens_per_microbatch=MICROBATCH),
-        observe=ObserveConfig(full_entropy=0),
+        run=RunConfig(steps=1000), trainer=trainer, observe=ObserveConfig(full_entropy=0)
     )
-    job = one_rank()
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model.gpt import build
 

@@ -433,14 +433,11 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         typer.echo(describe(described, [recipe, *overrides, "--run", name]))
         raise typer.Exit
     on_gpus = any(group.devices for group in config.cluster.nodes.values())
-    if config.cluster.colocated == "turns" and on_gpus:
-        raise ConfigError(
-            "cluster.colocated", "turns", "no GPU has run it: only --dry-run, or use shared"
-        )
-    if config.cluster.colocated == "shared":
-        from moerl.planning.estimates import check_shared_gpus
+    if config.cluster.colocated != "none" and on_gpus:
+        from moerl.planning.estimates import check_colocated
 
-        check_shared_gpus(config)
+        moves = check_colocated(config)
+        settings += [f"turn.moves=[{','.join(moves)}]"] if moves else []
     if (Path(config.run.root) / name / "state.json").exists():
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"

@@ -38,6 +38,8 @@ _HELP = """\
                              `--pack` put into build/gpu-check/wheels; no network, no SGLang, no
                              Transformer Engine, no Ray; ends after nine minutes
   tools/gpu-check --parts --double    the same on the device double: no GPU, tiny sizes, 45 s
+  tools/gpu-check --colocated    engine and trainer take turns with one GPU; MOERL_GPU_CHECK_MODEL
+                             names a folder of OLMoE-1B-7B, else a tiny model is trained
   tools/gpu-check --pack     on a machine with a package index, before the folder is copied
 
 A check that fails leaves the others as they are; the exit status is 1 if one failed.  Every figure
@@ -102,7 +104,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.markdown:
         print(markdown(json.loads(Path(asked.markdown).read_text())))
         return 0
-    checks = chosen(asked.only, parts=asked.parts)
+    names = [*asked.only, *(["colocated"] if asked.colocated else [])]
+    checks = chosen(names, parts=asked.parts)
     report = run(checks, asked.json, parts=asked.parts, double=asked.double)
     _print(report)
     print(f"written: {asked.json}")
@@ -121,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         "--double", action="store_true", help="on the device double of tests/double"
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="repeatable")
+    parser.add_argument(
+        "--colocated", action="store_true", help="the run of engine and trainer in turns"
+    )
     parser.add_argument("--list", action="store_true", help="names of checks, and end")
     parser.add_argument("--json", type=Path, default=REPORT, help="file of the figures")
     parser.add_argument(

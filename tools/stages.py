@@ -98,9 +98,9 @@ STAGES = (
         "multi/test_checkpoint_writer.py multi/test_critic.py multi/test_dither*.py"
         " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
-        " multi/test_sglang_lora_pool.py multi/test_support_training.py"
-        " multi/test_teacher_training.py multi/test_train*.py multi/test_turn_rows_training.py"
-        " multi/test_value_models.py",
+        " multi/test_sglang_lora_pool.py multi/test_shared_prompts.py"
+        " multi/test_support_training.py multi/test_teacher_training.py multi/test_train*.py"
+        " multi/test_turn_rows_training.py multi/test_value_models.py",
         _TRAINER,
     ),
     Stage(

@@ -47,7 +47,10 @@ from moerl.runtime.process_tree import run_command
 from moerl.runtime.run_dir import RunDir, refuse_foreign
 
 # Settings that place the same sum on other ranks or microbatches: weights agree, not bitwise.
-_LAYOUT = ("trainer.parallel.", "trainer.max_tokens_per_microbatch", "trainer.packing")
+_LAYOUT = (
+    *("trainer.parallel.", "trainer.max_tokens_per_microbatch"),
+    *("trainer.packing", "trainer.share_prompts"),
+)
 # ... to this relative difference of a gradient norm over so many steps: sums of another order
 # differ in their last bits, and training on them makes such a difference grow without end.
 LAYOUT_BOUND, LAYOUT_STEPS = 1e-2, 20
@@ -186,7 +189,7 @@ class RecordedRun:
         hello, trainer = self._hello, self.config.trainer
         assert hello is not None, "the trainer says hello first"
         before = start.settings["trainer"]
-        names = ("max_tokens_per_microbatch", "packing")
+        names = ("max_tokens_per_microbatch", "packing", "share_prompts")
         is_same = all(before[name] == getattr(trainer, name) for name in names)
         if is_same and hello.dp_size == start.dp_size:
             return plan
@@ -198,6 +201,7 @@ class RecordedRun:
             dp_size=hello.dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             packed=trainer.packing,
+            share=trainer.share_prompts,
             pair=hello.pair_cost,
         )
         return replace(placed, ref_models=_in_rows(scores, placed), teachers=plan.teachers)

@@ -80,6 +80,7 @@ def check(config: Config, *, starts: bool = True) -> None:
     _check_ref_models(config)
     _check_replay(config)
     _check_head(config)
+    _check_shared_prompts(config)
     _check_minibatches(config)
     check_optimizer_settings(config.trainer)
     check_lora(config)
@@ -412,6 +413,20 @@ def _check_ref_models(config: Config) -> None:
             "the algorithm reads neither a reference nor a teacher, and no reward has where=model",
         )
     _check_parallel("ref_models.parallel", ref_models.parallel)
+
+
+def _check_shared_prompts(config: Config) -> None:
+    if not config.trainer.share_prompts:
+        return
+    if not config.trainer.packing:
+        raise ConfigError(
+            "trainer.share_prompts", True, "rows share slots: trainer.packing=true is needed"
+        )
+    sizes = {TRAINER: config.trainer.parallel, "ref_models.parallel": config.ref_models.parallel}
+    for field, parallel in sizes.items():
+        if parallel.cp > 1:
+            reason = "trainer.share_prompts=true takes whole rows: use 1"
+            raise ConfigError(f"{field}.cp", parallel.cp, reason)
 
 
 def _check_parallel(field: str, p: ParallelConfig) -> None:

@@ -12,7 +12,7 @@ Ray gets exactly these requests, and torchrun's ranks follow from it.
   has `engine.mem_fraction_static` for weights and KV cache, and a tenth for everything else; the
   trainer has the rest.
 - With `cluster.colocated: turns` it begins there, too, and either side gives its memory back while
-  the other works.
+  the other works; engines on GPUs that the trainer lacks do not.
 
 Rejected: placement by Ray's scheduler (a printed table could differ; trainer nodes have no Ray).
 """
@@ -41,6 +41,7 @@ from moerl.core.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
 _WITHOUT_COPIES: tuple[MovedPart, ...] = ("gradients", "kv_cache", "engine_weights")
+_ALONE = 0.95  # of what is free: in turns engine.max_total_tokens alone bounds an engine
 _BESIDE = 0.1  # of a shared GPU: an engine's context, graphs, activations and buckets
 
 
@@ -139,6 +140,17 @@ def takes_turns(cluster: ClusterConfig) -> bool:
     return cluster.colocated == "turns"
 
 
+def sleeping_engines(config: Config) -> frozenset[int]:
+    """Engines with memory that the trainer has in its turn: on one of its GPUs, or on a CPU."""
+    placed = placement(config)
+    used = {(slot.node.name, device) for slot in placed.trainers for device in slot.devices}
+    return frozenset(
+        slot.engine
+        for slot in placed.engines
+        if not slot.devices or any((slot.node.name, device) in used for device in slot.devices)
+    )
+
+
 def moved_parts(config: Config) -> tuple[MovedPart, ...]:
     """What gives its memory back in a turn.
 
@@ -159,10 +171,12 @@ def trainer_share(config: Config) -> float:
 def engine_of(config: Config, tp: int) -> EngineConfig:
     """Settings of an engine of this size, as SGLang understands them.
 
-    Its share is of what is free when it starts: on a shared GPU all, or what a running trainer
-    leaves.  A share that holds the same bytes there is larger; max_total_tokens bounds it.
+    Its share is of what is free when it starts: on a shared GPU all, or what a running or parked
+    trainer leaves.  A share that holds the same bytes there is larger; max_total_tokens bounds it.
     """
     engine = replace(config.engine, tp=tp)
+    if takes_turns(config.cluster):
+        return replace(engine, mem_fraction_static=_ALONE)
     if not is_shared(config.cluster):
         return engine
     share = engine.mem_fraction_static
@@ -231,13 +245,7 @@ def _check_shared(config: Config) -> None:
         raise ConfigError(field, "shared", "it is for one machine: use none")
     if not any(group.devices for group in config.cluster.nodes.values()):
         raise ConfigError(field, "shared", "name the GPUs in cluster.nodes.*.devices, or use none")
-    if not engine.max_total_tokens:
-        raise ConfigError(
-            "engine.max_total_tokens",
-            0,
-            "SGLang would fill what is free with its KV cache, and the trainer shares the GPU: "
-            "name a number of tokens",
-        )
+    _check_tokens(engine)
     if engine.mem_fraction_static > 0.8:
         raise ConfigError(
             "engine.mem_fraction_static",
@@ -246,17 +254,35 @@ def _check_shared(config: Config) -> None:
         )
 
 
+def _check_tokens(engine: EngineConfig) -> None:
+    if not engine.max_total_tokens:
+        raise ConfigError(
+            "engine.max_total_tokens",
+            0,
+            "SGLang would fill what is free with its KV cache, and the trainer shares the GPU: "
+            "name a number of tokens",
+        )
+
+
 def _check_turns(config: Config) -> None:
     """Refuse settings under which a sleep would lose something, or a turn never ends."""
     field, mode = "cluster.colocated", config.rollout.in_flight_mode
     if not is_local(config.cluster):
         raise ConfigError(field, "turns", "it is for one machine: use none")
+    if any(group.devices for group in config.cluster.nodes.values()):
+        _check_tokens(config.engine)
     if mode not in ("abort_resume", "retract"):
         raise ConfigError(
             "rollout.in_flight_mode",
             mode,
             "a sleep drops the KV cache of running rollouts: use abort_resume or retract",
         )
+    for setting, value, other in (
+        ("sync.delta", config.sync.delta, "false: weights are written in place, from no base"),
+        ("sync.direct", config.sync.direct, "0: an engine keeps no version to send on"),
+    ):
+        if value:
+            raise ConfigError(setting, value, f"with cluster.colocated=turns use {other}")
     if any(teacher.follows for teacher in config.algorithm.teachers):
         raise ConfigError(
             field, "turns", "a teacher that follows the policy copies weights that may be parked"

@@ -347,6 +347,8 @@ class TrainerConfig:
     max_tokens_per_microbatch: Count = 8192  # per data-parallel rank, padding counted
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
+    # With packing: a prompt, or first turns, that rows of a group share are forwarded once
+    share_prompts: bool = False
     dispatcher: Dispatcher = "alltoall"
     cpu_threads: Count = 1  # of a rank; an offloaded optimizer uses its share of the node's cores
     megatron: dict[str, Any] = field(default_factory=dict)  # any TransformerConfig field

@@ -24,6 +24,7 @@ from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
 CUMEM = "NCCL_CUMEM_ENABLE"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch, two names of it
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMES: tuple[TransportName, ...] = tuple(n for n in get_args(TransportName) if n != "auto")
 _ROLES = ("engine", "trainer")
@@ -73,6 +74,8 @@ def why_not(config: Config, name: TransportName) -> str:
     if name in SAME_MACHINE and not is_local(config.cluster):
         others = either(tuple(n for n in NAMES if n not in SAME_MACHINE))
         return f"it ends at the machine; use {others}"
+    if takes_turns(config.cluster) and name != "shm":
+        return "only shm was tried where engines and trainer take turns; use shm"
     if name == "nccl" and (colocated := config.cluster.colocated) != "none":
         others = "cuda_ipc or shm" if colocated == "shared" else "shm"
         return f"NCCL has no two ranks on one GPU (cluster.colocated={colocated}); use {others}"
@@ -89,8 +92,6 @@ def _why_not_ipc(config: Config) -> str:
         return "the CPU applies deltas, and it stages on the GPU; use shm, or sync.delta=false"
     if config.sync.direct:
         return "an engine does not see another one's GPUs; use sync.direct=0, or shm"
-    if takes_turns(config.cluster):
-        return "it stages a second copy on the GPU, for which turns leave no room; use shm"
     return ""
 
 

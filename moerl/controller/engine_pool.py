@@ -179,21 +179,36 @@ class EnginePool:
     ) -> None:
         """Ask every engine for its version, when a new controller takes over running engines.
 
+        An engine that does not answer rests, and is asked until it does.
+
         kept: blobs of the groups that the controller knows; None: delete no other blobs.
         life: number of controllers before this one.
         """
-        for index, member in self.members.items():
-            if index in lost:
-                member.phase = EnginePhase.LOST
-                continue
+
+        async def is_known(index: int, member: EngineState) -> bool:
+            if member.phase == EnginePhase.LOST:
+                return True
             try:
                 await host_answer(member.engine.forget(kept, life), "forget")
                 member.version = (await host_answer(member.engine.status(), "status")).version
-            except EngineError:
-                self.rest(index)
-                continue
-            member.behind = member.version == _MODEL_FOLDER and not is_new_run
-            await self._ask_fitness(index)
+                await self._ask_fitness(index)
+            except EngineError as error:
+                log.warning("engine %d is asked again: %s", index, error)
+                return False
+            member.behind |= member.version == _MODEL_FOLDER and not is_new_run
+            if member.phase == EnginePhase.RESTING:
+                member.phase = EnginePhase.UP
+            self._tasks.notify()
+            return True
+
+        async def ask_again(index: int, member: EngineState) -> None:
+            while not await is_known(index, member):
+                await asyncio.sleep(_REST_S)
+
+        for index, member in self.members.items():
+            member.phase = EnginePhase.LOST if index in lost else EnginePhase.RESTING
+            if not await is_known(index, member):
+                self._tasks.spawn(ask_again(index, member))
 
     def rest(self, index: int) -> None:
         """The engine failed a call: pause it, unless its process dies."""
@@ -351,7 +366,8 @@ class EnginePool:
             reply = await host_answer(asked, type(message).__name__, limit_s)
         except EngineError as error:
             member.draining = False
-            await self._ask_fitness(message.engine)
+            with contextlib.suppress(EngineError):
+                await self._ask_fitness(message.engine)
             raise EngineError(f"engine {message.engine}: {error}") from error
         if isinstance(message, CommitUpdate) and isinstance(reply, UpdateDone):
             if member.phase not in (EnginePhase.LOST, EnginePhase.ASLEEP):
@@ -372,18 +388,21 @@ class EnginePool:
         return member.engine
 
     async def _ask_fitness(self, index: int) -> None:
-        """Suspend an engine that reports itself unfit; a commit brings it back."""
+        """Suspend an engine that reports itself unfit; a commit brings it back.
+
+        Raises EngineError when it does not answer.
+        """
         member = self.members[index]
+        holds = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
+        # only now: its death may have been reported while it was asked
         if member.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or member.leaving:
             return
-        with contextlib.suppress(EngineError):
-            holds = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
-            if isinstance(holds, EngineVersion) and holds.asleep:
-                member.phase = EnginePhase.ASLEEP
-            elif isinstance(holds, EngineVersion) and holds.cause:
-                log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
-                self._step_metrics.engines_suspended += 1
-                member.phase = EnginePhase.SUSPENDED
+        if isinstance(holds, EngineVersion) and holds.asleep:
+            member.phase = EnginePhase.ASLEEP
+        elif isinstance(holds, EngineVersion) and holds.cause:
+            log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
+            self._step_metrics.engines_suspended += 1
+            member.phase = EnginePhase.SUSPENDED
 
 
 async def host_answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:

@@ -134,6 +134,7 @@ class RefScoreQueue:
             dp_size=dp_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             packed=trainer.packing,
+            share=trainer.share_prompts,
             pair=pair,
         )
         return replace(plan, teachers=teachers)

@@ -44,6 +44,7 @@ from moerl.core.messages import (
     TakeRecords,
     Values,
     VerifyUpdate,
+    WriteUpdate,
 )
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.data.batching import plan_batch
@@ -100,13 +101,14 @@ class TrainerHandler:
                 return await self._step_done(message)
             case (
                 PrepareUpdate()
+                | WriteUpdate()
                 | VerifyUpdate()
                 | RelayUpdate()
                 | CommitUpdate()
                 | AbortUpdate()
                 | AskEngine()
             ):
-                if self._turns is not None and isinstance(message, CommitUpdate):
+                if self._turns is not None and isinstance(message, PrepareUpdate):
                     await self._turns.hand(message.engine)
                 return await self._pool.session(message, self._to_come)
             case TakeRecords():
@@ -376,6 +378,7 @@ class TrainerHandler:
             dp_size=self._dp_size,
             max_tokens_per_microbatch=self._config.trainer.max_tokens_per_microbatch,
             packed=self._config.trainer.packing,
+            share=self._config.trainer.share_prompts,
             pair=self._pair_cost,
         )
         if self._batches.planned.get(step) is not groups:

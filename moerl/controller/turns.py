@@ -1,10 +1,11 @@
 """Engines and trainer take turns with one memory (`cluster.colocated: turns`).
 
     GENERATE  engines serve; the trainer is parked and waits for a plan
-    CLOSING   a batch is planned: every engine retracts its requests and gives its memory back
+    CLOSING   a batch is planned: every engine retracts its requests and gives its memory back,
+              unless it is on GPUs that the trainer lacks
     TRAIN     the trainer has the memory
     HANDING   the trainer has parked its optimizer and publishes: an engine takes back its weights
-              when its commit comes, and is dirty until then
+              when its session begins, and is dirty until its commit
     OPENING   the trainer asks for a plan and none is ready: engines take back their KV cache
 
 The phase is a memory of this process only.  A controller that takes over asks the engines; the
@@ -21,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from moerl.config import Config
-from moerl.config.clusters import moved_parts
+from moerl.config.clusters import moved_parts, sleeping_engines
 from moerl.controller.engine_pool import EnginePhase, EnginePool, EngineState, host_answer
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError
@@ -47,6 +48,7 @@ class Turns:
     def __init__(self, config: Config, pool: EnginePool, tasks: TaskGroup) -> None:
         self._pool, self._tasks, self._budget_s = pool, tasks, config.turn.budget_s
         self._limit_s = config.sync.timeout_s
+        self._sleepers = sleeping_engines(config)  # others serve on
         self._parts = tuple(_NAMES[part] for part in moved_parts(config) if part in _NAMES)
         self.phase = TurnPhase.GENERATE
         self._since, self._late = time.monotonic(), 0  # of GENERATE, and budgets that have passed
@@ -60,7 +62,7 @@ class Turns:
     def took_over(self) -> None:
         """The engines were asked: unless all are awake, the trainer may have the memory."""
         away = (EnginePhase.ASLEEP, EnginePhase.LOST)
-        if any(member.phase in away for member in self._pool.members.values()):
+        if any(member.phase in away for member in self._shared()):
             self._enter(TurnPhase.TRAIN)
 
     # --- phases -----------------------------------------------------------------------------------
@@ -112,12 +114,19 @@ class Turns:
         self._trainer_starts = False
 
     async def hand(self, index: int) -> None:
-        """Before a commit: the engine takes its weights back.  Raises EngineError."""
+        """Before a session: the engine takes its weights back, and serves no request meanwhile.
+
+        Raises EngineError.
+        """
         if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
             self._enter(TurnPhase.HANDING)
         member = self._pool.members.get(index)
-        if member is not None and member.phase == EnginePhase.ASLEEP:
-            await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
+        if member is None or member.phase == EnginePhase.LOST or index not in self._sleepers:
+            return
+        if member.phase != EnginePhase.ASLEEP:  # it was started in GENERATE
+            member.phase = EnginePhase.ASLEEP
+            await self._move(member, SleepEngine(index, ("kv_cache",), self._limit_s))
+        await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
 
     async def open(self) -> None:
         """The trainer waits for a batch: engines with verified weights serve again.
@@ -157,7 +166,7 @@ class Turns:
 
     # --- engines ----------------------------------------------------------------------------------
     async def _sleep(self, index: int, member: EngineState) -> EngineMemory | None:
-        if member.phase != EnginePhase.LOST:
+        if member.phase != EnginePhase.LOST and index in self._sleepers:
             member.phase = EnginePhase.ASLEEP
         while member.phase == EnginePhase.ASLEEP:
             try:
@@ -180,7 +189,8 @@ class Turns:
         except EngineError as error:  # `open` is called again
             log.warning("engine %d does not wake yet: %s", index, error)
             return None
-        member.phase = EnginePhase.UP
+        if member.phase == EnginePhase.ASLEEP:  # else its death was reported meanwhile
+            member.phase = EnginePhase.UP
         return moved
 
     async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> EngineMemory:
@@ -194,9 +204,11 @@ class Turns:
         moved = await asyncio.gather(*(work(index, member) for index, member in members))
         return [one for one in moved if one is not None]
 
+    def _shared(self) -> list[EngineState]:
+        return [m for index, m in self._pool.members.items() if index in self._sleepers]
+
     def _is_starting(self) -> bool:
-        members = self._pool.members.values()
-        return any(m.phase == EnginePhase.LOST and not m.leaving for m in members)
+        return any(m.phase == EnginePhase.LOST and not m.leaving for m in self._shared())
 
     def _is_held(self) -> bool:
         """An evaluation ends first."""

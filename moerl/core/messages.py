@@ -45,27 +45,21 @@ class Destination:
 class SendResult:
     """Result for one engine rank: digests of all buckets of the region, and the sum over pieces."""
 
-    digests: bytes
+    digests: bytes  # of buckets not sent yet: empty
     total: int  # of factors: over the pieces of the merged weights
-    num_bytes: int  # bytes sent by this call
+    num_bytes: int  # of all buckets
     deltas: tuple[int, ...]  # per bucket: bytes of the delta sent in its place, 0 = sent in full
 
 
 @dataclass(frozen=True, slots=True)
 class SendVersion:
-    """Send all of one snapshot.  Reply: Sent."""
+    """Send all of one version, or one round of it.  Reply: Sent."""
 
     version: PolicyVersion
     destinations: dict[int, Destination]  # by engine rank
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SendBuckets:
-    """Send some buckets again.  Reply: Sent."""
-
-    buckets: dict[int, tuple[int, ...]]  # by engine rank
-    timeout_s: float
+    round: int | None = None  # as in WriteUpdate; None = all buckets
+    again: bool = False  # what was sent arrived damaged: pack it again, and send no delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +148,26 @@ class PrepareUpdate:
     # Fields of `moerl.config.lora_settings.LoraConfig` of the adapters whose factors are sent;
     # None = weights are sent
     lora: dict[str, LoraField] | None = None
+    writes_live: bool = False  # WriteUpdate follows each round: the engine must sleep
+
+
+@dataclass(frozen=True, slots=True)
+class WriteUpdate:
+    """The buckets of a round are sent: copy them into the live weights.  Reply: Ok.
+
+    The engine is dirty from the first one until COMMIT.
+    """
+
+    engine: int
+    version: PolicyVersion
+    round: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyUpdate:
-    """All bytes are sent: compare them in staging.  Reply: UpdateVerified, also when they differ.
+    """All bytes are sent: compare them, in staging or in the live weights.  Reply: UpdateVerified,
+    also when they differ.
 
     digests: per engine rank, 8 bytes per bucket, little endian, buckets in the order of its
     receiver plan.  deltas: per engine rank and bucket, bytes of the delta that was sent instead, 0
@@ -378,6 +387,7 @@ class UpdatePrepared:
     starts: tuple[dict[int, int], ...]  # by trainer rank: offset of its region
     layout: str  # fingerprint of the engine's weight layout
     held: PolicyVersion  # version that the engine serves
+    rounds: int = 0  # of WriteUpdate; 0 = staging takes all buckets at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +408,7 @@ class EngineVersion:
     version: PolicyVersion
     cause: str  # why it gets no requests; empty: it does
     asleep: tuple[str, ...] = ()  # as in SleepEngine
-    is_dirty: bool = False  # its weights slept, and no commit has written them since
+    is_dirty: bool = False  # its weights slept or were written, and no commit came since
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,12 +418,20 @@ class EngineMemory:
     asleep: tuple[str, ...]
     is_dirty: bool
     seconds: float = 0.0
-    num_bytes: int = 0  # of host memory that rank 0 gave back
+    num_bytes: int = 0  # that rank 0 gave back
     recomputed: int = 0  # tokens of running requests whose KV cache was dropped
     aborted: int = 0  # requests that were interrupted, and are resumed
 
 
-SessionMessage = PrepareUpdate | VerifyUpdate | RelayUpdate | CommitUpdate | AbortUpdate | AskEngine
+SessionMessage = (
+    PrepareUpdate
+    | WriteUpdate
+    | VerifyUpdate
+    | RelayUpdate
+    | CommitUpdate
+    | AbortUpdate
+    | AskEngine
+)
 """What a publish session asks of one engine."""
 
 Message = (
@@ -442,7 +460,6 @@ Message = (
     | UpdateVerified
     | EngineVersion
     | SendVersion
-    | SendBuckets
     | DropSession
     | EngineRemoved
     | Sent

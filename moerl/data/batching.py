@@ -6,7 +6,9 @@ the sum of its rows.  Its cost (`moerl.data.row_cost`) has none, but the largest
 bins of one microbatch have similar cost, because ranks of an expert-parallel exchange wait for each
 other.  Padded, rows sorted by length are cut into consecutive bins: neighbours have similar
 lengths.  Packed, the next row by cost goes to the cheapest bin that has room for its tokens (the
-longest-processing-time rule, Graham 1969), so long rows share bins with short rows.
+longest-processing-time rule, Graham 1969), so long rows share bins with short rows.  Rows of a
+group that share leading tokens (`moerl.data.shared_prefix`) are dealt together, their shared tokens
+counted once.
 Rejected: best-fit by token count (it ignores padding, and attention, which grows with the square);
 set differencing (Karmarkar and Karp), which cannot keep the bound on tokens.
 
@@ -32,17 +34,18 @@ from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError
 from moerl.core.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
 from moerl.data.row_cost import row_cost
+from moerl.data.shared_prefix import shared_tokens, walk_order
 
 T = TypeVar("T")
 _TRIES = 8  # numbers of microbatches that packing tries, from the least that tokens need
 
 
 class _Item(NamedTuple):
-    """A row to place."""
+    """A row to place, or rows that share leading tokens."""
 
-    tokens: int  # fed in
+    tokens: int  # fed in, shared tokens once
     cost: int
-    place: tuple[int, int, int]  # group, episode, turn
+    places: tuple[tuple[int, int, int], ...]  # group, episode, turn
 
 
 def plan_batch(
@@ -53,15 +56,19 @@ def plan_batch(
     dp_size: int,
     max_tokens_per_microbatch: int,
     packed: bool = False,
+    share: bool = False,
     pair: float = 0.0,
 ) -> BatchPlan:
     """Place every row of every group exactly once.  Deterministic.
 
     max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a single
     row above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
+    share: packed rows are forwarded with their shared tokens once (`trainer.share_prompts`).
     pair: the model's `moerl.data.row_cost.pair_cost`; 0 counts tokens alone.
     """
-    items = _items(groups, pair)
+    items = _items(groups, pair, max_tokens_per_microbatch if share else 0)
+    if share and len(items) < dp_size:  # a rank without rows would wait for the others
+        items = _items(groups, pair, -(-sum(item.tokens for item in items) // dp_size))
     assert items, f"step {step} has no row to train"
     cut = _cut(items, max_tokens_per_microbatch, packed)
     num_microbatches = -(-len(cut) // dp_size)
@@ -70,27 +77,42 @@ def plan_batch(
     else:
         bins = _smallest(items, num_microbatches * dp_size, max_tokens_per_microbatch)
     num_microbatches = -(-len(bins) // dp_size)
-    bins.sort(key=lambda rows: (-_cost(rows, packed), rows[0].place))
+    bins.sort(key=lambda rows: (-_cost(rows, packed), rows[0].places))
     rows = []
     for bin_idx, members in enumerate(bins):
         microbatch, rank = divmod(bin_idx, dp_size)
         if microbatch % 2:
             rank = dp_size - 1 - rank  # alternate the direction, so that rank totals even out
-        for row, item in enumerate(members):
-            rows.append(PlanRow(*item.place, dp_rank=rank, microbatch=microbatch, row=row))
+        for row, place in enumerate(place for item in members for place in item.places):
+            rows.append(PlanRow(*place, dp_rank=rank, microbatch=microbatch, row=row))
     return BatchPlan(step, version, tuple(groups), tuple(rows), num_microbatches)
 
 
-def _items(groups: Sequence[EpisodeGroup], pair: float) -> list[_Item]:
-    """All rows, the longest first, which is the most expensive too."""
-    items = []
+def _items(groups: Sequence[EpisodeGroup], pair: float, most: int) -> list[_Item]:
+    """All rows, the longest first, which is the most expensive too.
+
+    most: tokens of the rows of an item; 0 = one row each.
+    """
+    items = list[_Item]()
     for group_idx, group in enumerate(groups):
-        for episode_idx, episode in enumerate(group.episodes):
-            for turn_idx, turn in enumerate(episode.turns):
-                tokens = turn.rollout.num_tokens - 1
-                place = (group_idx, episode_idx, turn_idx)
-                items.append(_Item(tokens, row_cost(tokens, pair), place))
-    return sorted(items, key=lambda item: (-item.tokens, item.place))
+        rows = [
+            ((group_idx, episode_idx, turn_idx), turn.rollout)
+            for episode_idx, episode in enumerate(group.episodes)
+            for turn_idx, turn in enumerate(episode.turns)
+        ]
+        if most:
+            rows.sort(key=lambda row: walk_order(row[1]))
+        for idx, (place, row) in enumerate(rows):
+            tokens = row.num_tokens - 1
+            shared = shared_tokens(rows[idx - 1][1], row) if most and idx else 0
+            cost = row_cost(tokens, pair)
+            if shared and items[-1].tokens + tokens - shared <= most:
+                num, spent, places = items.pop()
+                cost += spent - row_cost(shared, pair)
+                items.append(_Item(num + tokens - shared, cost, (*places, place)))
+            else:
+                items.append(_Item(tokens, cost, (place,)))
+    return sorted(items, key=lambda item: (-item.tokens, item.places))
 
 
 def _cost(rows: Sequence[_Item], packed: bool) -> int:
@@ -215,6 +237,7 @@ def _part(
         dp_size=trainer.parallel.dp,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         packed=trainer.packing,
+        share=trainer.share_prompts,
         pair=pair,
     )
     rows = tuple(number[chosen[row.group], row.episode, row.turn] for row in part.rows)

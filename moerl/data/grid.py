@@ -41,6 +41,7 @@ class Grid:
     multiple_of: int = 1  # S is padded up to it (sequence parallelism)
     rows: int = 1  # lower bound of rows and slots, for peers that must agree on a shape
     length: int = 1
+    shares: bool = False  # packed and cp 1: leading tokens that rollouts share are placed once
 
     def place(self, fed: Sequence[int]) -> tuple[list[Run], list[int]]:
         """Runs of this rank, and the padded length of each rollout over all cp ranks.

@@ -31,6 +31,7 @@ from torch import Tensor
 from moerl.core.errors import RecordError
 from moerl.core.types import Array, BatchPlan, MaskBlob, PolicyVersion, Rollout
 from moerl.data.grid import Grid, Run, Span
+from moerl.data.shared_prefix import place_shared, shared_in_order
 from moerl.records import blob_ranges
 from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
@@ -73,6 +74,7 @@ class Microbatch:
     labels: Tensor  # [B, S] i64, padded with 0
     positions: Tensor  # [B, S] i64, position in the rollout
     cu_seqlens: Tensor | None  # [rollouts + 1] i32 over all cp ranks, padding included; packed only
+    seen_until: Tensor | None  # [S] i32, in place of cu_seqlens where rows share tokens
     sampled_rows: Tensor  # [M] i64 into the flattened [B, S]
     held: Tensor  # [M] i64 into 0..N-1, rising: the sampled tokens whose logits this rank has
     sampled: Tensor  # [N] i64, the sampled tokens
@@ -89,6 +91,8 @@ class Microbatch:
     num_experts_per_token: int  # K; 0 for a dense model
     rollouts: tuple[Rollout, ...]  # in row order; empty for a microbatch of padding
     runs: tuple[Run, ...]
+    every: tuple[Run, ...]  # of all positions of each rollout: runs, and what it shares with others
+    num_shared: int  # fed-in tokens that are forwarded in the slots of another rollout
     route_dtype: str  # uint8 or uint16
     store: RecordReads
     read: BytesRead
@@ -122,6 +126,9 @@ class Microbatch:
             grid[:, slot - first, row] = found
             self.read.routing += found.nbytes
             self.read.routing_rows += len(layers) * pieces.num_rows
+            if self.num_shared:  # each rollout counts all of its tokens
+                row, slot = self.uses(first, last).places()
+                found = grid[:, slot - first, row]
             for layer, ids in zip(layers, found, strict=True):
                 self.read.count_experts(layer, ids)
         flat = torch.from_numpy(grid).view(len(layers), (last - first) * num_rows, k)
@@ -167,8 +174,12 @@ class Microbatch:
         return self.pieces(*span).num_rows
 
     def pieces(self, first: int, last: int) -> Pieces:
-        """The fed-in tokens in these slots of this rank."""
+        """The fed-in tokens in these slots of this rank, each once."""
         return Pieces.between(self.runs, [r.num_tokens - 1 for r in self.rollouts], first, last)
+
+    def uses(self, first: int, last: int) -> Pieces:
+        """The positions of each rollout in these slots: a shared token is in several pieces."""
+        return Pieces.between(self.every, [r.num_tokens - 1 for r in self.rollouts], first, last)
 
 
 class Pieces(NamedTuple):
@@ -264,12 +275,16 @@ def pack_microbatch(
     order = rows_in(plan, dp_rank, microbatch)
     rollouts = [rollout_at(plan, idx) for idx in order]
     fed = [rollout.num_tokens - 1 for rollout in rollouts]
-    runs, lengths = grid.place(fed)
-    shape = grid.shape(fed)
+    shared = shared_in_order(rollouts) if grid.shares else [0] * len(rollouts)
+    own = [num - part for num, part in zip(fed, shared, strict=True)]
+    runs, lengths = grid.place(own)
+    shape, every, seen_until = grid.shape(own), runs, None
+    if grid.shares:
+        runs, every, seen_until = place_shared(runs, shared, shape[1])
     pieces = Pieces.between(runs, fed, 0, shape[1])
     tokens, labels, positions = _lay_out(rollouts, runs, pieces, shape)
     is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
-    held = _find_sampled(is_sampled, fed, pieces, shape[1])
+    held = _find_sampled(is_sampled, fed, Pieces.between(every, fed, 0, shape[1]), shape[1])
     counts, read = held.counts, BytesRead()
     truncated = (read_mask or read_support) and _are_truncated(rollouts)
     has_mask = read_mask and truncated
@@ -299,7 +314,8 @@ def pack_microbatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
-        cu_seqlens=_cu_seqlens(lengths) if grid.packed else None,
+        cu_seqlens=_cu_seqlens(lengths) if grid.packed and not grid.shares else None,
+        seen_until=None if seen_until is None else torch.from_numpy(seen_until),
         sampled_rows=torch.from_numpy(held.slots),
         held=torch.from_numpy(held.tokens),
         sampled=_tensor([_join([r.token_ids for r in rollouts], np.int32)[is_sampled]], np.int64),
@@ -318,6 +334,8 @@ def pack_microbatch(
         num_experts_per_token=top_k,
         rollouts=tuple(rollouts),
         runs=tuple(runs),
+        every=tuple(every),
+        num_shared=sum(shared),
         route_dtype=route_dtype,
         store=store,
         read=read,
@@ -326,9 +344,11 @@ def pack_microbatch(
     )
 
 
-def fed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
-    """Fed-in tokens of each rollout of a microbatch, from the plan alone."""
-    return [rollout_at(plan, idx).num_tokens - 1 for idx in rows_in(plan, dp_rank, microbatch)]
+def placed_tokens(plan: BatchPlan, dp_rank: int, microbatch: int, *, shares: bool) -> list[int]:
+    """Fed-in tokens that each rollout of a microbatch has in the grid, from the plan alone."""
+    rollouts = [rollout_at(plan, idx) for idx in rows_in(plan, dp_rank, microbatch)]
+    shared = shared_in_order(rollouts) if shares else [0] * len(rollouts)
+    return [row.num_tokens - 1 - num for row, num in zip(rollouts, shared, strict=True)]
 
 
 def by_row(plan: BatchPlan, dp_rank: int, values: Mapping[int, Tensor]) -> dict[int, Array]:
@@ -406,8 +426,12 @@ def _find_sampled(is_sampled: Array, fed: Sequence[int], pieces: Pieces, length:
     for rollout, begin, end in zip(
         pieces.rollout.tolist(), (low - own).tolist(), (high - own).tolist(), strict=True
     ):
-        if begin < end:
-            intervals[rollout].append((begin, end))
+        if begin == end:
+            continue
+        known = intervals[rollout]
+        if known and known[-1][1] == begin:  # they go on in other slots
+            begin = known.pop()[0]
+        known.append((begin, end))
     mine = is_sampled[at]
     return _Sampled(counts, before[at][mine], (row * length + slot)[mine], intervals)
 

@@ -33,7 +33,7 @@ from moerl.config.engine_context import longest_sequence
 from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide
 from moerl.config.task_mixture import TaskEntry, entries_of
-from moerl.config.transport_rules import first_group, transport_environment
+from moerl.config.transport_rules import ALLOCATOR, first_group, transport_environment
 from moerl.core.types import ModelShape
 from moerl.distributed.torchrun import TRAINER_JOB
 from moerl.layout import ModelSpec, model_spec
@@ -340,6 +340,8 @@ def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     or a cloud.
     """
     env = _allowed(os.environ) | transport_environment(config, slot.node.group)
+    if takes_turns(config.cluster) and slot.devices and not env.keys() & set(ALLOCATOR):
+        env[ALLOCATOR[0]] = "expandable_segments:True"  # a parked rank gives back all free pages
     mapped = mapped_gpus(config, placement(config), slot)  # behind its own: local rank 0 has GPU 0
     gpus = visible_devices((*slot.devices, *mapped))
     if config.trainer.platform == "cpu":

@@ -37,8 +37,9 @@ from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming, reward_models_of
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
-from moerl.core.json_files import read_json
+from moerl.core.json_files import read_json, read_model_config
 from moerl.core.rpc import Keys
+from moerl.data.shared_prefix import check_shared
 from moerl.engine.host.server_args import check_args, check_planned_layout
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import (
@@ -51,6 +52,7 @@ from moerl.launch.model_folders import (
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
+from moerl.layout import model_spec
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
@@ -398,6 +400,10 @@ def _check_parts(context: RunContext) -> None:
         check_ref_models(ref_field(role), path, spec)
     for path in reward_models_of(context.config):
         check_reward_model(path, spec, context.tokenizer())
+    if context.config.trainer.share_prompts:
+        others = (*ref_models_of(context.config).values(), *reward_models_of(context.config))
+        for one in (spec, *(model_spec(read_model_config(Path(path))) for path in others)):
+            check_shared(one)
     for task in entries_of(context.config):
         with naming(task):
             isolation_of(task)  # raises where this machine cannot enforce it

@@ -42,6 +42,7 @@ from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, reward_models_of
 from moerl.config.task_tables import SOURCES
 from moerl.config.validate import read_section
+from moerl.data.shared_prefix import check_shared
 from moerl.engine import feature_table
 from moerl.engine.host.server_args import check_planned_layout
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
@@ -50,7 +51,7 @@ from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import model_spec
 from moerl.planning import gpu_choices
-from moerl.planning.estimates import estimates, model_shapes, rendered
+from moerl.planning.estimates import estimates, model_shapes, ref_model_specs, rendered
 from moerl.runtime.run_dir import RunDir
 
 
@@ -66,6 +67,9 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     placed, shapes = placement(config), model_shapes(config)
     max_positions = model_spec(shapes).max_positions
     check_context(config, max_positions)
+    if config.trainer.share_prompts:
+        for spec in (model_spec(shapes), *ref_model_specs(config)):
+            check_shared(spec)
     if not config.checkpoint.start:  # a start makes a folder of unquantised weights
         check_quantised_base(config, shapes)
     for tp in sorted({config.engine.tp, *config.engine.tp_each}):

@@ -5,9 +5,10 @@ The lines of a dry run about them.  `moerl.planning.memory` and the transfer pla
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moerl.config.clusters import (
     is_shared,
     moved_parts,
     placement,
+    sleeping_engines,
     takes_turns,
 )
 from moerl.config.schema import MovedPart
@@ -52,8 +54,16 @@ from moerl.planning.publish_forecast import (
     transport_line,
 )
 from moerl.planning.shared_gpus import check_shares, shared_rows
-from moerl.planning.turn_phases import ORDER, ROOM, phase_bytes, smallest_set
+from moerl.planning.turn_phases import (
+    ORDER,
+    ROOM,
+    PhaseBytes,
+    copied_out,
+    phase_bytes,
+    smallest_set,
+)
 from moerl.runtime.machine import host_memory, visible_gpus
+from moerl.weight_sync.buckets import ROUND
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
@@ -76,7 +86,9 @@ def estimates(config: Config, placed: Placement) -> list[str]:
     if is_shared(config.cluster):
         tables.append(_shared_table(config, placed, ranks, sizes))
     if takes_turns(config.cluster):
-        tables.append(_turns_table(config, placed, ranks, sizes))
+        plan = _turn_plan(config, placed, ranks, sizes)
+        tables.append(_turns_table(config, placed, plan))
+        ranks = tuple(replace(rank, parked=copied_out(rank, plan.moves)) for rank in ranks)
     return [
         *tables,
         *(_engine_line(config, size, placed) for size in sizes),
@@ -88,11 +100,18 @@ def estimates(config: Config, placed: Placement) -> list[str]:
     ]
 
 
-def check_shared_gpus(config: Config) -> None:
-    """Raises ConfigError where engine and trainer do not fit the GPU that they share."""
+def check_colocated(config: Config) -> tuple[MovedPart, ...]:
+    """Raises ConfigError where engine and trainer do not fit their GPU; returns what gives way."""
     placed, layouts = placement(config), planned_layouts(config, model_shapes(config))
     _, _, ranks = _trainer_ranks(config, placed, layouts)
-    _shared_table(config, placed, ranks, _engine_sizes(config, layouts))
+    sizes = _engine_sizes(config, layouts)
+    if takes_turns(config.cluster):
+        if importlib.util.find_spec("torch_memory_saver") is None:
+            where = "the package torch-memory-saver is missing: tools/setup.sh --gpu installs it"
+            raise ConfigError("cluster.colocated", "turns", where)
+        return _turn_plan(config, placed, ranks, sizes).moves
+    _shared_table(config, placed, ranks, sizes)
+    return ()
 
 
 def _shared_table(
@@ -108,17 +127,23 @@ def _shared_table(
     return rendered(table)
 
 
-def _turns_table(
-    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
-) -> str:
-    """Bytes by phase, and the parts that give way: the settings', else the smallest set that fits.
+@dataclass(frozen=True, slots=True)
+class _TurnPlan:
+    """What gives way in turns, the reason, and bytes by phase."""
 
-    Raises ConfigError where none does.
-    """
+    moves: tuple[MovedPart, ...]
+    why: str
+    found: PhaseBytes
+
+
+def _turn_plan(
+    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
+) -> _TurnPlan:
+    """By the settings, else the smallest set that fits.  Raises ConfigError where none does."""
     room = placed.trainers[0].node.group.device_gb
     trainer = max(ranks, key=lambda rank: rank.total)
     engine = max((size.memory for size in sizes), key=lambda one: one.total + one.update)
-    moves: Sequence[MovedPart] | None = moved_parts(config)
+    moves: tuple[MovedPart, ...] | None = moved_parts(config)
     why = "turn.moves" if config.turn.moves else "the sizes of the devices are not known"
     if room and not config.turn.moves:
         room_bytes = ROOM * room * _GB
@@ -134,12 +159,19 @@ def _turns_table(
             "trainer.max_tokens_per_microbatch or engine.max_total_tokens, keep the optimizer on "
             "the host (trainer.optimizer_args.optimizer_cpu_offload), or train by lora.rank",
         )
+    return _TurnPlan(moves or ORDER, why, found)
+
+
+def _turns_table(config: Config, placed: Placement, plan: _TurnPlan) -> str:
+    room = placed.trainers[0].node.group.device_gb
     table = Table(title="memory of a device in turns, GB" + (f" of {room:g}" if room else ""))
     for column in ("phase", "engine", "trainer", "both"):
         table.add_column(column, justify="left" if column == "phase" else "right")
-    for phase, held in asdict(found).items():
+    for phase, held in asdict(plan.found).items():
         table.add_row(phase.replace("_", " "), *map(_gb, (*held, sum(held))))
-    return rendered(table) + f"gives way: {', '.join(moves or ()) or 'nothing'} ({why})"
+    told = f"gives way: {', '.join(plan.moves)} ({plan.why})"
+    awake = sorted(config.engine.sizes.keys() - sleeping_engines(config))
+    return rendered(table) + told + (f"; engines {awake} never sleep" if awake else "")
 
 
 def _trainer_ranks(
@@ -148,7 +180,7 @@ def _trainer_ranks(
     """Settings, further models, and memory of the trainer's ranks."""
     spec, trainer, *_ = layouts[0]
     training = training_of(config, gpu=placed.trainers[0].node.group.devices > 0)
-    ref_models = _ref_model_shapes(config)
+    ref_models = ref_model_specs(config)
     own = config.ref_models.placement == "separate"
     ranks = trainer_memory(
         spec,
@@ -157,6 +189,8 @@ def _trainer_ranks(
         ref_models=[] if own else ref_models,
         critic=config.algorithm.advantage == "gae",
     )
+    if takes_turns(config.cluster):  # which publish from the weights themselves
+        ranks = tuple(replace(rank, snapshot=0) for rank in ranks)
     followers = list(followers_of(config.algorithm).values())
     return training, ref_models, with_teachers(ranks, training, followers)
 
@@ -209,6 +243,10 @@ class _Size:
         if (lora := config.lora).sends_factors:
             self.factors = factor_forecast(spec, engines, lora, dtype)
             self.memory = merging_memory(self.memory, self.factors, lora, dtype, bucket)
+        elif takes_turns(config.cluster) and len(sleeping_engines(config)) == config.engine.count:
+            # staging takes a round of each trainer rank
+            room = ROUND * bucket * config.trainer.parallel.world_size
+            self.memory = replace(self.memory, host=min(self.memory.host, room))
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
@@ -220,7 +258,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
     return shapes_of(model.path)
 
 
-def _ref_model_shapes(config: Config) -> list[ModelSpec]:
+def ref_model_specs(config: Config) -> list[ModelSpec]:
     """Shapes of the models that only score; a folder that does not exist counts as the student."""
     return [
         model_spec(shapes_of(path) if path and Path(path).exists() else model_shapes(config))
@@ -254,6 +292,8 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
     engine = size.memory
     group = placed.engines[0].node.group
     static = group.device_gb * config.engine.mem_fraction_static
+    if takes_turns(config.cluster):  # the table of phases has it
+        static = 0.0
     asked = config.engine.max_total_tokens
     if not asked:  # SGLang takes what the weights leave
         engine = replace(engine, kv=max(0, round(static * _GB) - engine.weights))
@@ -274,7 +314,7 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
         return line + _verdict(
             "\nan engine rank in a publish", engine.total + engine.update, static
         )
-    return line + _verdict("\na publish", engine.update, group.device_gb - static)
+    return line + _verdict("\na publish", engine.update, static and group.device_gb - static)
 
 
 def _verdict(who: str, need: float, room_gb: float) -> str:
@@ -307,6 +347,8 @@ def _host_lines(
     trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
     if rank.teachers:
         trainer += f", copies for teachers {_gb(each * rank.teachers)}"
+    if rank.parked:
+        trainer += f", parked parts {_gb(each * rank.parked)}"
     if rank.base:
         trainer += f", W0 of adapters {_gb(each * rank.base)}"
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}

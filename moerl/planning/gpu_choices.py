@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
-from moerl.config.clusters import Placement, engine_of, starts_on_cuda
+from moerl.config.clusters import Placement, engine_of, starts_on_cuda, takes_turns
 from moerl.config.schema import NodeGroup
 from moerl.core.json_files import read_json
 from moerl.engine.host.adapter_slots import slot_arguments
-from moerl.engine.host.server_args import arguments
+from moerl.engine.host.server_args import SLEEPS, arguments
 from moerl.engine.node_span import NodeSpan
 from moerl.launch.cluster.node_commands import host_of
 from moerl.layout import model_spec
@@ -78,7 +78,7 @@ def engine_arguments(
         cuda=starts_on_cuda(config, placed),
         model_type=str(shapes.get("model_type") or ""),
     )
-    args |= slot_arguments(config.lora, args)
+    args |= slot_arguments(config.lora, args) | (SLEEPS if takes_turns(config.cluster) else {})
     head = host_of(placed.engines[0].node)
     return args | NodeSpan(0, config.engine.nodes, f"{head}:FREE").arguments()
 

@@ -154,6 +154,7 @@ class TrainerMemory:
     checkpoint: int  # host memory: copy of the state that is written
     base: int = 0  # host memory: W0 of adapted weights
     teachers: int = 0  # host memory: copy of a version that becomes a teacher, and means
+    parked: int = 0  # host memory: optimizer and weights that leave the device in turns
     device_base: int = 0  # W0 of adapted weights on the device, or the two buckets that bring it
 
     @property
@@ -164,7 +165,8 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        return self.snapshot + self.offloaded + self.checkpoint + self.base + self.teachers
+        kept = (self.snapshot, self.offloaded, self.checkpoint, self.base, self.teachers)
+        return sum(kept) + self.parked
 
     @property
     def static(self) -> int:

@@ -263,8 +263,6 @@ class TrainLoop:
     def _set_engines(self, message: Message) -> None:
         if isinstance(message, SetEngines) and self.publisher is not None:
             self.publisher.set_engines(message.engines)
-            if self.parked is not None:  # no publish goes on while a step is trained
-                self._settle()
 
     def _take_plan(self) -> BatchPlan | None:
         """Take the next plan on every rank; None at the end of the run.  Raises TrainerError."""

@@ -97,6 +97,25 @@ class Region:
     num_bytes: int
 
 
+ROUND = 2  # buckets of each region that a staging buffer for rounds takes at a time
+
+
+def bucket_starts(region: Region, start: int, *, in_rounds: bool) -> list[int]:
+    """Offsets of the buckets in a staging buffer in which the region begins at `start`."""
+    buckets = region.buckets
+    firsts = (number - number % ROUND if in_rounds else 0 for number in range(len(buckets)))
+    return [
+        start + bucket.offset - buckets[first].offset
+        for bucket, first in zip(buckets, firsts, strict=True)
+    ]
+
+
+def round_bytes(region: Region) -> int:
+    """Bytes of the largest round."""
+    sizes = [bucket.num_bytes for bucket in region.buckets]
+    return max((sum(sizes[at : at + ROUND]) for at in range(0, len(sizes), ROUND)), default=0)
+
+
 def delta_start(region: Region) -> int:
     """Offset of a region's deltas from its start, in a staging buffer that takes deltas.
 

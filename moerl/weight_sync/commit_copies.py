@@ -1,4 +1,4 @@
-"""The copies of a COMMIT: staged bytes into the live weights, in place.
+"""Copies of staged bytes into the live weights, in place: of a COMMIT, or of a round.
 
 Staging on the device of the weights, or both on the CPU: one copy per piece.  Staging in host
 memory under weights on a GPU goes through two device buckets, so that the GPU holds the weights
@@ -26,7 +26,7 @@ from torch import Tensor
 from moerl.core.errors import LayoutError
 from moerl.layout import at, num_elements
 from moerl.layout.tiles import Box, overlap
-from moerl.weight_sync.buckets import Bucket, Piece, Region
+from moerl.weight_sync.buckets import ROUND, Piece, Region, bucket_starts
 from moerl.weight_sync.transfer_plan import ReceiverPlan
 
 
@@ -51,6 +51,7 @@ class CommitBuckets:
 class _Step:
     """One bucket; without `on_device` its pieces are copied straight from staging."""
 
+    round: int
     staged: Tensor
     on_device: Tensor | None
     sources: list[Tensor]
@@ -70,40 +71,52 @@ class CommitCopies:
         staging: Tensor,
         tensors: Mapping[str, Tensor],
         buckets: CommitBuckets | None = None,
+        *,
+        in_rounds: bool = False,
     ) -> None:
         """Make the views of both sides.
 
         starts: of the regions in `staging`.  buckets: for staging in host memory under weights on a
-        GPU.
+        GPU.  in_rounds: `staging` takes a round of each region.
         """
         self._pointers = _pointers(tensors)
         self._buckets = buckets
         self._steps: list[_Step] = []
         for region, start in zip(receiver_plan.regions, starts, strict=True):
-            for bucket in region.buckets:
-                staged = staging[start + bucket.offset :][: bucket.num_bytes]
-                self._steps.append(self._step(region, bucket, staged, tensors))
-        self._targets = [target for step in self._steps for target in step.targets]
-        self._sources = [source for step in self._steps for source in step.sources]
+            for number, begin in enumerate(bucket_starts(region, start, in_rounds=in_rounds)):
+                self._steps.append(self._step(region, number, staging[begin:], tensors))
 
     def fit(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the live weights have not moved."""
         return self._pointers == _pointers(tensors)
 
-    def run(self) -> None:
-        """On a GPU it returns before the copies are complete."""
+    def run(self, number: int | None = None) -> None:
+        """Copy all buckets, or a round.  On a GPU it returns before the copies are complete."""
+        steps = [step for step in self._steps if number in (None, step.round)]
         if self._buckets is not None:
-            self._stream(self._buckets)
-        else:
-            torch._foreach_copy_(self._targets, self._sources)
+            self._stream(self._buckets, steps)
+            return
+        targets = [target for step in steps for target in step.targets]
+        if targets:
+            sources = [source for step in steps for source in step.sources]
+            torch._foreach_copy_(targets, sources)
+
+    def read_back(self, number: int) -> Tensor:
+        """Bytes of a bucket as the live weights hold it, in staging.  number: over all regions."""
+        step = self._steps[number]
+        torch._foreach_copy_(step.sources, step.targets)
+        if step.on_device is not None:
+            step.staged.copy_(step.on_device)
+        return step.staged
 
     def _step(
-        self, region: Region, bucket: Bucket, staged: Tensor, tensors: Mapping[str, Tensor]
+        self, region: Region, number: int, staging: Tensor, tensors: Mapping[str, Tensor]
     ) -> _Step:
-        on_device = None
+        bucket, on_device = region.buckets[number], None
+        staged = staging[: bucket.num_bytes]
         if self._buckets is not None:
             on_device = self._buckets.pair[len(self._steps) % 2][: bucket.num_bytes]
-        step = _Step(staged, on_device, [], [])
+        step = _Step(number // ROUND, staged, on_device, [], [])
         data = staged if on_device is None else on_device
         for piece in region.pieces[bucket.first : bucket.stop]:
             target = tensors[piece.dst_name][at(piece.dst_box)]
@@ -112,18 +125,19 @@ class CommitCopies:
             step.sources.append(source.view(target.dtype).view(target.shape))
         return step
 
-    def _stream(self, buckets: CommitBuckets) -> None:
-        current, copied = torch.cuda.current_stream(buckets.device), list[torch.cuda.Event]()
+    def _stream(self, buckets: CommitBuckets, steps: Sequence[_Step]) -> None:
+        current = torch.cuda.current_stream(buckets.device)
+        copied: dict[int, torch.cuda.Event] = {}  # by address: the pieces of that bucket are copied
         buckets.stream.wait_stream(current)
-        for number, step in enumerate(self._steps):
+        for step in steps:
             assert step.on_device is not None
-            if number >= len(buckets.pair):
-                buckets.stream.wait_event(copied[number - len(buckets.pair)])
+            if (before := copied.get(step.on_device.data_ptr())) is not None:
+                buckets.stream.wait_event(before)
             with torch.cuda.stream(buckets.stream):
                 step.on_device.copy_(step.staged, non_blocking=True)
             current.wait_event(buckets.stream.record_event())
             torch._foreach_copy_(step.targets, step.sources)
-            copied.append(current.record_event())
+            copied[step.on_device.data_ptr()] = current.record_event()
 
 
 def _pointers(tensors: Mapping[str, Tensor]) -> dict[str, int]:

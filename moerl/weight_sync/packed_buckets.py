@@ -224,10 +224,11 @@ class BucketPacker:
 
     @torch.no_grad()
     def _copy(self, views: PieceViews) -> None:
-        if views.targets:
-            torch._foreach_copy_(views.targets, views.sources)
-        for is_scale, source, blocks in views.quantised:
-            blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
+        with self.snapshot.reading():
+            if views.targets:
+                torch._foreach_copy_(views.targets, views.sources)
+            for is_scale, source, blocks in views.quantised:
+                blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
         with self._changed:
             self.num_packed += 1
 

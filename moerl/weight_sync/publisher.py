@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.config.clusters import sleeping_engines, takes_turns
 from moerl.config.schema import Config, ParallelConfig
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_model_config
@@ -48,7 +49,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpec
-from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, Hop, TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
 
@@ -114,9 +115,7 @@ class WeightPublisher:
         """Snapshot this rank's shard, start sending it; returns metrics of the previous publish."""
         metrics = self.wait()
         begin = time.perf_counter()
-        with self._snapshot.changed:
-            self._snapshot.weights.store(self._context.live(), version)
-            self._snapshot.changed.notify_all()
+        self._snapshot.store(self._context.live(), version)
         self._snapshot_s = time.perf_counter() - begin
         with self._lock:
             self._is_judged = False
@@ -126,7 +125,7 @@ class WeightPublisher:
 
     def before_update(self) -> None:
         """Call before the parameters change: that waits for their snapshot, no thread does."""
-        self._snapshot.weights.before_write()
+        self._snapshot.before_write()
 
     def wait(self) -> dict[str, float]:
         """Wait until all ranks have stopped sending; metrics of that publish, returned once."""
@@ -149,7 +148,7 @@ class WeightPublisher:
         new = [one for one in engines if one.engine not in self._destinations.engines]
         if not new:
             return
-        version = self._snapshot.weights.version
+        version = self._snapshot.version
         for session in self._destinations.open(new):
             session.start()
             if version is not None:
@@ -209,7 +208,7 @@ class Destinations:
     """This rank's senders and, on rank 0, the sessions that direct them: one per engine."""
 
     def __init__(self, config: Config, context: SyncContext) -> None:
-        self.snapshot = SharedSnapshot(WeightSnapshot(), threading.Condition())
+        self.snapshot = LiveWeights() if takes_turns(config.cluster) else WeightSnapshot()
         self.sessions: dict[int, EngineSession] = {}  # on rank 0; {} on other ranks
         self.engines: set[int] = set()
         self.on_attempt: Callable[[], None] = lambda: None  # see EngineSession
@@ -219,6 +218,8 @@ class Destinations:
         wants = engine_wants(config.engine.args.get("quantization"), model)
         self._policy = WirePolicy(config.engine.dtype, wants, config.sync.bucket_bytes)
         self._lora = config.lora if config.lora.sends_factors else None
+        turns = takes_turns(config.cluster)
+        self._sleepers = sleeping_engines(config) if turns else frozenset[int]()
 
     def open(self, engines: Sequence[SyncTarget]) -> list[EngineSession]:
         """Collective: connect to new engines; their sessions are not started yet."""
@@ -267,7 +268,7 @@ class Destinations:
         address, folder = config.cluster.address, config.sync.folder
         transport = make(config.sync.transport, address=address, folder=folder)
         sender = WeightSender(packer, transport, delta=config.sync.delta)
-        thread = SenderThread(address, context.keys, sender, self.snapshot)
+        thread = SenderThread(address, context.keys, sender)
         thread.start()
         return packer.plan.plan_id, thread.endpoint
 
@@ -275,7 +276,7 @@ class Destinations:
         """One for all engines with this plan."""
         packer = self._packers.get(transfer_plan.id)
         if packer is None:
-            rank, weights, merged = self._context.rank, self.snapshot.weights, None
+            rank, weights, merged = self._context.rank, self.snapshot, None
             if isinstance(transfer_plan, FactorPlan):
                 merged = MergedTotals(transfer_plan.weights.sender(rank), weights).total
             beside = self._lora is not None and self._lora.serves_adapters
@@ -300,6 +301,7 @@ class Destinations:
             folder=config.sync.folder,
             delta=config.sync.delta,
             lora=self._lora,
+            writes_live=self._lora is None and hop.dst in self._sleepers,
         )
 
 

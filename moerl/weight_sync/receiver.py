@@ -6,10 +6,15 @@
     COMMIT    claim on every rank, then copy into the live weights; or release on every rank
     ABORT     drop the staging buffer; the live weights stay as they are
 
+A session of a sleeping engine writes the live weights (`writes_live`).  Its staging buffer has two
+buckets of each region: WRITE copies a round of them into the weights, VERIFY reads those back, and
+COMMIT is left with the hooks and the version.  From the first WRITE on the weights are mixed,
+whatever becomes of the session; the host calls the engine dirty until a COMMIT.
+
 State of a session: open -> verified -> claimed -> (committed).  Everything before COMMIT runs on a
 control thread while the scheduler decodes.  A claim is a promise: from then on no ABORT and no
 other PREPARE is accepted, so either all ranks copy or none does (`moerl.engine.plugin.update_hooks`
-asks all ranks before any of them copies).  Live weights are written at one place, `commit`.
+asks all ranks before any of them copies).  Live weights are written by `commit` and `write`.
 
 Staging is in host memory, or on the device where the transport maps it so; `commit_copies` brings
 either into the live weights.
@@ -28,7 +33,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +51,7 @@ from moerl.core.messages import (
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
+    WriteUpdate,
 )
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import PolicyVersion
@@ -57,11 +63,19 @@ from moerl.weight_sync.adapters.engine_adapters import (
     check_same,
 )
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
-from moerl.weight_sync.buckets import ALIGN, WirePolicy, delta_start, digest, seeds, split
+from moerl.weight_sync.buckets import (
+    ROUND,
+    WirePolicy,
+    delta_start,
+    digest,
+    round_bytes,
+    seeds,
+    split,
+)
 from moerl.weight_sync.commit_copies import CommitBuckets, CommitCopies, check_targets, device_of
 from moerl.weight_sync.delta import DeltaError, apply
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan
+from moerl.weight_sync.transfer_plan import ReceiverPlan, TransferPlan, starts_of
 from moerl.weight_sync.transports.base import Staging, Transport
 
 log = logging.getLogger(__name__)
@@ -98,15 +112,15 @@ class _Session:
     verified: bool = False
     claimed: bool = False
     total: int = 0  # digest of the rank's staged bytes
-    copies: CommitCopies | None = None  # once committed
+    copies: CommitCopies | None = None  # once live weights were written
 
     @property
     def plan(self) -> ReceiverPlan:
         return self.planned.plan
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        return _starts(self.plan, self.message)
+    def starts(self) -> list[int]:
+        return _places(self.plan, self.message)[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +146,8 @@ class Receiver:
         match message:
             case PrepareUpdate():
                 return self.prepare(message)
+            case WriteUpdate():
+                return self.write(message)
             case VerifyUpdate():
                 return self.verify(message)
             case RelayUpdate():
@@ -158,16 +174,35 @@ class Receiver:
             self._close_session()
             staging = self._staging(update, plan)
             self._make_buckets(plan, staging)
-            self._session = _Session(update, planned, staging)
-        starts = {
-            region.src: start
-            for region, start in zip(plan.regions, _starts(plan, update), strict=True)
-        }
-        return UpdatePrepared((staging.endpoint,), (starts,), context.layout, self.held)
+            self._session = session = _Session(update, planned, staging)
+        starts = {r.src: start for r, start in zip(plan.regions, session.starts, strict=True)}
+        most = max(len(region.buckets) for region in plan.regions)
+        rounds = -(-most // ROUND) if update.writes_live else 0
+        return UpdatePrepared((staging.endpoint,), (starts,), context.layout, self.held, rounds)
+
+    @torch.no_grad()
+    def write(self, update: WriteUpdate) -> Ok:
+        """Copy a round of buckets into the live weights, which no forward pass may read."""
+        session = self._opened(update.version)
+        if not session.message.writes_live or session.claimed:
+            raise EngineError(f"the session of {update.version} does not write live weights now")
+        session.staging.fetch(time.monotonic() + update.timeout_s)
+        session.verified = False
+        if session.copies is None:
+            for hook in _around(session.plan.hooks)[0]:
+                self.model.run_hook(hook)
+            for name, first_row in session.plan.padding:  # it has slept, too
+                self.model.tensors()[name][first_row:] = 0
+            session.copies = self._copies(session)
+        session.copies.run(update.round)
+        _finish(self._device)  # staging may be written again
+        return Ok()
 
     def verify(self, update: VerifyUpdate) -> UpdateVerified:
         deadline = time.monotonic() + update.timeout_s
         session = self._opened(update.version)
+        if session.message.writes_live and session.copies is None:
+            raise EngineError(f"nothing of {update.version} was written")
         session.staging.fetch(deadline)
         self._apply_deltas(session, update.deltas[self.context.rank] if update.deltas else ())
         wanted = iter(split(update.digests[self.context.rank]))
@@ -176,9 +211,10 @@ class Receiver:
             session.plan.regions, session.starts, session.planned.seeds, strict=True
         ):
             for bucket in region.buckets:
-                begin = start + bucket.offset
-                data = session.staging.buffer[begin : begin + bucket.num_bytes].cpu().numpy()
-                found = digest(region, seeds_, bucket, data.data)
+                data = session.staging.buffer[start + bucket.offset :][: bucket.num_bytes]
+                if session.copies is not None:
+                    data = session.copies.read_back(number)
+                found = digest(region, seeds_, bucket, data.cpu().numpy().data)
                 total += found.total
                 if found.bucket != next(wanted, b""):
                     failed.append(number)
@@ -253,12 +289,12 @@ class Receiver:
         assert session.claimed, "claim first"
         before, after = _around(session.plan.hooks)
         _finish(self._device)  # the last forward pass, on whatever stream it runs
-        for hook in before:
+        for hook in before if not session.message.writes_live else ():
             self.model.run_hook(hook)
         if session.planned.merged is not None:
             assert self._adapters is not None, "PREPARE made them"
             self._adapters.commit(self.model, str(session.message.version))
-        else:
+        elif not session.message.writes_live:
             session.copies = self._copies(session)
             session.copies.run()
         for hook in after:
@@ -340,16 +376,15 @@ class Receiver:
                 and kept.message.transport == update.transport
                 and kept.message.folder == update.folder
                 and kept.message.delta == update.delta
+                and kept.message.writes_live == update.writes_live
                 and kept.message.version.incarnation == update.version.incarnation
             )
             if same:
                 return kept.staging
             kept.staging.close()
             self._taken = None
-        num_bytes = receiver_plan.staging_bytes
-        return self.transports(update.transport, update.folder).open(
-            2 * num_bytes + ALIGN if update.delta else num_bytes
-        )
+        num_bytes = _places(receiver_plan, update)[1]
+        return self.transports(update.transport, update.folder).open(num_bytes)
 
     def _make_buckets(self, receiver_plan: ReceiverPlan, staging: Staging) -> None:
         """Make the device buckets of a commit.  Raises TransportError, and closes the staging."""
@@ -373,7 +408,12 @@ class Receiver:
             if same and taken.copies.fit(tensors):
                 return taken.copies
         return CommitCopies(
-            session.plan, session.starts, session.staging.buffer, tensors, self._buckets
+            session.plan,
+            session.starts,
+            session.staging.buffer,
+            tensors,
+            self._buckets,
+            in_rounds=session.message.writes_live,
         )
 
     def _apply_deltas(self, session: _Session, sizes: Sequence[int]) -> None:
@@ -426,9 +466,15 @@ class Receiver:
                 self._taken = None
 
 
-def _starts(receiver_plan: ReceiverPlan, update: PrepareUpdate) -> tuple[int, ...]:
-    """Offsets of the regions in the staging buffer."""
-    return tuple(start * (2 if update.delta else 1) for start in receiver_plan.starts)
+def _places(receiver_plan: ReceiverPlan, update: PrepareUpdate) -> tuple[list[int], int]:
+    """Offsets of the regions in the staging buffer, and its bytes."""
+    regions = receiver_plan.regions
+    if update.writes_live:
+        sizes: Iterable[int] = map(round_bytes, regions)
+    else:
+        sizes = (2 * delta_start(r) if update.delta else r.num_bytes for r in regions)
+    *starts, end = starts_of((*sizes, 0))
+    return starts, end
 
 
 def _finish(device: torch.device | None) -> None:

@@ -29,7 +29,7 @@ class MemoryMoved:
     """Cost of a sleep or a wake on the scheduler; its JSON is the first line of the reply."""
 
     seconds: float
-    num_bytes: int = 0  # of host memory, given back by rank 0
+    num_bytes: int = 0  # that rank 0 gave back
     recomputed: int = 0  # tokens whose KV cache was dropped
 
 

@@ -37,7 +37,6 @@ from moerl.core.messages import (
     Message,
     Ok,
     Refused,
-    SendBuckets,
     SendResult,
     SendVersion,
     Sent,
@@ -45,10 +44,9 @@ from moerl.core.messages import (
 from moerl.core.rpc import Keys, RpcClient, RpcServer, request_all
 from moerl.core.serialization import decode
 from moerl.core.types import PolicyVersion
-from moerl.weight_sync.buckets import Digest, Region, delta_start
+from moerl.weight_sync.buckets import ROUND, Digest, Region, bucket_starts, delta_start
 from moerl.weight_sync.delta import encode
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker, MappedBucket, PackedBucket
-from moerl.weight_sync.snapshot import SharedSnapshot
 from moerl.weight_sync.transports.base import Link, Transport
 
 log = logging.getLogger(__name__)
@@ -61,9 +59,10 @@ class _RegionSender:
     """Sends one region to one staging buffer."""
 
     def __init__(
-        self, region: Region, start: int, link: Link, packer: BucketPacker, *, delta: bool
+        self, region: Region, starts: list[int], link: Link, packer: BucketPacker, *, delta: bool
     ) -> None:
-        self.region, self.start, self.link = region, start, link
+        """starts: of the buckets, in the staging buffer."""
+        self.region, self.starts, self.link = region, starts, link
         self._packer = packer
         self._memory = _Memory(region) if delta else None
         self._mapped = None if delta else self._map()
@@ -82,13 +81,11 @@ class _RegionSender:
         again: bool = False,
     ) -> SendResult:
         """Pack and send these buckets; `again`: in full.  Raises TransportError."""
-        num_bytes = 0
         write = self._put if self._mapped is None else self._write
         try:
             for number in numbers:
                 found = write(number, version, deadline, again=again)
                 self._digests[number], self._totals[number] = found.bucket, found.total
-                num_bytes += self._deltas[number] or self.region.buckets[number].num_bytes
             self.link.flush(deadline)
         finally:
             self._arrived()
@@ -98,6 +95,8 @@ class _RegionSender:
         if self._packer.merged is not None:
             factors = total if self._packer.counts_factors else 0
             total = (factors + self._packer.merged(self.region.dst, version)) % 2**64
+        sizes = zip(self._deltas, self.region.buckets, strict=True)
+        num_bytes = sum(delta or bucket.num_bytes for delta, bucket in sizes)
         return SendResult(b"".join(self._digests), total, num_bytes, tuple(self._deltas))
 
     def _map(self) -> list[MappedBucket] | None:
@@ -107,7 +106,7 @@ class _RegionSender:
         """
         mapped = []
         for number, bucket in enumerate(self.region.buckets):
-            target = self.link.view(self.start + bucket.offset, bucket.num_bytes)
+            target = self.link.view(self.starts[number], bucket.num_bytes)
             if target is None or target.is_cuda:
                 return None
             mapped.append(self._packer.mapped(BucketKey(self.region.dst, number), target))
@@ -126,7 +125,7 @@ class _RegionSender:
         """Put a packed bucket or its delta, when the bucket before has arrived."""
         key = BucketKey(self.region.dst, number)
         packed = self._packer.take(key, version, deadline, fresh=again)
-        offset, data = self.start + self.region.buckets[number].offset, packed.data
+        offset, data = self.starts[number], packed.data
         delta = None
         try:
             if self._memory is not None and not again:
@@ -184,36 +183,33 @@ class WeightSender:
     def __init__(self, packer: BucketPacker, transport: Transport, *, delta: bool = False) -> None:
         """Send nothing yet.  packer: shared by the senders of all engines with its plan."""
         self._packer, self._transport, self._delta = packer, transport, delta
+        self.snapshot = packer.snapshot
         self._region_senders: dict[int, tuple[Destination, _RegionSender]] = {}
-        self._version: PolicyVersion | None = None  # that was sent last
         packer.join()
 
     def send(
-        self, destinations: Mapping[int, Destination], deadline: float
+        self,
+        destinations: Mapping[int, Destination],
+        deadline: float,
+        number: int | None = None,
+        *,
+        again: bool = False,
     ) -> dict[int, SendResult]:
-        """Send all regions to all engine ranks.  Raises TransportError; call `drop` then."""
-        snapshot = self._packer.snapshot
-        version = self._version = snapshot.version  # first: no other thread gets it for a later one
-        assert version is not None, "nothing is stored"
-        snapshot.wait()
-        return {
-            region.dst: self._region_sender(region, destinations[region.dst], deadline).send(
-                range(len(region.buckets)), version, deadline
-            )
-            for region in self._packer.plan.regions
-        }
+        """Send all regions, or a round of each, to all engine ranks.
 
-    def resend(
-        self, buckets: Mapping[int, Sequence[int]], deadline: float
-    ) -> dict[int, SendResult]:
-        """Send some buckets of the last regions again, by engine rank."""
-        version = self._version
-        if version is None or not buckets.keys() <= self._region_senders.keys():
-            raise EngineError(f"no bucket was sent to the engine ranks {sorted(buckets)}")
-        return {
-            dst: self._region_senders[dst][1].send(some, version, deadline, again=True)
-            for dst, some in buckets.items()
-        }
+        again: as in SendVersion.  Raises TransportError; call `drop` then.
+        """
+        version = self.snapshot.version  # first: no other thread gets it for a later one
+        if version is None:
+            raise TransportError("peer", "no weights are offered")
+        self.snapshot.wait()
+        in_rounds, results = number is not None, dict[int, SendResult]()
+        some = slice(None) if number is None else slice(ROUND * number, ROUND * (number + 1))
+        for region in self._packer.plan.regions:
+            sender = self._region_sender(region, destinations[region.dst], deadline, in_rounds)
+            buckets = range(len(region.buckets))[some]
+            results[region.dst] = sender.send(buckets, version, deadline, again=again)
+        return results
 
     def drop(self) -> None:
         """Close all links: their staging buffers are not used again."""
@@ -227,35 +223,31 @@ class WeightSender:
         self._packer.leave()
 
     def _region_sender(
-        self, region: Region, destination: Destination, deadline: float
+        self, region: Region, destination: Destination, deadline: float, in_rounds: bool
     ) -> _RegionSender:
         known = self._region_senders.get(region.dst)
         if known is None or known[0] != destination:
             if known is not None:
                 known[1].link.close()
             link = self._transport.connect(destination.endpoint, deadline)
+            starts = bucket_starts(region, destination.start, in_rounds=in_rounds)
             known = (
                 destination,
-                _RegionSender(region, destination.start, link, self._packer, delta=self._delta),
+                _RegionSender(region, starts, link, self._packer, delta=self._delta),
             )
             self._region_senders[region.dst] = known
         return known[1]
 
 
-SenderRequest = SendVersion | SendBuckets
-
-
 class SenderThread(threading.Thread):
     """Serves the requests for one engine on one rank, one by one, until the engine leaves."""
 
-    def __init__(
-        self, address: str, keys: Keys, sender: WeightSender, snapshot: SharedSnapshot
-    ) -> None:
+    def __init__(self, address: str, keys: Keys, sender: WeightSender) -> None:
         """Binds a free port of `address`; `endpoint` is for rank 0."""
         self._server = RpcServer(f"tcp://{address}:*", keys, self._handle)
         self.endpoint = self._server.endpoint
         super().__init__(name=f"sender-{self.endpoint}", daemon=True)
-        self._sender, self._snapshot = sender, snapshot
+        self._sender = sender
         self._removed = asyncio.Event()
 
     def run(self) -> None:
@@ -272,7 +264,7 @@ class SenderThread(threading.Thread):
     async def _handle(self, message: Message) -> Message:
         # Blocks the event loop: the next request is read when this one is answered.
         match message:
-            case SendVersion() | SendBuckets():
+            case SendVersion():
                 return Sent(self._send(message))
             case DropSession():
                 self._sender.drop()
@@ -282,13 +274,11 @@ class SenderThread(threading.Thread):
                 raise EngineError(f"{type(message).__name__} is not for a sender")
         return Ok()
 
-    def _send(self, command: SenderRequest) -> dict[int, SendResult]:
-        deadline = time.monotonic() + command.timeout_s
+    def _send(self, command: SendVersion) -> dict[int, SendResult]:
+        deadline, number, again = time.monotonic() + command.timeout_s, command.round, command.again
         try:
-            if isinstance(command, SendBuckets):
-                return self._sender.resend(command.buckets, deadline)
-            self._snapshot.wait_for(command.version, command.timeout_s)
-            return self._sender.send(command.destinations, deadline)
+            self._sender.snapshot.wait_for(command.version, command.timeout_s)
+            return self._sender.send(command.destinations, deadline, number, again=again)
         except Exception as error:
             log.warning("a bucket could not be sent: %s", cause_of(error))
             self._sender.drop()
@@ -302,7 +292,7 @@ class SenderGroup:
         """Connect to the senders of all ranks.  endpoints: by rank."""
         self._clients = [RpcClient(endpoint, keys) for endpoint in endpoints]
 
-    def request(self, requests: Mapping[int, SenderRequest], deadline: float) -> dict[int, Sent]:
+    def request(self, requests: Mapping[int, SendVersion], deadline: float) -> dict[int, Sent]:
         """Send one request per rank, all at once.  Raises TransportError: late or failed."""
         asked = {rank: (self._clients[rank], request) for rank, request in requests.items()}
         replies: dict[int, Sent] = {}

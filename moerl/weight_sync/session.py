@@ -1,6 +1,9 @@
 """Publish sessions of one engine, driven by a thread of trainer rank 0 per engine.
 
-    PREPARE -> TRANSFER -> VERIFY (a damaged bucket is sent once more) -> COMMIT      or ABORT
+    PREPARE -> TRANSFER -> VERIFY (after damage both once more) -> COMMIT      or ABORT
+
+A sleeping engine takes buckets into its live weights (`writes_live`): TRANSFER then alternates
+between a round of buckets and WRITE.  If the session fails, the next one writes everything.
 
 `sync.timeout_s` limits all phases of a session together.  Engines fail independently: each engine
 has its own thread, connections and links.  A failed engine is tried again every few seconds while
@@ -19,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
@@ -38,18 +41,18 @@ from moerl.core.messages import (
     PublishFailure,
     PublishResult,
     RelayUpdate,
-    SendBuckets,
     SendResult,
     SendVersion,
     UpdateDone,
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
+    WriteUpdate,
 )
 from moerl.core.types import PolicyVersion
 from moerl.layout import LayerSpec
 from moerl.runtime.trace import Tracer
-from moerl.weight_sync.buckets import WirePolicy, split, version_digest
+from moerl.weight_sync.buckets import WirePolicy, version_digest
 from moerl.weight_sync.sender import SenderGroup
 from moerl.weight_sync.transfer_plan import TRAINER
 
@@ -90,6 +93,7 @@ class SessionSpec:
     folder: str = ""  # folder of the transport `disk`
     delta: bool = False  # the senders may send deltas
     lora: LoraConfig | None = None  # the senders send factors
+    writes_live: bool = False  # as in PrepareUpdate
 
 
 class EngineSession(threading.Thread):
@@ -227,7 +231,7 @@ class EngineSession(threading.Thread):
 
     def _ask_engine(self, version: PolicyVersion) -> Result | None:
         """Bring the engine to `version`; None if it holds it already or a rehearsal passed."""
-        if self._held == version and not self._lost_version(version):
+        if self._held == version and not self._has_lost(version):
             return None
         result = self._session(version)
         if isinstance(result, PublishFailure):
@@ -243,26 +247,22 @@ class EngineSession(threading.Thread):
             self._held, self._behind = None if self._rehearses else version, False
         return result
 
-    def _is_well(self) -> bool:
-        """Whether the engine answers and reports no cause against serving."""
-        control = self._connect()
-        try:
-            return not control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S).cause
-        except MoerlError:
-            return False
-        finally:
-            control.close()
-
-    def _lost_version(self, version: PolicyVersion) -> bool:
+    def _has_lost(self, version: PolicyVersion) -> bool:
         """Whether the engine has lost `version`, which it committed before."""
+        holds = self._state()
+        if holds is None:
+            return False  # unknown; the next session will show it
+        return holds.version != version or bool(holds.cause) or holds.is_dirty
+
+    def _state(self) -> EngineVersion | None:
+        """What the engine says of itself; None: it does not answer."""
         control = self._connect()
         try:
-            holds = control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S)
+            return control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S)
         except MoerlError:
-            return False  # unknown; the next session will show it
+            return None
         finally:
             control.close()
-        return holds.version != version or bool(holds.cause)
 
     def _session(self, version: PolicyVersion) -> Result | None:
         source = None if self._rehearses else self._source
@@ -283,7 +283,8 @@ class EngineSession(threading.Thread):
         except MoerlError as error:
             self._layout = ""
             self._abort(version, str(error))
-            refused = session.phase == "prepare" and self._is_well()
+            state = self._state() if session.phase == "prepare" else None
+            refused = state is not None and not state.cause
             return PublishFailure(self.spec.engine, version, session.phase, str(error), refused)
         finally:
             control.close()
@@ -401,21 +402,32 @@ class _Session:
             folder=spec.folder,
             delta=spec.delta,
             lora=asdict(spec.lora) if spec.lora else None,
+            writes_live=spec.writes_live,
         )
         return self._control.expect(message, UpdatePrepared, wait_s + _SLACK_S)
 
-    def _transfer(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
+    def _transfer(
+        self, prepared: UpdatePrepared, *, again: bool = False
+    ) -> dict[int, dict[int, SendResult]]:
         """Let each trainer rank send its regions; returns results by trainer and engine rank."""
         destinations: dict[int, dict[int, Destination]] = {}
         for dst, starts in enumerate(prepared.starts):
             for src, start in starts.items():
                 destinations.setdefault(src, {})[dst] = Destination(prepared.endpoints[dst], start)
-        left_s = self._left()
-        requests = {
-            src: SendVersion(self.version, destinations[src], left_s) for src in destinations
-        }
-        replies = self._senders.request(requests, self._deadline)
-        return {src: sent.results for src, sent in replies.items()}
+        results = dict[int, dict[int, SendResult]]()
+        for number in range(prepared.rounds) or (None,):
+            left_s = self._left()
+            requests = {
+                src: SendVersion(self.version, to, left_s, number, again)
+                for src, to in destinations.items()
+            }
+            replies = self._senders.request(requests, self._deadline)
+            results = {src: sent.results for src, sent in replies.items()}
+            if number is not None:
+                left_s = self._left()
+                message = WriteUpdate(self.spec.engine, self.version, number, left_s)
+                self._control.expect(message, Ok, left_s + _SLACK_S)
+        return results
 
     def _relay(self, prepared: UpdatePrepared) -> dict[int, dict[int, SendResult]]:
         """Let the source engine send the same regions, whose digests are equal."""
@@ -435,7 +447,7 @@ class _Session:
             if self.source != TRAINER:
                 self._relay(prepared)
             else:
-                self._resend(verified, results)
+                results |= self._transfer(prepared, again=True)
             verified = self._compare(results)
         if any(verified.failed):
             raise TransportError("digest", "buckets arrived damaged twice")
@@ -444,13 +456,6 @@ class _Session:
         if digests != verified.digest:
             raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
         return damaged, version_digest(totals)
-
-    def _resend(self, verified: UpdateVerified, results: dict[int, dict[int, SendResult]]) -> None:
-        left_s = self._left()
-        again = _by_sender(verified.failed, results)
-        requests = {src: SendBuckets(buckets, left_s) for src, buckets in again.items()}
-        for src, sent in self._senders.request(requests, self._deadline).items():
-            results[src] |= sent.results
 
     def _compare(self, results: Mapping[int, Mapping[int, SendResult]]) -> UpdateVerified:
         digests = tuple(
@@ -478,19 +483,3 @@ def _engine_ranks(results: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
 def _of(dst: int, results: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
     """(trainer rank, result for engine rank `dst`), in the order of the receiver's plan."""
     return [(src, results[src][dst]) for src in sorted(results) if dst in results[src]]
-
-
-def _by_sender(
-    failed: Sequence[Sequence[int]], results: Mapping[int, Mapping[int, SendResult]]
-) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Failed buckets by trainer rank and engine rank, numbered within their region."""
-    again: dict[int, dict[int, tuple[int, ...]]] = {}
-    for dst, numbers in enumerate(failed):
-        first = 0
-        for src, sent in _of(dst, results):
-            stop = first + len(split(sent.digests))
-            mine = tuple(number - first for number in numbers if first <= number < stop)
-            if mine:
-                again.setdefault(src, {})[dst] = mine
-            first = stop
-    return again

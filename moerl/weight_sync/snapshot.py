@@ -14,8 +14,8 @@ and only senders wait as threads (`wait`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class WeightSnapshot:
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
+        self._changed = threading.Condition()  # of the version
         self._tensors: dict[str, Tensor] = {}
         self._memory: Tensor | None = None  # of the tensors, on CUDA
         self._stream: torch.cuda.Stream | None = None
@@ -44,7 +45,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Copy `live`; no sender may be reading the previous version."""
+        """Copy `live` for the senders; none may be reading the previous version."""
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
         if self._tensors.keys() != live.keys():
             self._make(live, on_host=device is None)
@@ -53,7 +54,20 @@ class WeightSnapshot:
             torch._foreach_copy_(targets, sources)
         else:
             self._copied = self._copy(device, targets, sources)
-        self.version = version  # last: a sender that sees it then waits for its copy
+        self._offer(version)  # last: a sender that sees it then waits for its copy
+
+    def _offer(self, version: PolicyVersion) -> None:
+        with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Raises TransportError when the rank does not hold that version in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.version == version, timeout_s):
+                raise TransportError(
+                    "deadline", f"version {version} is not stored, {self.version} is"
+                )
 
     def before_write(self) -> None:
         """Call before the parameters change: the current stream waits for the copy, no thread."""
@@ -64,6 +78,10 @@ class WeightSnapshot:
         """Until the snapshot holds its version."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A sender copies from the tensors.  Raises TransportError when they are gone."""
+        return nullcontext()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -95,17 +113,30 @@ class WeightSnapshot:
         return copied
 
 
-@dataclass(slots=True, eq=False)
-class SharedSnapshot:
-    """The weight snapshot as senders see it; `changed` is notified after each `weights.store`."""
+class LiveWeights(WeightSnapshot):
+    """The parameters themselves, for a trainer that waits for its publish (`colocated: turns`).
 
-    weights: WeightSnapshot
-    changed: threading.Condition
+    A sender of a session that failed may still run when they are parked.
+    """
 
-    def wait_for(self, version: PolicyVersion, timeout_s: float) -> None:
-        """Raises TransportError when the rank does not hold that version in time."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.weights.version == version, timeout_s):
-                raise TransportError(
-                    "deadline", f"version {version} is not stored, {self.weights.version} is"
-                )
+    def store(self, live: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Let senders read `live`; of its tensors they keep views from version to version."""
+        for name, tensor in self._tensors.items():
+            same = live[name].untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            assert same, f"{name} has another storage than at the version before"
+        self._tensors = self._tensors or dict(live)
+        if any(tensor.is_cuda for tensor in live.values()):
+            torch.cuda.synchronize()  # senders have streams of their own
+        self._offer(version)
+
+    def before_write(self) -> None:
+        """Return when no sender packs a bucket; none does until the next `store`."""
+        with self._changed:
+            self.version = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            if self.version is None:
+                raise TransportError("peer", "the trainer's weights are not offered any more")
+            yield

@@ -154,7 +154,7 @@ class TransferPlan:
             plan_id=self.id,
             rank=rank,
             regions=made,
-            starts=starts_of(made),
+            starts=starts_of(region.num_bytes for region in made),
             padding=tuple((n, t.shape[0] - t.pad_rows) for n, t in named.items() if t.pad_rows),
             hooks=post_load_hooks(self.spec, self.policy),
         )
@@ -192,12 +192,12 @@ def post_load_hooks(spec: ModelSpec, policy: WirePolicy) -> tuple[str, ...]:
     return ("restore_weights_before_loading", *latent, "postprocess_weights")
 
 
-def starts_of(regions: Iterable[Region]) -> tuple[int, ...]:
-    """Their offsets in a staging buffer."""
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Offsets of regions in a staging buffer.  sizes: bytes of each."""
     starts, end = [], 0
-    for region in regions:
+    for size in sizes:
         starts.append(end)
-        end += -(-region.num_bytes // ALIGN) * ALIGN
+        end += -(-size // ALIGN) * ALIGN
     return tuple(starts)
 
 

@@ -154,6 +154,12 @@ def _bytes(which: int) -> Callable[..., int]:
     return lambda device=None: int(OPS.memory(index_of(device), "")[which])
 
 
+def _free(device: Where = None) -> int:
+    """Bytes that no purpose holds, by a cache of its own."""
+    index = index_of(device)
+    return MEMORY - sum(OPS.memory(index, purpose)[3] for purpose in OPS.purposes(index))
+
+
 def _streams() -> dict[str, Any]:
     return {
         "Stream": Stream,
@@ -201,8 +207,8 @@ def _memory() -> dict[str, Any]:
         "max_memory_allocated": _bytes(1),
         "max_memory_reserved": _bytes(1),
         "reset_peak_memory_stats": lambda device=None: OPS.reset_peak(index_of(device)),
-        "mem_get_info": lambda device=None: (MEMORY - _bytes(0)(device), MEMORY),
-        "empty_cache": _nothing(),
+        "mem_get_info": lambda device=None: (_free(device), MEMORY),
+        "empty_cache": lambda: OPS.empty_cache(OPS.get_device()),
         "set_per_process_memory_fraction": lambda fraction, device=None: SHARES.update(
             {index_of(device): fraction}
         ),

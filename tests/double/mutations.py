@@ -98,7 +98,7 @@ PUBLISH_BLUNDERS = (
     ),
     Blunder(
         "a sender that does not wait for the snapshot",
-        "moerl.weight_sync.sender", "WeightSender.send", "snapshot.wait()", "pass",
+        "moerl.weight_sync.sender", "WeightSender.send", "self.snapshot.wait()", "pass",
     ),
     Blunder(
         "a snapshot in pageable memory",
@@ -131,7 +131,7 @@ PUBLISH_BLUNDERS = (
     Blunder(
         "a bucket filled again while its pieces are copied",
         COMMIT, "CommitCopies._stream",
-        "buckets.stream.wait_event(copied[number - len(buckets.pair)])", "pass",
+        "buckets.stream.wait_event(before)", "pass",
     ),
     Blunder(
         "a whole version on the device",
@@ -223,5 +223,37 @@ CRITIC_BLUNDERS = (
         VALUES, "values_of_output", "upload(batch.sampled_rows, output_BS1.device)",
         "upload(torch.zeros(output_BS1.numel()).index_fill(0, batch.sampled_rows, 1) > 0, "
         "output_BS1.device)",
+    ),
+)  # fmt: skip
+PARKED, SLEEPING = "moerl.trainer.learner.parked", "moerl.engine.plugin.sleep_hooks"
+TURN_BLUNDERS = (
+    Blunder(
+        "host memory page-locked anew in each turn", PARKED, "Parked._copy_out",
+        "if part not in self._host or", "if True or",
+    ),
+    Blunder(
+        "parked parts in pageable memory", PARKED, "Parked._copy_out",
+        "host_buffer(sum(sizes))", "torch.empty(sum(sizes), dtype=torch.uint8)",
+    ),
+    Blunder(
+        "a KV cache that comes before torch's cache is emptied", PARKED, "Parked.out",
+        "torch.cuda.empty_cache()", "pass",
+    ),
+    Blunder(
+        "an engine that keeps its activations while it sleeps", SLEEPING, "change",
+        "torch.cuda.empty_cache()", "pass",
+    ),
+    Blunder(
+        "a buffer of gradients that stays", PARKED, "Parked.out",
+        "storage.resize_(0)", 'part == "gradients" or storage.resize_(0)',
+    ),
+    Blunder(
+        "an optimizer that leaves after the publish", "moerl.trainer.train_loop",
+        "TrainLoop._hand_over",
+        'parked.out(part for part in PARTS if part in moves and part != "weights")', "pass",
+    ),
+    Blunder(
+        "a thread that waits for each storage", PARKED, "Parked._copy_out",
+        "non_blocking=True)", "non_blocking=True)\n        torch.cuda.synchronize()",
     ),
 )  # fmt: skip

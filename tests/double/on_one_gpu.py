@@ -60,7 +60,8 @@ class OneGpu:
         self.engine.snapshot.store(self.learner.model.tensors, PolicyVersion(0, step))
         with purpose(f"engine of {self.name}"):
             self.engine.publish()
-        return self.engine.differing(self.learner.model.tensors)
+        with purpose("comparison"):
+            return self.engine.differing(self.learner.model.tensors)
 
 
 def configured(name: str) -> Config:
@@ -94,20 +95,25 @@ def ranks() -> Parallel:
     return parallel.start(config.trainer.parallel, place, timeout_s=patience(60))
 
 
-def started(name: str, ranks: Parallel, folder: Path) -> OneGpu:
+def started(name: str, ranks: Parallel, folder: Path, title: str = "") -> OneGpu:
+    """title: by which bytes are booked; else the recipe's name."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import gpt
 
     config = configured(name)
     spec = small_spec(config)
     torch.manual_seed(0)
-    with purpose(f"trainer of {name}"):
+    model_parallel_cuda_manual_seed(0)  # Megatron's own, of weights
+    title = title or name
+    with purpose(f"trainer of {title}"):
         model = gpt.build(spec, config.trainer, ranks, with_replay=True, lora=config.lora)
         model.keep_base()
         learner = Learner(model, ranks, config, BlobStore(folder / name, "n0"))
-    with purpose(f"engine of {name}"):
+    with purpose(f"engine of {title}"):
         engine = OneRank(spec, "shm")
-    return OneGpu(name, config, spec, learner, engine)
+    return OneGpu(title, config, spec, learner, engine)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -87,6 +87,7 @@ def _is_hidden(name: str) -> bool:
 
 
 _watches: list[Watch] = []
+_purposes = ["other"]
 
 
 def _listen(kind: bytes, what: bytes, num: int, stream: int) -> None:
@@ -123,6 +124,7 @@ class Bytes:
     live: int
     peak: int
     total: int
+    held: int  # live ones and what was freed since the purpose's cache was emptied; not of all
 
 
 def memory(purpose: str = "", device: int = 0) -> Bytes:
@@ -132,9 +134,11 @@ def memory(purpose: str = "", device: int = 0) -> Bytes:
 
 @contextlib.contextmanager
 def purpose(name: str) -> Iterator[None]:
-    """Book what is allocated in a block, by any thread, under a name."""
+    """Book what is allocated in a block, by any thread, under a name; blocks may be nested."""
+    _purposes.append(name)
     OPS.set_purpose(name)
     try:
         yield
     finally:
-        OPS.set_purpose("other")
+        _purposes.pop()
+        OPS.set_purpose(_purposes[-1])

@@ -50,7 +50,7 @@ class Sleeper:
         self.world, self._newest = world, 0
         folders = list(world.folders.values())
         world.folders = {version: folders[version.step % len(folders)] for version in VERSIONS}
-        self.publisher = Publisher(world.host, world.folders)
+        self.publisher = Publisher(world.host, world.folders, live=True)
 
     async def sleep(self, *parts: str) -> EngineMemory:
         wait_s = patience(LIMIT_S)
@@ -215,7 +215,7 @@ class Scenario(Sleeper):
         slept.memory["second"] = await self.sleep()
         slept.states["asleep"] = await self.state()
         late = asyncio.create_task(self.play("late"))
-        await self.refused("commit", self.write())
+        await self.refused("publish", self.write())
         await self.refused("kv", self.wake(*KV))
         for path in ("release", "resume"):
             await self.refused(
@@ -358,7 +358,7 @@ def test_every_misuse_is_answered_and_the_server_lives(slept: Slept) -> None:
     assert slept.memory["second"] == EngineMemory(("kv_cache", "weights"), True)
     assert slept.memory["first"].num_bytes > 0
     assert slept.asked == {"sleep": 2, "wake": 2}, "one sleep was of a part that does not exist"
-    assert "weights sleep" in slept.causes["commit"]
+    assert "while the KV cache alone sleeps, here kv_cache, weights" in slept.causes["publish"]
     for name in ("kv", "dirty kv"):
         assert "no verified weights" in slept.causes[name]
     for name in ("release", "resume"):

@@ -21,6 +21,7 @@ VARIANTS = {
     "stages": [
         *(f"trainer.parallel.{k}" for k in ("dp=1", "ep=1", "pp=2")),
         "trainer.packing=true",
+        "trainer.share_prompts=true",
         "trainer.megatron={recompute_granularity: full, recompute_method: uniform, "
         "recompute_num_layers: 1}",
         "rollout.buffer_depth=0",
@@ -57,6 +58,9 @@ def test_variant(name: str, tmp_path: Path) -> None:
     assert rows[0]["mismatch/abs_dlogp_max/lag_0"] <= limit
     if "rollout.buffer_depth=0" in VARIANTS[name]:  # what was published is what was gathered
         assert all(row["mismatch/abs_dlogp_max/lag_0"] <= limit for row in rows)
+    if "trainer.share_prompts=true" in VARIANTS[name]:  # the engine's records of siblings agree
+        assert all(row["perf/shared_frac"] > 0.1 for row in rows)
+        assert all("routing/prompts_apart" in row for row in rows)
     truncated = name != "no-truncation"
     assert all(row.get("keep/cover_frac") == (1.0 if truncated else None) for row in rows)
 

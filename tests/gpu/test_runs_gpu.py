@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moerl.runtime.trace import read_spans
 from tests.helpers.device_figures import Figure
 from tests.helpers.tiny_families import RECIPE
 from tests.helpers.train_runs import Run, start
+from tests.helpers.turn_figures import turn_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -49,6 +51,26 @@ def test_publishes_over(transport: str, tmp_path: Path, figure: Figure) -> None:
     for phase in ("prepare", "verify", "commit", "pause"):
         worst = max(row[f"async/sync_{phase}_s"] for row in rows)
         figure(f"{transport}, {phase}, largest of {len(rows)}", worst, "s")
+
+
+def test_turns_with_one_gpu(tmp_path: Path, figure: Figure) -> None:
+    """The real loop: the plan's parts, and all that may move; every version arrives."""
+    turns = ("cluster.colocated=turns", "rollout.in_flight_mode=retract", "run.steps=8")
+    folder = os.environ.get("MOERL_GPU_CHECK_MODEL", "")
+    recipe, own = (RECIPE, ON_CUDA)
+    if folder:
+        recipe, own = "olmoe-1gpu", (f"model.path={folder}", "task.chat_template=false")
+    parts = ["gradients", "kv_cache", "optimizer", "trainer_weights"]
+    every = [*parts, *([] if folder else ["engine_weights"])]  # adapters keep the base
+    for name, moves in (("plan", ()), ("all", (f"turn.moves=[{','.join(every)}]",))):
+        run = start(tmp_path, recipe, *own, *turns, *moves, name=name)
+        assert run.finish(1700) == 0, run.text()[-6000:]
+        rows = [row for row in run.rows() if "loss/total" in row]
+        assert [row["step"] for row in rows] == list(range(8))
+        assert all(row.get("async/sync_engines_behind", 0) == 0 for row in rows)
+        spans = [s for s in read_spans(run.dir.trace) if s["process"] == "trainer-0"]
+        for told, (value, unit) in turn_figures(rows, spans).items():
+            figure(f"{name}: {told}", value, unit)
 
 
 def test_two_engines_on_one_node(tmp_path: Path, figure: Figure) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,11 +38,14 @@ from moerl.core.messages import (
     Hello,
     Ok,
     Plan,
+    PrepareUpdate,
     Refresh,
     Scored,
+    SessionMessage,
     SetEngines,
     StepDone,
     TakePlan,
+    WriteUpdate,
 )
 from moerl.core.types import (
     BatchPlan,
@@ -167,6 +170,14 @@ async def train(
 def hello(version: PolicyVersion, consumed: Ranges = ()) -> Hello:
     """Of a trainer of one rank; its checkpoint knows of the first trainer only."""
     return Hello(1, 1, version, consumed, tuple(sorted({PolicyVersion(0, 0), version})))
+
+
+def written_live(version: PolicyVersion, engine: int) -> Iterator[SessionMessage]:
+    """A publish session into the live weights of an engine that sleeps."""
+    plan = ("", "", "shm", {}, {}, "local", 60.0)
+    yield PrepareUpdate(engine, version, 0, *plan, writes_live=True)
+    yield WriteUpdate(engine, version, 0, 60.0)
+    yield commit(version, engine)
 
 
 def commit(version: PolicyVersion, engine: int = 0) -> CommitUpdate:

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, ...]] = {
 # With adapters.
 ADAPTED: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b-lora": ("cluster=node8",),
+    "qwen3-30b-a3b-node8-colocated": ("cluster=node8",),
     "deepseek-v3-lora": (),
 }
 PADDING = 1e-4  # of the gradients: buffers begin parameters at multiples of 64, end buckets at 128

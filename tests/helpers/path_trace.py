@@ -54,11 +54,13 @@ WEIGHTS = {
     "moerl.weight_sync.publisher": {"SyncContext"},
     "moerl.core.messages": {"Destination", "SendResult"},
     "moerl.weight_sync.packed_buckets": {"MappedBucket", "PackedBucket", "PieceViews"},
-    "moerl.weight_sync.snapshot": {"SharedSnapshot", "WeightSnapshot"},
+    "moerl.weight_sync.snapshot": {"LiveWeights", "WeightSnapshot"},
     "moerl.weight_sync.transfer_plan": {"ReceiverPlan", "SenderPlan", "TransferPlan"},
 }
 CONTROL = {
-    "moerl.core.messages": {"PrepareUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"},
+    "moerl.core.messages": {
+        *("PrepareUpdate", "WriteUpdate", "VerifyUpdate", "CommitUpdate", "RelayUpdate"),
+    },
 }
 TENSORS = {"torch": {"Tensor"}, "torch.nn.parameter": {"Parameter"}, "numpy": {"ndarray"}}
 KINDS = {"token": TOKENS, "weight": WEIGHTS, "control": CONTROL}

@@ -459,9 +459,7 @@ def wrong_loader(
         assert model.replay is not None
         if kind == "wrong_microbatch":
             other = (microbatch + 1) % plan.num_microbatches
-            grid = forward.grid_of(
-                ranks, packed=learner.config.trainer.packing, shape=tuple(batch.tokens.shape)
-            )
+            grid = forward.grid_of(ranks, learner.config.trainer, tuple(batch.tokens.shape))
             batch = pack_microbatch(plan, ranks.dp_rank, other, learner.store, grid=grid)
         routes = batch.routes(model.replay.chunks[chunk], forward.routed_slots(batch, ranks))
         model.replay.load(microbatch, altered(kind, routes, len(batch.tokens)), chunk)

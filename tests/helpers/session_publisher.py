@@ -23,6 +23,7 @@ from moerl.core.messages import (
     UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
+    WriteUpdate,
 )
 from moerl.core.types import PolicyVersion
 from moerl.engine.host.host import EngineHost
@@ -36,7 +37,7 @@ from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.factory import make
 
-POLICY = WirePolicy(dtype="float32", bucket_bytes=65536)
+POLICY = WirePolicy(dtype="float32", bucket_bytes=2**20)
 TRAINER = ParallelConfig()
 _DEADLINE_S = 60.0
 
@@ -45,6 +46,7 @@ class Publisher:
     """Sends whole versions, read from Hugging Face folders, through shared memory.
 
     lora: versions are the factors, by Hugging Face name, in place of what differs in the folders.
+    live: the engine sleeps, and takes them into its live weights.
     """
 
     def __init__(
@@ -53,13 +55,15 @@ class Publisher:
         folders: Mapping[PolicyVersion, Path],
         lora: LoraConfig | None = None,
         factors: Mapping[PolicyVersion, Mapping[str, Tensor]] | None = None,
+        *,
+        live: bool = False,
     ) -> None:
         self._host, self._folders, self._lora, self._factors = host, folders, lora, factors or {}
         self._spec = model_spec(read_json(next(iter(folders.values())) / "config.json"))
         engine = EngineLayout(tp=host.config.tp)
         plan = TransferPlan(self._spec, TRAINER, engine, host.index, POLICY)
         self._plan = (plan if lora is None else FactorPlan(plan, lora)).sender(0)
-        self._shard = WeightSnapshot()
+        self._shard, self._live = WeightSnapshot(), live
         transport = make("shm", address="127.0.0.1", folder="")
         self._sender = WeightSender(BucketPacker(self._plan, self._shard), transport)
 
@@ -78,6 +82,7 @@ class Publisher:
             layer_spec="local",
             timeout_s=_DEADLINE_S,
             lora=asdict(self._lora) if self._lora else None,
+            writes_live=self._live,
         )
         prepared = await self._host.session(prepare)
         assert isinstance(prepared, UpdatePrepared)
@@ -87,7 +92,10 @@ class Publisher:
             for rank, endpoint in enumerate(prepared.endpoints)
         }
         deadline = time.monotonic() + _DEADLINE_S
-        moved = await asyncio.to_thread(self._sender.send, destinations, deadline)
+        for number in range(prepared.rounds) or (None,):
+            moved = await asyncio.to_thread(self._sender.send, destinations, deadline, number)
+            if number is not None:
+                await self._host.session(WriteUpdate(index, version, number, _DEADLINE_S))
         digests = tuple(moved[rank].digests for rank in range(len(destinations)))
         verified = await self._host.session(VerifyUpdate(index, version, digests, _DEADLINE_S))
         assert isinstance(verified, UpdateVerified)

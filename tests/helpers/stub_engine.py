@@ -20,12 +20,14 @@ from moerl.core.messages import (
     EngineStatus,
     EngineVersion,
     Message,
+    PrepareUpdate,
     SessionMessage,
     SleepEngine,
     UpdateDone,
     UpdateVerified,
     VerifyUpdate,
     WakeEngine,
+    WriteUpdate,
 )
 from moerl.core.types import (
     Finish,
@@ -212,6 +214,11 @@ class StubEngine:
         if self.needs_verify and isinstance(message, VerifyUpdate):
             self.verified = message.version
             return UpdateVerified(((),), "d")
+        if isinstance(message, PrepareUpdate | WriteUpdate) and not self.dead:
+            if self.asleep != {"kv_cache"}:
+                self.refused += 1
+                raise EngineError("its weights sleep, or requests may read them")
+            self.dirty |= isinstance(message, WriteUpdate)
         if not isinstance(message, CommitUpdate):
             asleep = tuple(sorted(self.asleep))
             return EngineVersion(self.version, self.suspended, asleep, self.dirty)

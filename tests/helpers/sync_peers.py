@@ -9,7 +9,6 @@ process's orders: the byte to flip, the moment to stop at.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -54,7 +53,7 @@ from moerl.weight_sync.receiver import Receiver, ReceiverContext, ReceiverSocket
 from moerl.weight_sync.receiver_names import keys_path, socket_path
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
 from moerl.weight_sync.session import EngineSession, SessionSpec
-from moerl.weight_sync.snapshot import SharedSnapshot, WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TransferPlan, relay_schedule
 from moerl.weight_sync.transfer_plan import TRAINER as TRAINER_ID
 from moerl.weight_sync.transports.factory import make
@@ -180,7 +179,11 @@ class FaultyReceiver:
                 session = self.receiver._session
                 assert session is not None
                 takes_deltas = session.message.delta
-                if not takes_deltas or any(map(any, message.deltas)):
+                if session.message.writes_live:
+                    self._flips -= 1
+                    *_, last = self._model.tensors().values()
+                    last.view(-1)[0] += 1e-3  # the last rows are padding, which no piece has
+                elif not takes_deltas or any(map(any, message.deltas)):
                     self._flips -= 1
                     session.staging.fetch(time.monotonic() + 60)  # disk: the bytes are here now
                     place = 0 if takes_deltas else session.plan.staging_bytes // 2
@@ -281,6 +284,7 @@ class Control:
                 tuple(r.starts[0] for r in replies),  # type: ignore[union-attr]
                 first.layout,
                 first.held,
+                max(r.rounds for r in replies),  # type: ignore[union-attr]
             )
         elif isinstance(message, VerifyUpdate):
             merged = UpdateVerified(
@@ -319,6 +323,7 @@ def run_trainer_rank(
     num_engines: int,
     lora: LoraConfig | None = None,
     stale: bool = False,
+    live: bool = False,
 ) -> None:
     """Sender threads towards all engines; stores each version that comes over the queue.
 
@@ -327,29 +332,33 @@ def run_trainer_rank(
     """
     torch.set_num_threads(1)
     named = megatron_tiles(spec(), TRAINER, rank)
-    offer = SharedSnapshot(WeightSnapshot(), threading.Condition())
+    own = local_tensors(named, START)  # the live weights
+    offer = LiveWeights() if live else WeightSnapshot()
     keys, lines = wires
     threads = []
     plan, merged = transfer(tp, lora), None
     if isinstance(plan, FactorPlan):
-        merged = MergedTotals(plan.weights.sender(rank), offer.weights).total
-    packer = BucketPacker(plan.sender(rank), offer.weights, merged)
+        merged = MergedTotals(plan.weights.sender(rank), offer).total
+    packer = BucketPacker(plan.sender(rank), offer, merged)
     for engine in range(num_engines):
         # a copy of its own for each engine: one of them may be made to halt
         mover = copy(make(transport, address="127.0.0.1", folder=folder))
         if halt is not None and rank == 0 and engine == halt.engine:
             _halting(mover, halt)
         sender = WeightSender(packer, mover, delta=delta)
-        threads.append(SenderThread("127.0.0.1", keys, sender, offer))
+        threads.append(SenderThread("127.0.0.1", keys, sender))
         threads[-1].start()
     lines.send([thread.endpoint for thread in threads])
     while True:
         version = versions.get()  # type: ignore[attr-defined]
-        with offer.changed:
-            factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
-            weights = local_tensors(named, version, lora)
-            offer.weights.store(weights | factors, version)
-            offer.changed.notify_all()
+        factors = local_factors(rank, PolicyVersion(0, 1) if stale else version, lora)
+        weights = local_tensors(named, version, lora)
+        if live:
+            offer.before_write()
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+            weights = own
+        offer.store(weights | factors, version)
 
 
 def _halting(mover: object, halt: Halt) -> None:
@@ -390,8 +399,11 @@ class Trainer:
         delta: bool = False,
         lora: LoraConfig | None = None,
         stale: bool = False,
+        live: bool = False,
     ) -> None:
-        """direct: engines that are served by the trainer ranks; 0 = all.
+        """live: no copy on either side, as between engines and a trainer that take turns.
+
+        direct: engines that are served by the trainer ranks; 0 = all.
 
         timeouts: `sync.timeout_s` per engine; 60 s unless a test waits for one to pass.
         """
@@ -415,6 +427,7 @@ class Trainer:
                     len(engines),
                     lora,
                     stale,
+                    live,
                 ),
                 daemon=True,
             )
@@ -428,6 +441,7 @@ class Trainer:
             group = SenderGroup([by_engine[index] for by_engine in endpoints], keys)
             timeout_s = timeouts[index] if timeouts else 60.0
             terms = self._terms(index, tp, transport, timeout_s, plan, delta, folder)
+            terms = replace(terms, writes_live=live)
             if lora is not None:
                 terms = replace(terms, plan=transfer(tp, lora).id, lora=lora)
             connect = lambda engine=engine: Control(engine, engines)  # noqa: E731

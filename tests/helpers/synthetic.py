@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,6 +73,30 @@ def random_rollout(
         sampling=spec.sampling,
         engine=0,
     )
+
+
+def share_prompt_rows(store: BlobStore, rollouts: Sequence[Rollout], num: int = 0) -> list[Rollout]:
+    """The rollouts with the first one's routes of `num` tokens, stored once.
+
+    Of one prompt and one segment each.  num: 0 = all of the prompt but its last, as an engine host.
+    """
+    first, found = rollouts[0], []
+    num = num or first.prompt_len - 1
+    (ref,) = store.seal(f"{first.rollout_id}.p", [_rows(store.load(first.routing[0].ids), 0, num)])
+    prompt = replace(first.routing[0], ids=ref, row_end=num)
+    for rollout in rollouts:
+        (part,) = rollout.routing
+        rest = ()
+        if part.row_end > num:
+            own = _rows(store.load(part.ids), num, part.row_end)
+            (ref,) = store.seal(f"{rollout.rollout_id}.o", [own])
+            rest = (replace(part, ids=ref, row_begin=num),)
+        found.append(replace(rollout, routing=(prompt, *rest)))
+    return found
+
+
+def _rows(ids: Array, begin: int, end: int) -> Array:
+    return np.ascontiguousarray(ids[:, begin:end])
 
 
 def random_reply(

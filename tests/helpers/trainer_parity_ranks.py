@@ -117,7 +117,7 @@ def _logprobs(learner: Learner, plan: BatchPlan, mode: Mode, shift: int) -> dict
     assert model.replay is not None
     for index in range(plan.num_microbatches):
         batch = pack_microbatch(
-            plan, ranks.dp_rank, index, learner.store, grid=forward.grid_of(ranks, packed=False)
+            plan, ranks.dp_rank, index, learner.store, grid=forward.grid_of(ranks, TrainerConfig())
         )
         if mode is Mode.REPLAY:
             rows = batch.tokens.shape[0]

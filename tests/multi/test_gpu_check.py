@@ -107,6 +107,24 @@ def test_a_failed_check_hides_no_other(
     assert "AssertionError: 3 != 4" in capsys.readouterr().out
 
 
+def test_the_run_in_turns_has_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(checks: Any, *_rest: Any, **_fields: Any) -> gpu_check.Report:
+        ran.extend(check.name for check in checks)
+        return gpu_check.Report("full", False, "", "")
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    assert (
+        gpu_check.main(["--colocated"]) == gpu_check.main(["--colocated", "--only", "speed"]) == 0
+    )
+    assert ran == ["colocated", "speed", "colocated"]
+    with pytest.raises(SystemExit, match="no check 'colocated'"):
+        gpu_check.main(["--colocated", "--parts"])
+
+
 def test_names_and_tests_of_checks_exist() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:

@@ -15,6 +15,7 @@ OFFLOAD = Module("on_offload.py")
 PARKED = Module("on_parked.py")
 ADAPTERS = Module("on_lora.py")
 ONE_GPU = Module("on_one_gpu.py")
+TURNS = Module("on_turns.py")
 
 
 @pytest.mark.parametrize("name", TRAINER.names())
@@ -35,6 +36,11 @@ def test_a_parked_trainer(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTERS.names())
 def test_adapters(name: str) -> None:
     ADAPTERS.passed(name)
+
+
+@pytest.mark.parametrize("name", TURNS.names())
+def test_turns_with_one_gpu(name: str) -> None:
+    TURNS.passed(name)
 
 
 @pytest.mark.parametrize("name", ONE_GPU.names())

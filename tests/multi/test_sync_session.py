@@ -23,8 +23,10 @@ from moerl.core.messages import (
     PrepareUpdate,
     PublishFailure,
     PublishResult,
+    UpdatePrepared,
     UpdateVerified,
     VerifyUpdate,
+    WriteUpdate,
 )
 from moerl.core.rpc import Keys
 from moerl.core.types import PolicyVersion
@@ -231,12 +233,10 @@ def test_a_late_joiner_is_served_without_the_others(made: Made, tmp_path: Path) 
     assert first.served() == V1
 
 
-def test_a_version_that_is_not_verified_is_not_committed() -> None:
-    """Neither before VERIFY nor after one that found damage, whatever the session would do."""
-    rank = FaultyReceiver(0, 1, V0, flips=0)
-    prepare = PrepareUpdate(
+def prepare_of(version: PolicyVersion, *, writes_live: bool = False) -> PrepareUpdate:
+    return PrepareUpdate(
         engine=0,
-        version=V1,
+        version=version,
         plan_engine=PLAN_ID,
         plan=transfer(1).id,
         layout="",
@@ -245,9 +245,15 @@ def test_a_version_that_is_not_verified_is_not_committed() -> None:
         policy=asdict(POLICY),
         layer_spec="local",
         timeout_s=LATE_S,
+        writes_live=writes_live,
     )
+
+
+def test_a_version_that_is_not_verified_is_not_committed() -> None:
+    """Neither before VERIFY nor after one that found damage, whatever the session would do."""
+    rank = FaultyReceiver(0, 1, V0, flips=0)
     try:
-        rank.handle(prepare)
+        rank.handle(prepare_of(V1))
         for _ in range(2):
             with pytest.raises(EngineError, match=r"has not verified 0\.1"):
                 rank.handle(CommitUpdate(0, V1, LATE_S))
@@ -255,6 +261,93 @@ def test_a_version_that_is_not_verified_is_not_committed() -> None:
             assert isinstance(verified, UpdateVerified)
             assert verified.failed[0], "no digest, no match"
         assert rank.handle(AskEngine(0)) == EngineVersion(V0, "")
+    finally:
+        rank.receiver.close()
+
+
+# --- into live weights ----------------------------------------------------------------------------
+def test_live_weights_take_each_version_and_no_version_twice_the_memory(
+    made: Made, tmp_path: Path
+) -> None:
+    both = engines(made, tmp_path, 2, tp=2)
+    job = trainer(made, both, live=True)
+    for version in (V1, V2, PolicyVersion(1, 0)):
+        results = job.publish(version)
+        assert all(isinstance(result, PublishResult) for result in results), results
+        assert [engine.served() for engine in both] == [version] * 2
+        assert {result.num_bytes for result in results} == {
+            sum(transfer(2).receiver(rank).num_bytes for rank in range(2))
+        }
+
+
+@pytest.mark.parametrize("flips", [1, 2])
+def test_an_element_of_a_live_weight_that_changes_is_noticed(
+    made: Made, tmp_path: Path, flips: int
+) -> None:
+    """Between WRITE and VERIFY.  Once: all is written again; twice: the weights are served by no
+    commit, and the next session writes them."""
+    (engine,) = engines(made, tmp_path, 1, flips=flips)
+    job = trainer(made, [engine], live=True)
+    job.start(V1)
+    (result,) = [session.settle() for session in job.sessions]
+    if flips == 1:
+        assert isinstance(result, PublishResult), result
+        assert result.resent == 1
+    else:
+        assert isinstance(result, PublishFailure)
+        assert (result.phase, "damaged twice" in result.cause) == ("verify", True), result
+        (state,) = engine.ask(AskEngine(0), LATE_S)
+        assert isinstance(state, EngineVersion)
+        assert (state.version, state.cause[:7]) == (V0, "not 0.0"), "control: they are mixed"
+        job.sessions[0].resume()
+    wait_until(lambda: engine.ask(AskEngine(0), LATE_S) == [EngineVersion(V1, "")])
+
+
+def test_a_trainer_that_dies_between_two_rounds_leaves_weights_for_the_next_to_write(
+    made: Made, tmp_path: Path
+) -> None:
+    (engine,) = engines(made, tmp_path, 1)
+    halt = Halt(0, 12, CONTEXT.Event(), CONTEXT.Event())
+    job = trainer(made, [engine], halt=halt, timeouts=(4.0,), live=True)
+    job.start(V1)
+    assert halt.reached.wait(LATE_S)
+    job.processes[0].kill()
+    (result,) = [session.settle() for session in job.sessions]
+    assert isinstance(result, PublishFailure)
+    assert result.phase == "transfer"
+    (state,) = engine.ask(AskEngine(0), LATE_S)
+    assert isinstance(state, EngineVersion)
+    assert (state.version, state.cause[:7]) == (V0, "not 0.0"), "a round was written"
+    job.end()
+    again = PolicyVersion(1, 0)
+    (result,) = trainer(made, [engine], live=True).publish(again)
+    assert isinstance(result, PublishResult), result
+    assert engine.served() == again
+
+
+def test_rounds_and_their_staging() -> None:
+    """Two buckets of each region at a time; a session that wrote nothing verifies nothing."""
+    rank = FaultyReceiver(0, 1, V0, flips=0)
+    prepare = prepare_of(V1, writes_live=True)
+    try:
+        prepared = rank.handle(prepare)
+        assert isinstance(prepared, UpdatePrepared)
+        plan = transfer(1).receiver(0)
+        most = max(len(region.buckets) for region in plan.regions)
+        assert prepared.rounds == -(-most // 2) > 3
+        session = rank.receiver._session
+        assert session is not None
+        staged = session.staging.buffer.numel()
+        assert staged <= 2 * len(plan.regions) * 2 * POLICY.bucket_bytes < plan.staging_bytes
+        with pytest.raises(EngineError, match=r"nothing of 0\.1 was written"):
+            rank.handle(VerifyUpdate(0, V1, (b"",), LATE_S))
+        assert rank.handle(AskEngine(0)) == EngineVersion(V0, "")
+        rank.handle(WriteUpdate(0, V1, 0, LATE_S))
+        with pytest.raises(EngineError, match=r"has not verified 0\.1"):
+            rank.handle(CommitUpdate(0, V1, LATE_S))
+        rank.handle(prepare_of(V2))
+        with pytest.raises(EngineError, match="does not write live weights"):
+            rank.handle(WriteUpdate(0, V2, 0, LATE_S))
     finally:
         rank.receiver.close()
 

@@ -11,20 +11,39 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moerl.config import resolve
 from moerl.config.clusters import check_cluster
-from moerl.config.schema import Config, TeacherConfig
+from moerl.config.schema import Config, NodeGroup, Role, TeacherConfig
+from moerl.controller import engine_pool
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.turns import TurnPhase
 from moerl.core.errors import ConfigError, EngineError, ProtocolError
-from moerl.core.messages import Plan, Refresh, SleepEngine, StepDone, TakePlan, WakeEngine
+from moerl.core.messages import (
+    AskEngine,
+    Message,
+    Plan,
+    Refresh,
+    SessionMessage,
+    SleepEngine,
+    StepDone,
+    TakePlan,
+    WakeEngine,
+)
 from moerl.core.types import PolicyVersion
-from tests.helpers.controllers import CONFIG, commit, hello, make, running, successor
+from tests.helpers.controllers import (
+    CONFIG,
+    commit,
+    hello,
+    make,
+    running,
+    successor,
+    written_live,
+)
 from tests.helpers.stub_engine import StubEngine
 
 TURNS = resolve(replace(CONFIG, cluster=replace(CONFIG.cluster, colocated="turns")))
@@ -71,7 +90,15 @@ class Trainer:
         for index, engine in enumerate(self.engines):
             self.point("handing")
             try:
-                await self.controller.handle(commit(self.version, index))
+                turns = self.controller.context.turns
+                sleeps = turns is not None and index in turns._sleepers
+                asked = (
+                    written_live(self.version, index) if sleeps else [commit(self.version, index)]
+                )
+                for message in asked:
+                    await self.controller.handle(message)
+                    if engine.dirty:
+                        self.point("writing")
             except EngineError:
                 continue
             assert not engine.dirty
@@ -105,11 +132,12 @@ def play(
     tmp_path: Path,
     engines: list[StubEngine],
     work: Callable[[Controller, Trainer], Coroutine[Any, Any, None]],
+    config: Config = TURNS,
 ) -> tuple[Controller, Trainer, list[Any]]:
     found: list[Any] = []
 
     async def whole() -> None:
-        controller, reports = make(tmp_path, engines[0], TURNS, more_engines=engines[1:])
+        controller, reports = make(tmp_path, engines[0], config, more_engines=engines[1:])
         trainer = Trainer(controller, engines)
         found[:] = [controller, trainer, reports]
         await running(controller, work(controller, trainer))
@@ -164,7 +192,7 @@ def test_without_turns_no_engine_is_asked_to_sleep(tmp_path: Path) -> None:
 
 
 # --- deaths ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("point", ["start", "handing", "train"])
+@pytest.mark.parametrize("point", ["start", "handing", "writing", "train"])
 def test_a_trainer_that_dies_finds_sleeping_engines(tmp_path: Path, point: str) -> None:
     """The next one has the memory for its start, publishes, and no group is trained twice."""
     engines = [StubEngine(), StubEngine()]
@@ -298,6 +326,70 @@ def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: st
     asyncio.run(whole())
 
 
+class SlowToSay(StubEngine):
+    """Says what sleeps only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.says = asyncio.Event(), asyncio.Event()
+
+    async def session(self, message: SessionMessage) -> Message:
+        if isinstance(message, AskEngine):
+            self.asked.set()
+            await self.says.wait()
+        return await super().session(message)
+
+
+@pytest.mark.parametrize("asks", ["a session that failed", "a turn that opens"])
+def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
+    tmp_path: Path, asks: str
+) -> None:
+    """Else no turn would let it start, and `close` would wait for it to sleep."""
+    engine = SlowToSay()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        await trainer.start()
+        engine.dead = asks == "a session that failed"
+        message = commit(trainer.version) if engine.dead else TakePlan(0, 60.0, 0)
+        asking = asyncio.create_task(controller.handle(message))
+        await engine.asked.wait()
+        controller.engine_lost(0)
+        engine.says.set()
+        if engine.dead:
+            with pytest.raises(EngineError):
+                await asking
+        await asyncio.sleep(0.1)
+        assert controller.context.pool.members[0].phase == EnginePhase.LOST
+        asking.cancel()
+
+    play(tmp_path, [engine], work)
+
+
+def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps, so nothing would ever wake it."""
+    monkeypatch.setattr(engine_pool, "ANSWER_S", 0.2)
+    monkeypatch.setattr(engine_pool, "_REST_S", 0.05)
+    engine = StubEngine()
+
+    async def whole() -> None:
+        first, _ = make(tmp_path, engine, TURNS)
+        loops = asyncio.create_task(first.run())
+        trainer = Trainer(first, [engine])
+        await trainer.start()
+        loops.cancel()
+        engine.is_hung = True
+        second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
+        await second.rejoin([])
+        assert second.context.pool.members[0].phase == EnginePhase.RESTING
+        engine.is_hung = False
+        trainer.controller = second
+        await running(second, trainer.run(3))
+
+    asyncio.run(whole())
+
+
 # --- states ---------------------------------------------------------------------------------------
 def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
     """A publish that failed: the engine is behind, and the trainer is told to publish again."""
@@ -312,6 +404,25 @@ def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
         member = controller.context.pool.members[0]
         assert (member.phase, member.behind) == (EnginePhase.ASLEEP, True)
         assert engine.asleep == set(ALL)
+        await trainer.hand_over()
+        await trainer.run(1)
+
+    play(tmp_path, [engine], work)
+
+
+def test_mixed_weights_are_never_admitted(tmp_path: Path) -> None:
+    """A session that failed between two rounds; the same trainer writes the engine anew."""
+    engine = StubEngine()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        trainer.dies_at = "writing"
+        with pytest.raises(Death):
+            await trainer.start()
+        assert (engine.asleep, engine.dirty) == ({"kv_cache"}, True)
+        assert await controller.handle(TakePlan(0, 60.0, 0)) == Refresh()
+        assert (engine.asleep, engine.dirty) == ({"kv_cache"}, True)
+        assert not engine.requests
+        trainer.dies_at = ""
         await trainer.hand_over()
         await trainer.run(1)
 
@@ -392,6 +503,8 @@ def test_a_turn_gets_longer_while_it_drops_more_than_it_samples(
         ({"turn": {"moves": ["gradients"]}}, "kv_cache must be in it"),
         ({"lora": {"rank": 4}, "turn": {"moves": ["kv_cache", "engine_weights"]}}, "base would be"),
         ({"cluster": {"launcher": "slurm"}}, "for one machine"),
+        ({"sync": {"delta": True}}, "from no base"),
+        ({"sync": {"direct": 1}}, "keeps no version"),
         ({"algorithm": {"teachers": [TeacherConfig(follows="policy")]}}, "may be parked"),
     ],
 )
@@ -403,3 +516,45 @@ def test_settings_that_cannot_take_turns_are_refused(change: dict[str, Any], say
     check_cluster(TURNS)
     with pytest.raises(ConfigError, match=says):
         check_cluster(changed(TURNS))
+
+
+# --- hybrid ---------------------------------------------------------------------------------------
+TWO_GPUS = NodeGroup(roles=list(get_args(Role)), devices=2)
+HYBRID = replace(
+    TURNS,
+    cluster=replace(TURNS.cluster, nodes={"all": TWO_GPUS}),
+    engine=replace(TURNS.engine, count=2),
+)
+
+
+def test_an_engine_on_gpus_that_the_trainer_lacks_serves_on(tmp_path: Path) -> None:
+    """It is never asked to sleep, takes every version, and no turn waits for its start."""
+    shared, own = StubEngine(), StubEngine()
+
+    async def work(controller: Controller, trainer: Trainer) -> None:
+        trainer.engines = [shared]
+        await trainer.start()
+        own_version = {own.version}
+        for step in range(3):
+            trainer.engines = [shared]
+            await trainer.plan()
+            pool = controller.context.pool
+            assert (pool.serves(0), pool.serves(1)) == (False, True)
+            trainer.take_memory()
+            trainer.step += 1
+            await controller.handle(StepDone(step, trainer.version, {}, ""))
+            trainer.engines = [shared, own]
+            await trainer.hand_over()
+            own_version.add(own.version)
+        assert own_version == {PolicyVersion(0, step) for step in range(4)}
+        own.kill()
+        controller.engine_lost(1)
+        trainer.engines = [shared]
+        await trainer.run(4)
+        after = controller.context.turns
+        assert after is not None
+        assert after.phase == TurnPhase.HANDING
+
+    play(tmp_path, [shared, own], work, HYBRID)
+    assert own.moved == {}
+    assert shared.moved["sleep"] == 5, "a start and four plans"

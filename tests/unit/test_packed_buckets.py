@@ -17,7 +17,7 @@ from moerl.weight_sync import packed_buckets
 from moerl.weight_sync.buckets import Bucket, Digest, Piece, Region
 from moerl.weight_sync.packed_buckets import BucketKey, BucketPacker
 from moerl.weight_sync.sender import WeightSender
-from moerl.weight_sync.snapshot import WeightSnapshot
+from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import SenderPlan
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
@@ -90,10 +90,10 @@ class StagingReceiver:
     def connect(self, endpoint: bytes, deadline: float) -> Link:
         return Link(self.staging, self.step, self.mapped)
 
-    def send(self) -> None:
+    def send(self, *, again: bool = False) -> None:
         to = {dst: Destination(b"", dst * SIZE * BUCKETS) for dst in range(2)}
         try:
-            self.moved = self.sender.send(to, LATE)
+            self.moved = self.sender.send(to, LATE, again=again)
         except TransportError as error:
             self.error = error
             self.sender.drop()
@@ -215,7 +215,8 @@ def test_a_digest_of_damaged_memory_is_replaced_when_the_bucket_is_sent_again(
     second.send()
     assert torch.equal(second.staging, whole(V1))
     wrong = second.moved[0].digests
-    right = second.sender.resend({0: [0]}, LATE)[0].digests
+    second.send(again=True)
+    right = second.moved[0].digests
     assert (right[:8] != wrong[:8], right[8:] == wrong[8:]) == (True, True)
 
 
@@ -230,6 +231,53 @@ def test_a_late_sender_gives_its_bytes_to_none_of_the_next_version(packer: Bucke
     assert torch.equal(taken.data, whole(V2)[:SIZE])
     packer.give_back(late)
     packer.give_back(taken)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_weights_that_are_parked_are_read_by_no_late_sender(mapped: bool) -> None:
+    """`before_write` waits for a bucket that is being packed; the sender gets no other."""
+    live, offer = weights(V1), LiveWeights()
+    offer.store(live, V1)
+    packer, parked = BucketPacker(plan(), offer), threading.Event()
+
+    def step() -> None:
+        """After each bucket; the trainer parks its weights after the second."""
+        if packer.num_packed == 2:
+            offer.before_write()
+            for tensor in live.values():
+                tensor.untyped_storage().resize_(0)
+            parked.set()
+
+    engine = StagingReceiver(packer, step, mapped=mapped)
+    engine.send()
+    assert parked.is_set()
+    assert engine.error is not None
+    assert "not offered any more" in str(engine.error)
+    assert packer.num_packed == 2
+    with pytest.raises(TransportError, match="no weights are offered"):
+        engine.sender.send({dst: Destination(b"", 0) for dst in range(2)}, LATE)
+
+
+def test_senders_read_the_weights_themselves_and_wait_for_none(packer: BucketPacker) -> None:
+    live, offer = weights(V1), LiveWeights()
+    engine = StagingReceiver(BucketPacker(plan(), offer), mapped=True)
+    for version in (V1, V2):
+        offer.before_write()
+        for name, tensor in weights(version).items():
+            live[name].copy_(tensor)
+        offer.store(live, version)
+        engine.send()
+        assert torch.equal(engine.staging, whole(version))
+        assert all(offer[name] is tensor for name, tensor in live.items()), "a copy"
+    with offer.reading():
+        parking = threading.Thread(target=offer.before_write, daemon=True)
+        parking.start()
+        parking.join(0.2)
+        assert parking.is_alive(), "a bucket is being packed"
+    parking.join(LATE_S)
+    assert not parking.is_alive()
+    with pytest.raises(AssertionError, match="another storage"):
+        offer.store(weights(V1), V1)
 
 
 def test_what_cannot_be_packed_is_packed_by_the_next_that_asks(

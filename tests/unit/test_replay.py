@@ -312,27 +312,30 @@ def test_gradient_is_zero_where_the_record_excludes_and_nowhere_else() -> None:
     assert head.grad[kept_by_several].abs().amax(1).gt(0).all()
 
 
-def test_router_losses_in_fp64_and_padding_is_outside() -> None:
+def test_router_losses_in_fp64_count_each_use_and_no_padding() -> None:
     rng = torch.Generator().manual_seed(3)
     logits = torch.randn(5, 4, generator=rng, dtype=torch.float64).requires_grad_()
-    sequence, lengths = torch.tensor([0, 1, 1, 0, -1]), torch.tensor([2.0, 2.0])
-    real = torch.arange(4)
-    counts = torch.tensor([[2.0, 1.0, 1.0, 0.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
+    # the rollouts share row 0; row 4 is padding
+    rows, sequence = torch.tensor([0, 3, 0, 1, 2]), torch.tensor([0, 0, 1, 1, 1])
+    lengths = torch.tensor([2.0, 3.0])
+    counts = torch.tensor([[2.0, 1.0, 1.0, 0.0], [1.0, 2.0, 1.0, 2.0]], dtype=torch.float64)
 
     def z(x: Tensor) -> Tensor:
-        return z_loss(x, sequence >= 0)
+        return z_loss(x, rows)
 
     def balance(x: Tensor) -> Tensor:
-        return balance_loss(x.softmax(-1), sequence, real, counts, lengths, 2)
+        return balance_loss(x.softmax(-1), rows, sequence, counts, lengths, 2)
 
     for loss in (z, balance):
         assert torch.autograd.gradcheck(loss, logits)
         (grad,) = torch.autograd.grad(loss(logits), logits)
         assert grad[:4].abs().amin() > 0
         assert not grad[4].any(), "padding"
+    of_rows = logits.detach().logsumexp(-1).square()
+    assert float(z(logits)) == pytest.approx(float(of_rows[:4].sum() + of_rows[0]))
     p = logits.detach().softmax(-1)
     by_hand = sum(
-        float(4 * counts[q, e] / (2 * 2) * p[sequence == q, e].mean())
+        float(4 * counts[q, e] / (2 * lengths[q]) * p[rows[sequence == q], e].mean())
         for q in range(2)
         for e in range(4)
     )

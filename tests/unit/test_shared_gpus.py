@@ -21,7 +21,7 @@ from moerl.launch.run_context import rank_environment
 from moerl.launch.supervision.actors import EngineGpus
 from moerl.planning import publish_forecast
 from moerl.planning.dry_run import describe
-from moerl.planning.estimates import check_shared_gpus
+from moerl.planning.estimates import check_colocated
 
 ONE_GPU = {"quickstart": ["cluster=gpu1"], "smollm2-moe": ["cluster=gpu1"], "olmoe-1gpu": []}
 PURPOSES = {"weights", "KV cache", "gradients", "optimizer", "a publish", "CUDA, graphs, waste"}
@@ -70,7 +70,7 @@ def test_more_than_the_gpu_has_is_refused_with_numbers(setting: str, says: str) 
     with pytest.raises(ConfigError, match=rf"cluster\.colocated = 'shared' .*{says}"):
         describe(config, [])
     with pytest.raises(ConfigError, match="would hold"):
-        check_shared_gpus(config)  # a start asks it
+        check_colocated(config)  # a start asks it
     unknown = resolve(load_config("olmoe-1gpu", [setting, "cluster.nodes.all.device_gb=0"]))
     describe(unknown, [])
 

@@ -70,7 +70,8 @@ def test_buckets_sent_again_do_not_overwrite_each_other(again: tuple[int, ...]) 
     region = Region(0, 0, pieces, buckets, 4 * size)
     packer = BucketPacker(SenderPlan("id", 0, (region,)), shard)
     packer.join()
-    sender = _RegionSender(region, 0, link, packer, delta=False)  # type: ignore[arg-type]
+    starts = [bucket.offset for bucket in buckets]
+    sender = _RegionSender(region, starts, link, packer, delta=False)  # type: ignore[arg-type]
     sender.send(range(4), V1, 0.0)
     whole = link.memory.clone()
     assert whole.view(torch.float32)[::8].tolist() == [1.0, 2.0, 3.0, 4.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,14 @@ from moerl.core.messages import (
     EngineVersion,
     Message,
     Ok,
+    PrepareUpdate,
     SleepEngine,
     UpdateDone,
+    UpdatePrepared,
+    UpdateVerified,
+    VerifyUpdate,
     WakeEngine,
+    WriteUpdate,
 )
 from moerl.core.rpc import Keys
 from moerl.core.types import GenerateRequest, ModelShape, PolicyVersion, SamplingParams
@@ -35,7 +41,7 @@ from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from moerl.weight_sync.receiver import ReceiverSocket
 from moerl.weight_sync.receiver_names import UNCHANGED, Committed, MemoryMoved, socket_path
-from tests.helpers.controllers import make
+from tests.helpers.controllers import make, written_live
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import StubEngine
 
@@ -152,6 +158,73 @@ def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
         assert len(client.moved) == 4
 
     asyncio.run(work())
+
+
+def test_live_weights_are_written_only_while_the_kv_cache_alone_sleeps(tmp_path: Path) -> None:
+    """From the first round on the engine is dirty, whatever becomes of the session."""
+    asked: list[str] = []
+    writing, written = threading.Event(), threading.Event()
+
+    def rank(message: Message) -> Message:
+        asked.append(type(message).__name__)
+        match message:
+            case PrepareUpdate():
+                return UpdatePrepared((b"",), ({0: 0},), "", V0, 3)
+            case VerifyUpdate():
+                return UpdateVerified(((4,),), "")
+            case WriteUpdate(round=1):
+                writing.set()
+                assert written.wait(patience(20.0))
+        return Ok()
+
+    prepare, *_ = written_live(V1, 0)
+    write, verify = WriteUpdate(0, V1, 0, 20.0), VerifyUpdate(0, V1, (b"",), 20.0)
+
+    async def work() -> None:
+        host, _client = make_host(tmp_path)
+        ReceiverSocket(rank, socket_path(tmp_path, 0), KEYS).start()
+        for sleeps in (False, True):
+            if sleeps:
+                await host.move_memory(sleep())
+            for message in (prepare, write):
+                with pytest.raises(EngineError, match=rf"{UNCHANGED}.*alone sleeps, here"):
+                    await host.session(message)
+        assert not asked
+        await host.move_memory(wake("weights"))
+        await host.session(COMMIT)
+        await host.move_memory(sleep("kv_cache"))
+        prepared = await host.session(prepare)
+        assert isinstance(prepared, UpdatePrepared)
+        assert prepared.rounds == 3
+        assert await state(host) == (("kv_cache",), False), "nothing is written yet"
+        await host.session(write)
+        assert await state(host) == (("kv_cache",), True)
+        going_on = asyncio.create_task(host.session(replace(write, round=1)))
+        await asyncio.to_thread(writing.wait)
+        asleep = asyncio.create_task(host.move_memory(sleep("weights")))
+        await asyncio.sleep(0.1)
+        assert not asleep.done(), "pages that are being written"
+        written.set()
+        await going_on
+        await asleep
+        with pytest.raises(EngineError, match="alone sleeps"):
+            await host.session(verify)
+        await host.move_memory(wake("weights"))
+        await host.session(verify)
+        await host.session(AbortUpdate(0, V1, "damaged", 5.0))
+        with pytest.raises(EngineError, match="no verified weights"):
+            await host.move_memory(wake("kv_cache"))
+        await host.session(COMMIT)
+        assert (await host.move_memory(wake())).asleep == ()
+        assert await state(host) == ((), False)
+
+    asyncio.run(work())
+
+
+async def state(host: EngineHost) -> tuple[tuple[str, ...], bool]:
+    found = await host.session(AskEngine(0))
+    assert isinstance(found, EngineVersion)
+    return found.asleep, found.is_dirty
 
 
 def test_an_abort_of_a_sleeping_request_waits_for_the_wake(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from moerl.core.errors import ConfigError
 from moerl.layout import model_spec
 from moerl.planning.dry_run import describe
 from moerl.planning.memory import (
+    RUNTIME,
     EngineMemory,
     OptimizerBytes,
     TrainerMemory,
@@ -23,7 +24,7 @@ from moerl.planning.memory import (
     engine_memory,
     trainer_memory,
 )
-from moerl.planning.turn_phases import ASLEEP, NCCL, ORDER, phase_bytes, smallest_set
+from moerl.planning.turn_phases import NCCL, ORDER, copied_out, phase_bytes, smallest_set
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan
@@ -55,7 +56,9 @@ def test_phases_are_sums_of_their_parts() -> None:
     assert sum(none.train) - sum(every.train) == engine.total
     assert none.hand_over[1] - every.hand_over[1] == trainer.gradients + trainer.optimizer
     assert none.generate[1] - every.generate[1] == trainer.static
-    assert sum(every.train) == trainer.total + NCCL + ASLEEP
+    assert sum(every.train) == trainer.total + NCCL + RUNTIME + engine.update
+    assert copied_out(trainer, ORDER) == trainer.weights + trainer.optimizer
+    assert copied_out(trainer, ORDER[:3]) == 0, "gradients are thrown away"
     bare = phase_bytes(trainer, engine, ORDER, gpu=False)
     assert bare.train == (0, trainer.total)
 
@@ -65,13 +68,16 @@ def test_the_smallest_set_comes_first() -> None:
     small, large = EngineLayout(tp=8, ep=8), EngineLayout(tp=2, ep=2)
     assert smallest_set(*sides(small, 100_000), ROOM, adapters=False) is None
     host = sides(large, 100_000, optimizer=ON_HOST)
-    assert smallest_set(*host, ROOM, adapters=False) == ()
+    assert smallest_set(*host, ROOM, adapters=False) == ("gradients", "kv_cache")
     trainer, engine = longer = sides(large, 300_000, optimizer=ON_HOST)
     moves = smallest_set(*longer, ROOM, adapters=False)
     assert moves == ("gradients", "kv_cache")
     assert phase_bytes(trainer, engine, moves, gpu=True).most <= ROOM
     assert phase_bytes(trainer, engine, moves[:-1], gpu=True).most > ROOM, "control: one less"
-    assert smallest_set(*sides(large, 300_000, lora=LORA), ROOM, adapters=True) == ()
+    lora = smallest_set(*sides(large, 300_000, lora=LORA), ROOM, adapters=True)
+    assert lora == ("gradients", "kv_cache")
+    longest = sides(large, 600_000, optimizer=OptimizerBytes())
+    assert smallest_set(*longest, 110e9, adapters=False) == ORDER[:4]
 
 
 def text_of(recipe: str, *overrides: str) -> str:

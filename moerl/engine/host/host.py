@@ -27,6 +27,7 @@ from moerl.engine.host.adapter_slots import AdapterSlots, slot_arguments
 from moerl.engine.host.generation import Generation
 from moerl.engine.host.health import WATCH_S, EngineHealth, Heartbeat
 from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.server_args import SLEEPS
 from moerl.engine.host.sglang_client import EngineClient
 from moerl.engine.host.sglang_server import EngineServer, free_port
 from moerl.engine.host.weight_updates import WeightUpdater
@@ -80,7 +81,7 @@ class EngineContext:
             span=span,
         )
         if self.sleeps:
-            server.args |= {"enable_memory_saver": True, "sleep_on_idle": True}
+            server.args |= SLEEPS
         return server
 
 

@@ -58,6 +58,7 @@ _OWNED: dict[str, str] = {
     "encoder_only": "an engine generates",
     "is_embedding": "an engine generates",
     "enable_memory_saver": "set cluster.colocated",
+    "enable_weights_cpu_backup": "a publish writes the weights of an engine that slept",
     "enable_lora": "set lora.delivery",
     "max_lora_rank": "set lora.rank",
     "max_loras_per_batch": "set lora.slots",
@@ -70,6 +71,9 @@ _OWNED: dict[str, str] = {
 _CPU_MEMORY = 0.95  # share of the machine's memory that SGLang may find in use
 _FP32_ATTENTION = ("triton", "torch_native")  # backends on a GPU that have float32
 _ROTARY = (64, 128, 256, 512)  # head_dim of the CUDA kernel that also writes a bf16 cache
+
+SLEEPS = {"enable_memory_saver": True, "sleep_on_idle": True}
+"""Arguments of a server whose memory sleeps; while paused it would keep a core busy."""
 
 SPARSE = ("deepseek_v32",)
 """Families whose sparse attention's positions are recorded."""

@@ -17,13 +17,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from moerl.config.schema import EngineConfig
-from moerl.config.transport_rules import INTERFACES
+from moerl.config.transport_rules import ALLOCATOR, INTERFACES
 from moerl.core.errors import EngineError
 from moerl.core.json_files import read_json
 from moerl.core.rpc import Keys
@@ -275,6 +276,8 @@ class EngineServer:
         }
         if self.config.attention_dp > 1:
             env[DP_ATTENTION] = "1"
+        if self.args.get("enable_memory_saver"):
+            env |= saver_environment(env)
         if self.args.get("enable_return_indexer_topk"):
             # otherwise the indexer's kernel returns cache slots in place of positions
             env["SGLANG_DSA_FUSE_TOPK"] = "0"
@@ -307,6 +310,23 @@ class EngineServer:
             if self.log.exists()
             else []
         )
+
+
+def saver_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a server whose memory sleeps on a GPU.
+
+    The saver maps memory itself and refuses torch's own mapping, expandable segments; NCCL would
+    keep addresses of captured buffers.  Graphs stay awake: custom all-reduce exports their pool,
+    and their copy would be page-locked in each sleep.
+    Read at torch_memory_saver 0.0.10 (entrypoint.py, for one name of the variable only), sglang
+    0.5.23 (srt/model_executor/runner_backend/full_cuda_graph_backend.py).
+    """
+    found = {"NCCL_GRAPH_REGISTER": "0", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}
+    for name in ALLOCATOR:
+        options = [option.strip() for option in env.get(name, "").split(",")]
+        kept = [option for option in options if not option.startswith("expandable_segments")]
+        found |= {name: ",".join(kept)} if name in env else {}
+    return found
 
 
 def free_port(host: str) -> int:

@@ -36,6 +36,7 @@ from moerl.core.messages import (
     UpdateVerified,
     VerifyUpdate,
     WakeEngine,
+    WriteUpdate,
 )
 from moerl.core.rpc import Keys, ask
 from moerl.core.types import PolicyVersion
@@ -87,7 +88,7 @@ class WeightUpdater:
         # of it is replaced by one that passes the same COMMIT on again.
         self._closed: UpdateDone | None = None
         self._asleep: frozenset[str] = frozenset()  # of MEMORY_PARTS
-        self._is_dirty = False  # the weights slept, and no commit has written them since
+        self._is_dirty = False  # the weights slept or were written, and no commit came since
         self._server: EngineServer | None = None
         self._client: EngineClient | None = None
 
@@ -111,6 +112,8 @@ class WeightUpdater:
         """
         match message:
             case PrepareUpdate():
+                if message.writes_live:
+                    self._expect_asleep()
                 self._closed = None
                 prepared = await self._receivers(message, UpdatePrepared, message.timeout_s)
                 return UpdatePrepared(
@@ -118,9 +121,19 @@ class WeightUpdater:
                     tuple(reply.starts[0] for reply in prepared),
                     prepared[0].layout,
                     self.version,
+                    max(reply.rounds for reply in prepared),
                 )
+            case WriteUpdate():
+                async with self._committing:  # no sleep takes the pages away meanwhile
+                    self._expect_asleep()
+                    self._is_dirty = True
+                    await self._receivers(message, Ok, message.timeout_s)
+                return Ok()
             case VerifyUpdate():
-                verified = await self._receivers(message, UpdateVerified, message.timeout_s)
+                async with self._committing:
+                    if self._is_dirty:
+                        self._expect_asleep()
+                    verified = await self._receivers(message, UpdateVerified, message.timeout_s)
                 return UpdateVerified(
                     tuple(reply.failed[0] for reply in verified),
                     "-".join(reply.digest for reply in verified),
@@ -136,6 +149,14 @@ class WeightUpdater:
             case AskEngine():
                 cause = self._health.cause or ""
                 return EngineVersion(self.version, cause, self._parts(), self._is_dirty)
+
+    def _expect_asleep(self) -> None:
+        """Live weights are touched.  Raises EngineError: they sleep, or requests may read them."""
+        if "weights" in self._asleep or "kv_cache" not in self._asleep:
+            raise EngineError(
+                f"{UNCHANGED}: weights are written in place while the KV cache alone sleeps, here "
+                f"{', '.join(self._parts()) or 'nothing'} does"
+            )
 
     async def _receivers(
         self, message: SessionMessage, reply_type: type[T], timeout_s: float

@@ -30,6 +30,7 @@ from moerl.engine.protocol import MEMORY_PARTS, SLEEP
 from moerl.weight_sync.receiver_names import UNCHANGED, MemoryMoved
 
 _WEIGHTS = "weights"
+_released: dict[str, int] = {}  # bytes by part; a scheduler process serves one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def change(manager: Any, what: str, parts: list[str]) -> tuple[bool, str]:
     was_asleep = is_asleep(manager)
     if what == SLEEP and not was_asleep:
         recomputed = in_flight.retract(manager.scheduler)
+    torch.cuda.empty_cache()  # the saver's memory is not of torch's cache, which it would be beside
     mine = (_cause(manager, what, parts), sorted(manager.offload_tags))
     every = all_gather_values(mine, tuple[str, list[str]], manager.tp_cpu_group)
     causes = [cause for cause, _ in every if cause]
@@ -59,16 +61,29 @@ def change(manager: Any, what: str, parts: list[str]) -> tuple[bool, str]:
         if not was_asleep:
             in_flight.go_on(manager.scheduler)
         return False, f"{UNCHANGED}: {'; '.join(causes)}"
-    saver = manager.memory_saver_adapter
-    moved = sum(map(saver.resident, parts)) if what == SLEEP and hasattr(saver, "resident") else 0
+    moved = 0
     if what == SLEEP:
-        manager.release_memory_occupation(_Asked(parts))
+        _released.update((part, _release(manager, part)) for part in MEMORY_PARTS if part in parts)
+        moved = sum(_released[part] for part in parts)
     else:
         manager.resume_memory_occupation(_Asked(parts))
     if not is_asleep(manager):
         in_flight.go_on(manager.scheduler)
     record = MemoryMoved(time.perf_counter() - begin, moved, recomputed)
     return True, msgspec.json.encode(record).decode() + "\n"
+
+
+def _release(manager: Any, part: str) -> int:
+    """Returns the bytes that the device, or the system, has back."""
+    saver, before = manager.memory_saver_adapter, _free()
+    touched = saver.resident(part) if hasattr(saver, "resident") else 0
+    manager.release_memory_occupation(_Asked([part]))
+    return touched or _free() - before
+
+
+def _free() -> int:
+    """Bytes of the device that no process has; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _cause(manager: Any, what: str, parts: list[str]) -> str:
@@ -78,6 +93,9 @@ def _cause(manager: Any, what: str, parts: list[str]) -> str:
     if wrong or not parts:
         return f"{', '.join(wrong) or 'nothing'} can be changed by {what}"
     if what != SLEEP:
+        need = sum(_released.get(part, 0) for part in parts)
+        if torch.cuda.is_available() and need > _free():  # the saver would end the process
+            return f"{need} bytes are to come back, {_free()} are free: a trainer rank keeps them"
         return ""
     if not manager.memory_saver_adapter.enabled:
         return "the server was started without a memory saver (cluster.colocated: turns)"

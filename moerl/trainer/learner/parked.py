@@ -2,7 +2,8 @@
 
 All views of Megatron (param.data, main_grad, shards, optimizer state, buckets) keep their storage,
 so nothing is made again.  Gradients come back as zeros, since each step begins with zeros; the
-optimizer and the weights are kept in one buffer of host memory, page-locked beside a GPU.
+optimizer and the weights are kept in one buffer of host memory, page-locked beside a GPU (torch's
+own page-locked memory has a power of two of bytes).
 
 Rejected: Megatron's `offload_to_cpu` (pageable; in fp32 shards of weights stay twice, with
 `optimizer_cpu_offload` its host state moves to the device), read at megatron-core 0.19.2.
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from moerl.weight_sync.transports.pinned_memory import host_buffer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -47,8 +50,8 @@ class Parked:
 
         Nothing may read them until `back`, copies of a snapshot or a checkpoint included.
         """
-        total = 0
-        for part in (part for part in PARTS if part in set(parts) - self._away.keys()):
+        total, wanted = 0, set(parts) - self._away.keys()
+        for part in (part for part in PARTS if part in wanted):
             storages = list(self._storages(part).values())
             sizes = [storage.nbytes() for storage in storages]
             if part != "gradients":
@@ -67,7 +70,7 @@ class Parked:
         on_gpu = self._device.type == "cuda"
         if part not in self._host or self._host[part].numel() != sum(sizes):
             self._host.pop(part, None)
-            self._host[part] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+            self._host[part] = host_buffer(sum(sizes))
         for kept, storage in zip(self._host[part].split(list(sizes)), storages, strict=True):
             kept.copy_(_bytes(storage), non_blocking=True)
         if on_gpu:

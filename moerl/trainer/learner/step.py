@@ -54,6 +54,7 @@ from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import check_teachers, received
 from moerl.data.row_cost import pair_cost
+from moerl.data.shared_prefix import count_apart
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.optimizer import (
     connect,
@@ -173,6 +174,8 @@ class Learner:
         gather_parameters(self.ddp)
         metrics |= self._performance(total, times, time.perf_counter() - begin)
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
+        if self.config.trainer.share_prompts:
+            metrics["routing/prompts_apart"] = float(sum(map(count_apart, plan.groups)))
         if norms:
             metrics["loss/grad_norm"] = max(norms)
         if self.model.adapters:
@@ -445,7 +448,9 @@ class Learner:
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)
         metrics |= total.mismatch.metrics() | describe(
-            total, replayed=self.model.replay is not None
+            total,
+            replayed=self.model.replay is not None,
+            shares=self.config.trainer.share_prompts,
         )
         if self.router_losses is not None:
             metrics |= {f"loss/{name}": total.counts[name] / num_steps for name in NAMES}
@@ -462,5 +467,5 @@ class Learner:
             "perf/pack_s": times.pack,
             "perf/forward_backward_s": times.forward_backward,
             "perf/optimizer_s": times.optimizer,
-            "perf/train_tokens_per_s": total.counts["fed"] / step_s,
+            "perf/train_tokens_per_s": (total.counts["fed"] + total.counts["shared"]) / step_s,
         }

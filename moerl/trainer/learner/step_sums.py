@@ -24,7 +24,8 @@ from moerl.data.packing import Microbatch
 from moerl.trainer.passes.probe import exact_sums
 
 _COUNTS = (
-    "fed",  # fed-in tokens without padding
+    "fed",  # fed-in tokens without padding, shared tokens once
+    "shared",  # fed-in tokens that were forwarded in another rollout
     "forwarded",  # fed-in tokens with padding
     "fed_rows",  # fed-in tokens that this rank routes x its MoE layers
     "replayed_rows",  # recorded (token, layer) rows that routers consumed
@@ -93,7 +94,7 @@ class StepSums:
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
         loss = self.loss.cpu()
-        packed = torch.cat([loss, torch.tensor(list(self.counts.values())).double()])
+        packed = torch.cat([loss, torch.tensor(list(self.counts.values()), dtype=torch.float64)])
         dist.all_reduce(packed, group=group)
         peak = torch.tensor(self.kept_max, dtype=torch.float64)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -128,6 +129,7 @@ class StepSums:
         """Count tokens and masks, which are split over context-parallel ranks."""
         counts = self.counts
         counts["fed"] += batch.num_fed
+        counts["shared"] += batch.num_shared
         counts["forwarded"] += batch.tokens.numel()
         if batch.mask_offsets is not None:
             sizes = batch.mask_offsets.diff()
@@ -167,10 +169,12 @@ class StepSums:
         )
 
 
-def describe(sums: StepSums, *, replayed: bool) -> dict[str, float]:
+def describe(sums: StepSums, *, replayed: bool, shares: bool) -> dict[str, float]:
     """Coverage and payload metrics; metrics that could not be computed are absent."""
     counts = sums.counts
     metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
+    if shares:
+        metrics["perf/shared_frac"] = counts["shared"] / (counts["fed"] + counts["shared"])
     if counts["sampled"]:
         metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
     if counts["sampled_full"]:

@@ -25,6 +25,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import ddp_args
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.core.errors import ConfigError
+from moerl.data.shared_prefix import check_shared
 from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
@@ -33,6 +34,7 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.replay import RouteReplay, attach
 from moerl.trainer.model.served_adapters import ServedAdapters
+from moerl.trainer.model.shared_attention import SharedAttention
 from moerl.trainer.model.sparse_attention import IndexerReplay, attach_indexers, sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 from moerl.trainer.model.value_head import ValueHead
@@ -160,10 +162,12 @@ def build(
     """
     layers = parallel.platform.layers
     check_family(spec, trainer.parallel, trainer.packing, on_cpu=layers == "local")
+    if trainer.share_prompts:
+        check_shared(spec)
     spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     chunks = tuple(
-        _chunk(index, spec, config, parallel, half=trainer.dtype == "bf16", lora=lora)
+        _chunk(index, spec, config, parallel, trainer, lora)
         for index in range(trainer.parallel.vpp)
     )
     replay = None
@@ -194,8 +198,7 @@ def _chunk(
     spec: ModelSpec,
     config: TransformerConfig,
     parallel: Parallel,
-    *,
-    half: bool,
+    trainer: TrainerConfig,
     lora: LoraConfig | None,
 ) -> Chunk:
     last = parallel.sizes.vpp - 1
@@ -204,6 +207,7 @@ def _chunk(
         spec,
         config,
         use_te=parallel.platform.layers == "te",
+        shares=trainer.share_prompts,
         sizes=parallel.sizes,
         pre_process=parallel.is_first_stage and index == 0,
         post_process=has_loss,
@@ -218,7 +222,7 @@ def _chunk(
     if lora and lora.rank:
         made = ServedAdapters(lora) if lora.serves_adapters else Adapters(lora)
         adapters = attach_adapters(gpt, index, spec, made, lora, parallel)
-    module = Float16Module(config, gpt) if half else gpt
+    module = Float16Module(config, gpt) if trainer.dtype == "bf16" else gpt
     for router in gpt.modules():
         if hasattr(router, "_maintain_float32_expert_bias"):  # Float16Module casts buffers, too
             router._maintain_float32_expert_bias()
@@ -226,11 +230,20 @@ def _chunk(
 
 
 def gpt_model(
-    spec: ModelSpec, config: TransformerConfig, *, use_te: bool, sizes: ParallelConfig, **stage: Any
+    spec: ModelSpec,
+    config: TransformerConfig,
+    *,
+    use_te: bool,
+    sizes: ParallelConfig,
+    shares: bool = False,
+    **stage: Any,
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
     layers = decoder_spec(spec, config, use_te=use_te, **chunk)
+    if shares:
+        for layer in layers.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = SharedAttention
     if spec.yarn and not spec.kv_lora:
         set_yarn(config, spec)
     return GPTModel(

@@ -72,16 +72,15 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ConfigError("trainer.megatron.attention_dropout", dropout, "must be 0 on the CPU")
-        if config.window_size is not None:
-            raise ConfigError(
-                "trainer.megatron.window_size", config.window_size, "not supported on the CPU"
-            )
-        if config.softmax_type != "vanilla":
-            raise ConfigError(
-                "trainer.megatron.softmax_type", config.softmax_type, "must be vanilla on the CPU"
-            )
+        fixed = {
+            "attention_dropout": (dropout or 0, 0),
+            "window_size": (config.window_size, None),
+            "softmax_type": (config.softmax_type, "vanilla"),
+        }
+        for name, (value, needed) in fixed.items():
+            if value != needed:
+                reason = f"must be {needed} on the CPU and with trainer.share_prompts"
+                raise ConfigError(f"trainer.megatron.{name}", value, reason)
         self.scale = softmax_scale
         self.cp_group = None if config.context_parallel_size == 1 else pg_collection.cp
 

@@ -30,17 +30,20 @@ from torch.autograd import Function
 
 from moerl.algorithms.device_copies import upload
 from moerl.algorithms.head_logprob import SamplingMask, Scores, full_logprobs, kept_logprobs
+from moerl.config.schema import TrainerConfig
 from moerl.data.grid import Grid, Span
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.packed_rows import PackedRows
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.shared_attention import rotary_at
 
 
-def grid_of(parallel: Parallel, *, packed: bool, shape: tuple[int, int] = (1, 1)) -> Grid:
+def grid_of(parallel: Parallel, trainer: TrainerConfig, shape: tuple[int, int] = (1, 1)) -> Grid:
     """Microbatch grid of this rank.  shape: lower bound of rows and slots."""
-    return Grid(packed, parallel.cp_rank, parallel.cp_size, parallel.tp_size, *shape)
+    place = (parallel.cp_rank, parallel.cp_size, parallel.tp_size)
+    return Grid(trainer.packing, *place, *shape, shares=trainer.share_prompts)
 
 
 def routed_slots(batch: Microbatch, parallel: Parallel) -> Span:
@@ -106,19 +109,23 @@ def run_chunk(
 ) -> Tensor:
     """Forward pass of one model chunk: its hidden states, or the output of its output layer.
 
-    module: `chunk.module` or its wrapper.  Causal attention keeps right padding unseen, so no
-    mask is passed.
+    module: `chunk.module` or its wrapper.  Causal attention keeps right padding unseen, so a mask
+    is passed for shared tokens alone.
     """
     device = next(module.parameters()).device
-    inputs = (upload(batch.tokens, device), upload(batch.positions, device), None)
+    positions, seen_until = upload(batch.positions, device), None
     extra: dict[str, Any] = {"packed_seq_params": _packed(batch, device)}
     if chunk.has_loss:
         extra |= model.call_args
-    if model.replay is None:
-        assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
-        output: Tensor = module(*inputs, **extra)
-        return output
     with ExitStack() as served:
+        if batch.seen_until is not None:  # `shared_attention` takes it as the attention mask
+            seen_until = upload(batch.seen_until, device)
+            served.enter_context(rotary_at(chunk.gpt.rotary_pos_emb, positions[0]))
+        inputs = (upload(batch.tokens, device), positions, seen_until)
+        if model.replay is None:
+            assert mode is Mode.OFF, f"mode {mode} needs a model built with replay"
+            output: Tensor = module(*inputs, **extra)
+            return output
         served.enter_context(model.replay.forward(microbatch, mode, chunk.index))
         if model.indexers is not None:
             kind = model.indexers.mode(mode, microbatch, chunk.index)

@@ -145,7 +145,7 @@ class _OwnRoutes:
         """[slots * B] bool in router order -> [positions, rollouts] u8, 0 on other ranks."""
         grid = rows.view(self._span[1] - self._span[0], -1)
         result = torch.zeros(self._shape, dtype=torch.uint8)
-        pieces = self._batch.pieces(*self._span)
+        pieces = self._batch.uses(*self._span)
         row, slot = pieces.places()
         result[pieces.positions(), pieces.rollout.repeat(pieces.num)] = grid[
             slot - self._span[0], row

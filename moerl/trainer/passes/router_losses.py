@@ -15,8 +15,10 @@ a microbatch (`aux_loss`) or a running mean over them (`global_aux_loss`) depend
 definition: refused.  The gradient is attached where megatron-core attaches its own, once per row:
 in the forward pass, or in its recompute.
 
-Legend: N rows of one rank and microbatch in router order, R of them not padding, E experts, K
-experts per token.
+A row of a token that several rollouts share counts in each of them.
+
+Legend: N rows of one rank and microbatch in router order, U uses of them by rollouts (none of
+padding), E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class RouterLosses:
         self._sums = self._zeros()
         self._tokens = self._rollouts = 0
         self._lengths: dict[int, Tensor] = {}  # microbatch -> [rollouts] fed-in tokens
-        self._sequence: dict[int, Tensor] = {}  # microbatch -> [N] rollout of a row, -1: padding
-        self._real: dict[int, Tensor] = {}  # microbatch -> [R] rows that are not padding
+        # microbatch -> ([U] row, [U] rollout) of each use
+        self._uses: dict[int, tuple[Tensor, Tensor]] = {}
         self._counts: dict[Key, Tensor] = {}  # [rollouts, E] f32
         for chunk in model.chunks:
             for layer in chunk.gpt.decoder.layers:
@@ -83,7 +85,7 @@ class RouterLosses:
         turns = [turn for group in plan.groups for turn in group.rollouts()]
         self._tokens, self._rollouts = sum(r.num_tokens - 1 for r in turns), len(turns)
         self._sums = self._zeros()
-        for kept in (self._lengths, self._sequence, self._real, self._counts):
+        for kept in (self._lengths, self._uses, self._counts):
             kept.clear()
 
     def prepare(self, batch: Microbatch, microbatch: int, chunk: Chunk) -> None:
@@ -92,30 +94,27 @@ class RouterLosses:
         Collective over tensor and context parallel ranks, which run passes in the same order.
         """
         first, last = forward.routed_slots(batch, self.parallel)
-        grid = torch.full((last - first, len(batch.tokens)), -1)
-        pieces = batch.pieces(first, last)
+        pieces, device = batch.uses(first, last), self.parallel.device
         row, slot = pieces.places()
-        grid[slot - first, row] = torch.from_numpy(pieces.rollout.repeat(pieces.num))
-        device, sequence = self.parallel.device, grid.flatten()
-        self._sequence[microbatch] = upload(sequence, device)
-        self._real[microbatch] = upload((sequence >= 0).nonzero()[:, 0], device)
+        row_U = torch.from_numpy((slot - first) * len(batch.tokens) + row)
+        seq_U = torch.from_numpy(pieces.rollout.repeat(pieces.num))
+        self._uses[microbatch] = upload(row_U, device), upload(seq_U, device)
         fed = [rollout.num_tokens - 1 for rollout in batch.rollouts]
         self._lengths[microbatch] = upload(torch.tensor(fed, dtype=torch.float32), device)
         layers = self.replay.chunks[chunk.index]
         if not (self.balance_coeff and layers and fed):
             return
         keys = [Key(microbatch, chunk.index, layer) for layer in layers]
-        counts = torch.stack([self._count(key, sequence, len(fed)) for key in keys])
+        counts = torch.stack([self._count(key, row_U, seq_U, len(fed)) for key in keys])
         counts = upload(counts, device)
         for group in (self.parallel.tp, self.parallel.cp):
             dist.all_reduce(counts, group=group)
         self._counts |= dict(zip(keys, counts, strict=True))
 
-    def _count(self, key: Key, sequence_N: Tensor, rollouts: int) -> Tensor:
-        """[rollouts, E]: rows of this rank that name an expert."""
-        real = sequence_N >= 0
-        ids = self.replay.rows(key)[real].long()
-        cells = (sequence_N[real, None] * self.replay.num_experts + ids).flatten()
+    def _count(self, key: Key, row_U: Tensor, seq_U: Tensor, rollouts: int) -> Tensor:
+        """[rollouts, E]: uses on this rank that name an expert."""
+        ids = self.replay.rows(key)[row_U].long()
+        cells = (seq_U[:, None] * self.replay.num_experts + ids).flatten()
         counts = torch.bincount(cells, minlength=rollouts * self.replay.num_experts)
         return counts.view(rollouts, self.replay.num_experts).float()
 
@@ -123,8 +122,8 @@ class RouterLosses:
         """Replaces `TopKRouter.apply_z_loss`.  logits: [N, E]."""
         if not (self.z_coeff and torch.is_grad_enabled()):
             return logits
-        real_N = self._sequence[self.replay.serves(layer).microbatch] >= 0
-        loss = z_loss(logits, real_N) * (self.z_coeff / self._tokens)
+        row_U, _ = self._uses[self.replay.serves(layer).microbatch]
+        loss = z_loss(logits, row_U) * (self.z_coeff / self._tokens)
         return self._attach("router_z", logits, loss)
 
     def _balance(
@@ -136,8 +135,7 @@ class RouterLosses:
             return probs
         loss = balance_loss(
             scores_NE,
-            self._sequence[key.microbatch],
-            self._real[key.microbatch],
+            *self._uses[key.microbatch],
             self._counts.pop(key),
             self._lengths[key.microbatch],
             self.replay.top_k,
@@ -150,24 +148,23 @@ class RouterLosses:
         return result
 
 
-def z_loss(logits_NE: Tensor, real_N: Tensor) -> Tensor:
-    """Sum over real rows of logsumexp^2: a scalar."""
-    return (logits_NE.logsumexp(-1).square() * real_N).sum()
+def z_loss(logits_NE: Tensor, row_U: Tensor) -> Tensor:
+    """Sum over uses of rows of logsumexp^2: a scalar."""
+    return logits_NE.logsumexp(-1).square()[row_U].sum()
 
 
 def balance_loss(
     scores_NE: Tensor,
-    sequence_N: Tensor,
-    real_R: Tensor,
+    row_U: Tensor,
+    seq_U: Tensor,
     counts_QE: Tensor,
     length_Q: Tensor,
     top_k: int,
 ) -> Tensor:
     """Sum over rollouts of this rank's share of sum_i f_i P_i: a scalar.
 
-    real_R: rows that are not padding (found on the host, which would wait for a mask's count).
     counts_QE, length_Q: of whole rollouts, wherever their positions are.
     """
     experts = scores_NE.shape[1]
     weight_QE = counts_QE * (experts / top_k) / length_Q.square()[:, None]
-    return (weight_QE.to(scores_NE.dtype)[sequence_N[real_R]] * scores_NE[real_R]).sum()
+    return (weight_QE.to(scores_NE.dtype)[seq_U] * scores_NE[row_U]).sum()

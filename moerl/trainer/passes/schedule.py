@@ -25,7 +25,7 @@ from moerl.algorithms.device_copies import upload
 from moerl.config.schema import Config, TrainerConfig
 from moerl.core.errors import TrainerError
 from moerl.core.types import Array, BatchPlan
-from moerl.data.packing import LossInputs, Microbatch, by_microbatch, fed_tokens, pack_microbatch
+from moerl.data.packing import LossInputs, Microbatch, by_microbatch, pack_microbatch, placed_tokens
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
@@ -105,9 +105,7 @@ class Batches:
             read_support=self._read_support,
             layers=layers,
             share=(self.parallel.tp_rank, self.parallel.tp_size),
-            grid=forward.grid_of(
-                self.parallel, packed=self._config.trainer.packing, shape=self.shape
-            ),
+            grid=forward.grid_of(self.parallel, self._config.trainer, self.shape),
         )
 
     def by_microbatch(self, values: Sequence[Array]) -> dict[int, Tensor]:
@@ -125,9 +123,9 @@ def step_shape(plan: BatchPlan, trainer: TrainerConfig, parallel: Parallel) -> t
     """
     if not equal_shapes(trainer):
         return 1, 1
-    grid = forward.grid_of(parallel, packed=trainer.packing)
+    grid = forward.grid_of(parallel, trainer)
     shapes = [
-        grid.shape(fed_tokens(plan, dp_rank, index))
+        grid.shape(placed_tokens(plan, dp_rank, index, shares=grid.shares))
         for dp_rank in range(parallel.dp_size)
         for index in range(plan.num_microbatches)
     ]

@@ -85,7 +85,8 @@ class FactorPlan:
         whole = self.weights.receiver(rank)
         srcs = pieces.keys() | {region.src for region in whole.regions}
         made = tuple(region_of(src, rank, pieces[src], self.weights.policy) for src in sorted(srcs))
-        return replace(whole, plan_id=self.id, regions=made, starts=starts_of(made), padding=())
+        starts = starts_of(region.num_bytes for region in made)
+        return replace(whole, plan_id=self.id, regions=made, starts=starts, padding=())
 
     def factors(self, rank: int) -> Named:
         """The factors that engine rank `rank` merges, or gives to its adapter slots."""

@@ -33,7 +33,13 @@ void set_purpose(std::string purpose) {
 std::vector<int64_t> memory(int64_t device, std::string purpose) {
   std::lock_guard<std::mutex> held(meters().lock);
   const Meter& meter = meters().by_purpose[{(DeviceIndex)device, purpose}];
-  return {meter.live, meter.peak, meter.total};
+  return {meter.live, meter.peak, meter.total, meter.held};
+}
+// A purpose stands for a process: it empties its own cache.
+void empty_cache(int64_t device) {
+  std::lock_guard<std::mutex> held(meters().lock);
+  Meter& meter = meters().by_purpose[{(DeviceIndex)device, meters().purpose}];
+  meter.held = meter.live;
 }
 std::vector<std::string> purposes(int64_t device) {
   std::lock_guard<std::mutex> held(meters().lock);
@@ -84,6 +90,7 @@ TORCH_LIBRARY(device_double, m) {
   m.def("memory", &memory);
   m.def("purposes", &purposes);
   m.def("reset_peak", &reset_peak);
+  m.def("empty_cache", &empty_cache);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
   m.def("host_view(Tensor t) -> Tensor");

@@ -9,8 +9,10 @@
 namespace moerl_double {
 struct Meter {
   int64_t live = 0, peak = 0, total = 0;
+  int64_t held = 0;  // with torch's cache, which keeps what is freed until it is emptied
   void add(int64_t bytes) {
     live += bytes;
+    held = std::max(held, live);
     peak = std::max(peak, live);
     if (bytes > 0) total += bytes;
   }

@@ -62,3 +62,7 @@ if FOLDER:
     from tests.helpers.after_import import after_import
 
     after_import(HOOKED, hook)
+if os.environ.get("MOERL_TEST_LIVE"):
+    from tests.helpers.live_weights import install
+
+    install()
