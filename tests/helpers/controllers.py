@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,8 +148,12 @@ async def train(
     consumed: tuple[int, ...] = (),
     start: PolicyVersion = PolicyVersion(0, 0),
     step_s: float = 0.005,
+    ends: Callable[[int], Awaitable[object]] | None = None,
 ) -> list:
-    """A trainer that publishes after every step, and before the first if it was restarted."""
+    """A trainer that publishes after every step, and before the first if it was restarted.
+
+    ends: awaited before each step ends.
+    """
     assert await controller.handle(hello(start, ranges(consumed))) == Ok()
     if start != PolicyVersion(0, 0):
         await publish(controller, start)
@@ -161,6 +165,8 @@ async def train(
         assert isinstance(reply, Plan), reply
         plans.append(reply.plan)
         await asyncio.sleep(step_s)
+        if ends is not None:
+            await ends(step)
         version = PolicyVersion(start.incarnation, step + 1)
         await controller.handle(StepDone(step, version, {"loss/pg": 0.0}, ""))
         await publish(controller, version)

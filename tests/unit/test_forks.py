@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -292,10 +292,15 @@ def forks_of(group: EpisodeGroup) -> list[tuple[int, Rollout]]:
     return [(t.fork_at, t.rollout) for e in group.episodes for t in e.turns if t.fork_at >= 0]
 
 
-def played(tmp_path: Path, engine: StubEngine, config: Config = SETTINGS) -> tuple[list, list]:
+def played(
+    tmp_path: Path,
+    engine: StubEngine,
+    config: Config = SETTINGS,
+    ends: Callable[[int], Awaitable[None]] | None = None,
+) -> tuple[list, list]:
     async def body() -> tuple[list, list]:
         controller, reports = make(tmp_path, engine, config)
-        plans = await running(controller, train(controller, 4), 60)
+        plans = await running(controller, train(controller, 4, ends=ends), 60)
         return plans, reports
 
     return asyncio.run(body())
@@ -331,7 +336,11 @@ def test_an_update_between_a_pivot_and_its_ends_samples_all_of_them_again(tmp_pa
         held.append(first)
         return True
 
-    plans, reports = played(tmp_path, engine := StubEngine(holds=holds))
+    async def ends(step: int) -> None:
+        while step == 2 and not held:  # the last update comes while they wait
+            await asyncio.sleep(0.01)
+
+    plans, reports = played(tmp_path, engine := StubEngine(holds=holds), ends=ends)
     assert held
     assert engine.cut, "continuations were interrupted"
     groups = [group for plan in plans for group in plan.groups]
