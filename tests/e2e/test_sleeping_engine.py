@@ -381,7 +381,7 @@ def test_without_the_gate_a_sleeping_engine_ends_and_without_the_guard_it_lies(
 ) -> None:
     assert slept.readable is False
     assert len(slept.unguarded) == 24
-    assert "exit code -11" in slept.causes["guarded"], slept.causes["guarded"][-1000:]
+    assert "Segmentation fault" in slept.causes["guarded"], slept.causes["guarded"]
 
 
 def test_a_sleeping_engine_uses_no_core(slept: Slept) -> None:
@@ -422,8 +422,8 @@ def test_memory_returns_to_the_system_and_does_not_grow(tmp_path: Path, tp: int)
     for slept, awake, asleep in zip(seen.slept, seen.awake, seen.asleep, strict=True):
         assert slept.num_bytes >= 0.95 * (weights + kv)
         assert awake - asleep >= 0.9 * slept.num_bytes
-    for values in (seen.awake, seen.asleep):
-        assert values[-1] <= 1.03 * max(values[1:4])
+    for values in (seen.awake, seen.asleep):  # a leak is in both of the last
+        assert min(values[-2:]) <= 1.03 * max(values[1:4]), values
 
 
 @pytest.mark.full

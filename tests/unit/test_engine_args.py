@@ -141,6 +141,8 @@ def test_secret_hides_and_survives_pickling() -> None:
         (["Traceback", "EOFError"], "EOFError"),
         (["ERROR: [Errno 98] error while attempting to bind: address already in use"],
          "[Errno 98] error while attempting to bind: address already in use"),
+        (["Fatal Python error: Segmentation fault", "", "Thread 0x7f (most recent call first):"],
+         "Fatal Python error: Segmentation fault"),
         (["all is well", "Ignore import error: x"], ""),
     ],
 )  # fmt: skip

@@ -53,7 +53,9 @@ _ENDING_S = 1.0  # from the end of a server's first thread, and of its workers, 
 _TAIL_LINES = 20
 
 # `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
-_EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|\[Errno \d+\] .*$")
+_EXCEPTION = re.compile(
+    r"^(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|\[Errno \d+\] .*$|^Fatal Python error: .*$"
+)
 # Exceptions that follow from the first failure.
 _SECONDARY = re.compile(
     r"^(?:EOFError|BrokenPipeError|ConnectionResetError|requests\.|urllib3\.)|scheduler.*died"
