@@ -58,6 +58,7 @@ from moerl.core.types import (
 )
 from moerl.data.ref_scores import basis_of, record_digest
 from moerl.records import BlobStore
+from tests.helpers.patience import patience
 from tests.helpers.stub_engine import StubEngine
 
 CONFIG = Config(
@@ -201,10 +202,14 @@ async def running(controller: Controller, work, timeout_s: float = 20):
     tasks = asyncio.create_task(controller.run())
     try:
         job = asyncio.create_task(work)
-        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
+        limit_s = patience(3.0 * timeout_s)
+        await asyncio.wait({tasks, job}, return_when=asyncio.FIRST_COMPLETED, timeout=limit_s)
         if tasks.done():
             job.cancel()
             return await tasks
+        if not job.done():
+            job.cancel()
+            raise TimeoutError(f"the work has not ended after {limit_s:.0f} s")
         return await job
     finally:
         await controller.stop()
