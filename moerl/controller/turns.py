@@ -26,7 +26,7 @@ from moerl.config.clusters import moved_parts, sleeping_engines
 from moerl.controller.engine_pool import EnginePhase, EnginePool, EngineState, host_answer
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError
-from moerl.core.messages import AskEngine, EngineMemory, EngineVersion, SleepEngine, WakeEngine
+from moerl.core.messages import AskEngine, EngineVersion, MemoryState, SleepEngine, WakeEngine
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Turns:
         self.phase = phase
 
     # --- engines ----------------------------------------------------------------------------------
-    async def _sleep(self, index: int, member: EngineState) -> EngineMemory | None:
+    async def _sleep(self, index: int, member: EngineState) -> MemoryState | None:
         if member.phase != EnginePhase.LOST and index in self._sleepers:
             member.phase = EnginePhase.ASLEEP
         while member.phase == EnginePhase.ASLEEP:
@@ -176,7 +176,7 @@ class Turns:
                 await self._tasks.wait_change(_AGAIN_S)
         return None
 
-    async def _wake(self, index: int, member: EngineState) -> EngineMemory | None:
+    async def _wake(self, index: int, member: EngineState) -> MemoryState | None:
         if member.phase != EnginePhase.ASLEEP:
             return None
         try:
@@ -193,13 +193,13 @@ class Turns:
             member.phase = EnginePhase.UP
         return moved
 
-    async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> EngineMemory:
+    async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> MemoryState:
         moving = member.engine.move_memory(message)
         return await host_answer(moving, type(message).__name__, message.timeout_s)
 
     async def _each(
-        self, work: Callable[[int, EngineState], Awaitable[EngineMemory | None]]
-    ) -> list[EngineMemory]:
+        self, work: Callable[[int, EngineState], Awaitable[MemoryState | None]]
+    ) -> list[MemoryState]:
         members = list(self._pool.members.items())
         moved = await asyncio.gather(*(work(index, member) for index, member in members))
         return [one for one in moved if one is not None]

@@ -222,7 +222,7 @@ class AskEngine:
 
 @dataclass(frozen=True, slots=True)
 class SleepEngine:
-    """Give memory back: kv_cache, weights.  Reply: EngineMemory; idempotent.
+    """Give memory back: kv_cache, weights.  Reply: MemoryState; idempotent.
 
     Running requests keep their tokens and wait; without their weights engines wait for a commit.
     """
@@ -234,7 +234,7 @@ class SleepEngine:
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Take memory again.  Reply: EngineMemory; idempotent.
+    """Take memory again.  Reply: MemoryState; idempotent.
 
     The KV cache is refused while the weights are asleep or dirty.
     """
@@ -412,7 +412,7 @@ class EngineVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMemory:
+class MemoryState:
     """What sleeps, and what the change cost."""
 
     asleep: tuple[str, ...]
@@ -438,7 +438,7 @@ Message = (
     SessionMessage
     | SleepEngine
     | WakeEngine
-    | EngineMemory
+    | MemoryState
     | Hello
     | TakePlan
     | StepDone
@@ -519,7 +519,7 @@ class Engine(Protocol):
         """One step of a publish session.  Raises EngineError: refused, late or broken."""
         ...
 
-    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> MemoryState:
         """Sleep or wake.  Raises EngineError: refused, late or broken."""
         ...
 

@@ -57,7 +57,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """Of a run from its first request to the end of its last step.
 
     step_s, trainer_idle: in its steady middle.  recomputed: share of sampled tokens.
@@ -69,7 +69,7 @@ class Outcome:
     recomputed: float
 
 
-def simulate(workload: Workload, costs: Costs, topology: Topology, steps: int) -> Outcome:
+def simulate(workload: Workload, costs: Costs, topology: Topology, steps: int) -> SimulatedRun:
     """Run `steps` optimizer steps; the result is a function of the arguments alone."""
     return _Run(workload, costs, topology, steps).outcome()
 
@@ -125,7 +125,7 @@ class _Run:
         self.training = self.publishing = self.to_snapshot = False
         self.taken: list[tuple[float, float]] = []  # when a batch was taken, idle seconds so far
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulatedRun:
         self.fill()
         while self.step < self.steps or self.training:
             engine = min(self.engines, key=_Engine.end_s)
@@ -144,7 +144,7 @@ class _Run:
             (idle_s - idle_before_s) / (end_s - begin_s),
             (end_s - begin_s) / (last - first),
         )
-        return Outcome(self.now_s, step_s, idle, self.recomputed / self.sampled)
+        return SimulatedRun(self.now_s, step_s, idle, self.recomputed / self.sampled)
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         self.order += 1

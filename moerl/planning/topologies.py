@@ -16,7 +16,7 @@ from moerl.core.errors import MoerlError
 from moerl.layout.shards import hf_shapes
 from moerl.planning.memory import engine_memory, trainer_memory, training_of
 from moerl.planning.publish_forecast import BUS_GB_S, GB, MEMORY_GB_S, Layouts
-from moerl.planning.step_simulation import Costs, Outcome, Topology, Workload, simulate
+from moerl.planning.step_simulation import Costs, SimulatedRun, Topology, Workload, simulate
 
 _FLOP_S = 400e12  # of a GPU, in training and prefill: 40 % of an H100
 _PAUSE_S, _SWITCH_S = 0.5, 2.0  # of a commit; of a switch in one direction, beside copies
@@ -35,7 +35,7 @@ def describe(config: Config, layouts: Layouts, received: float) -> str:
     gpus = len({(slot.node.name, gpu) for slot in slots for gpu in slot.devices})
     if not gpus:
         return ""
-    depth, found = config.rollout.buffer_depth, dict[str, Outcome]()
+    depth, found = config.rollout.buffer_depth, dict[str, SimulatedRun]()
     for name, topology, trainers in _topologies(config, gpus, tp):
         workload, costs = _service(config, layouts, received, trainers, turns=topology.shared > 0)
         found[name] = simulate(workload, costs, topology, 2 * (depth + 1) + _STEADY)

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TeacherSource:
     """The trained model, and the folder that it began with."""
 
     model: Model
@@ -64,7 +64,7 @@ class TeacherWriter:
         self,
         config: Config,
         run: RunDir,
-        source: Source,
+        source: TeacherSource,
         parallel: Parallel,
         tracer: Tracer,
         on_failure: Callable[[BaseException], None],

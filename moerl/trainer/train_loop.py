@@ -77,7 +77,7 @@ from moerl.trainer.live_adapters import save_live_adapters
 from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
-from moerl.trainer.teacher_writer import Source, TeacherWriter
+from moerl.trainer.teacher_writer import TeacherSource, TeacherWriter
 from moerl.trainer.weights_digest import weights_digest
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
@@ -173,7 +173,7 @@ class TrainLoop:
             self.teachers = TeacherWriter(
                 config,
                 context.run,
-                Source(self.model, self.source.path),
+                TeacherSource(self.model, self.source.path),
                 parallel,
                 self.tracer,
                 on_failure,

@@ -22,7 +22,7 @@ import pytest
 
 from moerl.config.schema import EngineConfig
 from moerl.core.errors import EngineError, RecordError
-from moerl.core.messages import AskEngine, EngineMemory, EngineVersion, SleepEngine, WakeEngine
+from moerl.core.messages import AskEngine, EngineVersion, MemoryState, SleepEngine, WakeEngine
 from moerl.core.types import Array, ModelShape, PolicyVersion, Rollout, SamplingParams, Segment
 from moerl.engine.protocol import MEMORY_PARTS, RETRACT_AUDIT
 from moerl.records.blob_ranges import read_mask, read_routes
@@ -52,11 +52,11 @@ class Sleeper:
         world.folders = {version: folders[version.step % len(folders)] for version in VERSIONS}
         self.publisher = Publisher(world.host, world.folders, live=True)
 
-    async def sleep(self, *parts: str) -> EngineMemory:
+    async def sleep(self, *parts: str) -> MemoryState:
         wait_s = patience(LIMIT_S)
         return await self.world.host.move_memory(SleepEngine(0, parts or MEMORY_PARTS, wait_s))
 
-    async def wake(self, *parts: str) -> EngineMemory:
+    async def wake(self, *parts: str) -> MemoryState:
         wait_s = patience(LIMIT_S)
         return await self.world.host.move_memory(WakeEngine(0, parts or MEMORY_PARTS, wait_s))
 
@@ -67,7 +67,7 @@ class Sleeper:
         await self.publisher.commit(VERSIONS[self._newest], patience(LIMIT_S))
         return VERSIONS[self._newest]
 
-    async def switch(self, steps: int = 1) -> EngineMemory:
+    async def switch(self, steps: int = 1) -> MemoryState:
         """To sleep as a whole, and back with a later version."""
         slept = await self.sleep()
         await self.wake("weights")
@@ -143,7 +143,7 @@ class Slept:
     world: World
     whole: list[Rollout] = field(default_factory=list)  # uninterrupted
     over: dict[str, list[Rollout]] = field(default_factory=dict)
-    memory: dict[str, EngineMemory] = field(default_factory=dict)
+    memory: dict[str, MemoryState] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
     states: dict[str, EngineVersion] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)  # requests that reached the server
@@ -354,8 +354,8 @@ def test_a_request_that_is_aborted_asleep_returns_its_record(slept: Slept) -> No
 # --- states ---------------------------------------------------------------------------------------
 def test_every_misuse_is_answered_and_the_server_lives(slept: Slept) -> None:
     """What is there already is answered by the host: of four changes three reach the server."""
-    assert slept.memory["awake"] == EngineMemory((), False)
-    assert slept.memory["second"] == EngineMemory(("kv_cache", "weights"), True)
+    assert slept.memory["awake"] == MemoryState((), False)
+    assert slept.memory["second"] == MemoryState(("kv_cache", "weights"), True)
     assert slept.memory["first"].num_bytes > 0
     assert slept.asked == {"sleep": 2, "wake": 2}, "one sleep was of a part that does not exist"
     assert "while the KV cache alone sleeps, here kv_cache, weights" in slept.causes["publish"]
@@ -439,7 +439,7 @@ class Seen:
 
     awake: list[int] = field(default_factory=list)
     asleep: list[int] = field(default_factory=list)
-    slept: list[EngineMemory] = field(default_factory=list)
+    slept: list[MemoryState] = field(default_factory=list)
 
 
 def cycles(world: World, count: int) -> Seen:

@@ -16,9 +16,9 @@ from moerl.core.messages import (
     Answers,
     AskEngine,
     CommitUpdate,
-    EngineMemory,
     EngineStatus,
     EngineVersion,
+    MemoryState,
     Message,
     PrepareUpdate,
     SessionMessage,
@@ -246,7 +246,7 @@ class StubEngine:
         if not self.asleep:
             self.open.set()
 
-    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> MemoryState:
         """Requests that run are interrupted, others wait."""
         await self._may_hang()
         if self.dead:
@@ -268,7 +268,7 @@ class StubEngine:
         if not self.asleep:
             self.open.set()
         dropped = self.drops if sleeps else 0
-        return EngineMemory(tuple(sorted(self.asleep)), self.dirty, recomputed=dropped)
+        return MemoryState(tuple(sorted(self.asleep)), self.dirty, recomputed=dropped)
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
         await self._may_hang()

@@ -20,8 +20,8 @@ from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
-    EngineMemory,
     EngineVersion,
+    MemoryState,
     Message,
     Ok,
     PrepareUpdate,
@@ -136,12 +136,12 @@ def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
 
     async def work() -> None:
         host, client = make_host(tmp_path)
-        assert await host.move_memory(wake()) == EngineMemory((), False)
-        assert await host.move_memory(sleep("kv_cache")) == EngineMemory(
+        assert await host.move_memory(wake()) == MemoryState((), False)
+        assert await host.move_memory(sleep("kv_cache")) == MemoryState(
             ("kv_cache",), False, 0.5, 7, 3
         )
         assert (await host.move_memory(sleep())).asleep == ALL
-        assert await host.move_memory(sleep()) == EngineMemory(ALL, True)
+        assert await host.move_memory(sleep()) == MemoryState(ALL, True)
         assert client.moved == [("sleep", "kv_cache"), ("sleep", "weights")]
         for early in (COMMIT, None):
             with pytest.raises(EngineError, match=rf"{UNCHANGED}.*(sleep|no verified weights)"):
@@ -152,7 +152,7 @@ def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
         assert await host.session(AskEngine(0)) == EngineVersion(V0, "", ("kv_cache",), True)
         await host.session(COMMIT)
         assert not host._health.admit.is_set(), "its KV cache sleeps"
-        assert await host.move_memory(wake()) == EngineMemory((), False, 0.5, 7, 3)
+        assert await host.move_memory(wake()) == MemoryState((), False, 0.5, 7, 3)
         assert host._health.admit.is_set()
         assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
         assert len(client.moved) == 4

@@ -22,8 +22,8 @@ from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
     CommitUpdate,
-    EngineMemory,
     EngineVersion,
+    MemoryState,
     Message,
     Ok,
     PrepareUpdate,
@@ -281,7 +281,7 @@ class WeightUpdater:
                 await asyncio.wait_for(self._health.idle.wait(), _ABORT_S)
 
     # --- memory -----------------------------------------------------------------------------------
-    async def move_memory(self, message: SleepEngine | WakeEngine) -> EngineMemory:
+    async def move_memory(self, message: SleepEngine | WakeEngine) -> MemoryState:
         """Sleep or wake; a state that is there already is answered without the server.
 
         Raises EngineError: nothing was changed, or the server ends, since what its ranks have
@@ -300,7 +300,7 @@ class WeightUpdater:
                 return self._memory()
             return await self._move(SLEEP if sleeps else WAKE, parts, message.timeout_s)
 
-    async def _move(self, what: str, parts: Sequence[str], timeout_s: float) -> EngineMemory:
+    async def _move(self, what: str, parts: Sequence[str], timeout_s: float) -> MemoryState:
         client, health = self._client, self._health
         if client is None or health.ended.is_set():
             raise health.failure()
@@ -337,8 +337,8 @@ class WeightUpdater:
             aborted=self.aborted,
         )
 
-    def _memory(self) -> EngineMemory:
-        return EngineMemory(self._parts(), self._is_dirty)
+    def _memory(self) -> MemoryState:
+        return MemoryState(self._parts(), self._is_dirty)
 
     def _parts(self) -> tuple[str, ...]:
         return tuple(part for part in MEMORY_PARTS if part in self._asleep)
