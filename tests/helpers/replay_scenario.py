@@ -119,7 +119,12 @@ class World:
             return json.loads(text) if text.startswith("{") else {}
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve another version.  The update session has tests of its own: this goes by disk."""
+        """Serve another version.  The update session has tests of its own: this goes by disk.
+
+        A request whose reply has come may stay in the scheduler's batch for one more turn of its
+        loop, and SGLang refuses new weights until then: wait for an idle scheduler first.
+        """
+        await self.ask("POST", f"/flush_cache?timeout={patience(60.0)}")
         await self.ask(
             "POST",
             "/update_weights_from_disk",

@@ -212,6 +212,7 @@ class World:
         folder = self.run_dir.root / f"hf-{version}"
         if self._fp8:
             folder = quantise(folder, folder.with_name(f"fp8-{version}"))
+        self.run(client._post(f"/flush_cache?timeout={patience(60.0)}", None))  # once it is idle
         self.run(client._succeed("/update_weights_from_disk", {"model_path": str(folder)}))
         return self.checksums(engine)
 
