@@ -151,11 +151,16 @@ def figures_of(rounds: list[tuple[Curve, Curve]], rewards: list[float]) -> list[
         reached = [(a.until(level), b.until(level)) for a, b in rounds]
         both = [a / b for a, b in reached if math.isfinite(a) and math.isfinite(b)]
         if both:
-            made.append(of_ratios(f"time to a reward of {level:g}, moerl / TRL", both))
-        missed = [sum(map(math.isinf, side)) for side in zip(*reached, strict=True)]
-        print(f"rounds that did not reach {level:g}: moerl {missed[0]}, TRL {missed[1]}")
-    print(f"aim: at most {MOST:g}")
+            what = f"time to a reward of {level:g}, moerl / TRL"
+            made.append(of_ratios(what, both, MOST, at_most=True))
     return made
+
+
+def missed(rounds: list[tuple[Curve, Curve]], level: float) -> dict[str, int]:
+    """Rounds in which each side did not reach the reward in time."""
+    sides = zip(*rounds, strict=True)
+    found = (sum(math.isinf(curve.until(level)) for curve in side) for side in sides)
+    return dict(zip(("moerl", "TRL"), found, strict=True))
 
 
 def main() -> None:
@@ -175,7 +180,9 @@ def main() -> None:
     except SystemExit:
         print(f"logs are in {work}", file=sys.stderr)
         raise
-    details = {"rewards": options.rewards, "steps": options.steps}
+    late = {f"{level:g}": missed(rounds, level) for level in options.rewards}
+    print(f"rounds that did not reach a reward in {REACHED_S:g} s: {late}")
+    details = {"steps": options.steps, "not reached": late}
     report(result(figures_of(rounds, options.rewards), details), options.json)
     shutil.rmtree(work, ignore_errors=True)
 

@@ -36,11 +36,14 @@ class Figure:
     level: int = 95  # of the interval, in %
     rounds: int = 1
     aim: float | None = None  # the value should be at least this
+    at_most: bool = False  # the value should be at most `aim`
     why: str = ""  # why it misses its aim
 
     @property
     def is_met(self) -> bool:
-        return self.aim is None or self.value >= self.aim
+        if self.aim is None:
+            return True
+        return self.value <= self.aim if self.at_most else self.value >= self.aim
 
     def __str__(self) -> str:
         text = format(self.value, self.form) + self.unit
@@ -48,7 +51,8 @@ class Figure:
             ends = f"{self.low:{self.form}} .. {self.high:{self.form}}"
             text += f" ({self.level} % interval {ends}, {self.rounds} rounds)"
         if self.aim is not None:
-            text += f"; aim {self.aim:g}: {'met' if self.is_met else 'missed'}"
+            most = "at most " if self.at_most else ""
+            text += f"; aim {most}{self.aim:g}: {'met' if self.is_met else 'missed'}"
         return f"{text}, {self.why}" if self.why and not self.is_met else text
 
 
@@ -62,13 +66,15 @@ class Result:
     details: dict[str, Any] = field(default_factory=dict)  # what else it measured
 
 
-def of_ratios(what: str, ratios: Sequence[float], aim: float | None = None) -> Figure:
+def of_ratios(
+    what: str, ratios: Sequence[float], aim: float | None = None, *, at_most: bool = False
+) -> Figure:
     """Median of the ratios of interleaved rounds, and its 95 % interval by bootstrap."""
     rng = np.random.default_rng(1)
     medians = np.median(rng.choice(ratios, (DRAWS, len(ratios))), axis=1)
     low, high = map(float, np.percentile(medians, [2.5, 97.5]))
-    median = statistics.median(ratios)
-    return Figure(what, median, ".3f", low=low, high=high, rounds=len(ratios), aim=aim)
+    median, rounds = statistics.median(ratios), len(ratios)
+    return Figure(what, median, ".3f", "", low, high, 95, rounds, aim, at_most)
 
 
 def result(figures: Sequence[Figure], details: dict[str, Any] | None = None) -> Result:

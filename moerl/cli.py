@@ -192,7 +192,7 @@ def mismatch(
 def verify(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
 ) -> None:
-    """Check what a run has trained: its stream's chain, digests, versions and coverage.
+    """Check the stream of a run: its chain, digests, versions and coverage.
 
     Needs no torch and no GPU, and works on a copy of the run from another machine; the run may be
     running. The exit status is 1 when anything differs. docs/rerun.md explains the rows.

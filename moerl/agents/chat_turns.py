@@ -154,7 +154,7 @@ class ChatTurns:
     def outcome(
         self, failure: tuple[str, str], own: Score | None, counts: Mapping[str, float]
     ) -> Outcome:
-        """failure: one word, empty if the episode can be trained, and a sentence.
+        """The outcome.  failure: one word, empty if the episode can be trained, and a sentence.
 
         own: score by the episode's own program; counts: added to those of the turns.
         """

@@ -25,7 +25,7 @@ class FarEpisode:
     """`OpenEpisode` for the loop of its client."""
 
     def __init__(self, episode: OpenEpisode, loop: asyncio.AbstractEventLoop) -> None:
-        """loop: of the episode."""
+        """Wrap an episode of another loop.  loop: of the episode."""
         self._episode, self._loop = episode, loop
 
     @property

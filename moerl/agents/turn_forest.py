@@ -106,7 +106,7 @@ class TurnForest:
         return request
 
     def add(self, request: MatchedRequest, answer: ChatMessage | str, turn: RecordedTurn) -> None:
-        """answer: as the client sees it; or text, where text was asked for."""
+        """Add a turn.  answer: as the client sees it, or its text if the client requested text."""
         self.turns.append(turn)
         if isinstance(answer, str) and request.text:
             text = _bytes(request.text + answer)

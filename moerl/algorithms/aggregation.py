@@ -29,7 +29,7 @@ NO_ROLES: Roles = MappingProxyType({})
 
 
 class SequenceId(NamedTuple):
-    """A sequence of a plan: what the policy said in one role of an episode."""
+    """A sequence of a plan: the policy's tokens in one role of an episode."""
 
     group: int
     episode: int

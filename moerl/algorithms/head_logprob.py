@@ -351,7 +351,7 @@ def _score(
     blocks: list[_Block],
     lengths: Tensor | None,
 ) -> Scores:
-    """lengths: [S] i64, entries of the support of each row; None: no support is wanted."""
+    """Score rows.  lengths: [S] i64, entries of the support of each row; None: no support."""
     if lengths is None:
         blocks = [block._replace(support=None) for block in blocks]
     blocks = _upload(blocks, hidden.device)

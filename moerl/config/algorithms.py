@@ -505,7 +505,7 @@ def _check_distillation(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    """Refuse what compares or carries one number per episode."""
+    """Refuse settings that compare or carry one number per episode."""
     advantage, rollout = config.algorithm.advantage, config.rollout
     for task in entries_of(config):
         if not task.roles:

@@ -152,7 +152,7 @@ def sleeping_engines(config: Config) -> frozenset[int]:
 
 
 def moved_parts(config: Config) -> tuple[MovedPart, ...]:
-    """What gives its memory back in a turn.
+    """The parts that give their memory back in a turn.
 
     Without sizes of the devices: what costs no copy.  With adapters the engine's base stays.
     """
@@ -239,7 +239,7 @@ def _check_devices(config: Config) -> None:
 
 
 def _check_shared(config: Config) -> None:
-    """Refuse what the shares of a GPU do not hold for."""
+    """Refuse settings for which the shares of a GPU do not hold."""
     engine, field = config.engine, "cluster.colocated"
     if not is_local(config.cluster):
         raise ConfigError(field, "shared", "it is for one machine: use none")

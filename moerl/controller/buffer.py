@@ -1,4 +1,4 @@
-"""The bounded buffer of episode groups: what may start, what is ready, what is stale.
+"""The bounded buffer of episode groups: which may start, which are ready, which are stale.
 
 Admission is decided before generation, so that no started group is stale when it is trained.  With
 B groups per step and selection in order, the group at buffer position p is trained at step

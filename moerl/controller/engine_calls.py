@@ -49,7 +49,7 @@ class EngineCalls:
     ) -> None:
         """drop: receives the blobs of replies that no one waits for any more.
 
-        stalled: told how many requests were aborted because the engine made no progress.
+        stalled: receives the number of requests aborted because the engine made no progress.
         """
         self._index, self._engine, self._tasks = index, engine, tasks
         self._limit_s, self._drop, self._stalled = progress_timeout_s, drop, stalled

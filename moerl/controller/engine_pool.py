@@ -179,7 +179,7 @@ class EnginePool:
     ) -> None:
         """Ask every engine for its version, when a new controller takes over running engines.
 
-        An engine that does not answer rests, and is asked until it does.
+        An engine that does not answer rests; status requests go on until it answers.
 
         kept: blobs of the groups that the controller knows; None: delete no other blobs.
         life: number of controllers before this one.

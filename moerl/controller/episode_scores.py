@@ -36,7 +36,7 @@ _REASON = 2000  # most characters of a reason
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A step or a turn that was asked about."""
+    """A step or a turn that a request is about."""
 
     turn: str
     token: int  # of the turn's sampled tokens, with which it ends

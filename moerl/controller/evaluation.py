@@ -222,7 +222,7 @@ class Evaluator:
             seen.add(item)
 
     async def _scored(self, groups: Sequence[Sequence[FinishedEpisode]]) -> list[Scored]:
-        """groups: answers to one prompt each.  Raises ScoreError."""
+        """Score groups of answers.  groups: answers to one prompt each.  Raises ScoreError."""
         try:
             async with asyncio.timeout(_SCORE_S):
                 return list(await asyncio.gather(*map(self._score, groups)))
@@ -230,7 +230,7 @@ class Evaluator:
             raise ScoreError(f"its scorers took longer than {_SCORE_S:g} s") from error
 
     async def _score(self, answers: Sequence[FinishedEpisode]) -> Scored:
-        """answers: to one prompt.  Raises ScoreError."""
+        """Score answers.  answers: to one prompt.  Raises ScoreError."""
         try:
             scores = await self._scores.of(answers)
         finally:

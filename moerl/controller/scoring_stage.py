@@ -360,7 +360,7 @@ class ScoringStage:
 
 
 def _signals(score: Score) -> list[tuple[float, ...]]:
-    """What siblings must differ in: the rewards of the episode with its roles, and of its forks."""
+    """Values in which siblings must differ: rewards of the episode, its roles and its forks."""
     own = (score.reward, *(score.roles[role] for role in sorted(score.roles)))
     return [own, *((reward,) for reward in score.forks)]
 

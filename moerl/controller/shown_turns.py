@@ -30,7 +30,7 @@ def shown_turns(episode: Episode, decode: Decode) -> list[dict[str, object]]:
 
 
 def shown_graph(episode: Episode) -> list[dict[str, object]]:
-    """Every turn that was asked for, trained or not; read by `moerl.observe.episode_section`."""
+    """Every requested turn, trained or not; read by `moerl.observe.episode_section`."""
     return [
         {
             "name": turn.name,

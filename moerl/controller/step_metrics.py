@@ -61,7 +61,7 @@ class ScorerCounts:
     cost: float = 0.0  # sum of the metric `cost` of its scores
 
     def take(self, name: str) -> dict[str, float]:
-        """Metrics of a step, once; none where nothing was asked."""
+        """Metrics of a step, once; none without requests."""
         if not (self.asked or self.messages):
             return {}
         found = {
@@ -127,7 +127,7 @@ class StepMetrics:
     def episode_played(
         self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
     ) -> None:
-        """failure: as FinishedEpisode."""
+        """Count an episode that was played.  failure: as FinishedEpisode."""
         for turn in graph:
             self.agents[f"graph/{turn.role}/{turn.left_out or 'trained'}"] += 1
         for name, count in counts.items():

@@ -294,7 +294,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a reward model gives the parts of each row of `ValueRows`.  Reply: Ok."""
+    """The scores that a reward model gives the parts of each row of `ValueRows`.  Reply: Ok."""
 
     number: int
     values: tuple[Array, ...]  # by row: [parts] f32
@@ -413,7 +413,7 @@ class EngineVersion:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """What sleeps, and what the change cost."""
+    """The sleeping parts, and the cost of the change."""
 
     asleep: tuple[str, ...]
     is_dirty: bool

@@ -35,7 +35,7 @@ def plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def media(where: str) -> FieldError:
-    """Refusal of what a text model cannot read."""
+    """Refusal of a value that a text model cannot read."""
     kind = "images or audio"
     return FieldError(kind, f"has {where!r}: images, video and audio are not supported")
 

@@ -73,7 +73,7 @@ def line_checks(
 def check_fields(config: Config, *, learned: bool = False) -> None:
     """Check the fields of the first lines, for a second and without a tokenizer.
 
-    It needs neither torch nor transformers, so a bad file is told of before they are imported.
+    It needs neither torch nor transformers, so a bad file is reported before they are imported.
     learned: a supervised run learns the answers.  Raises ConfigError.
     """
     if any(SOURCES[entry.name].files for entry in entries_of(config)):

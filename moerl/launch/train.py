@@ -305,7 +305,7 @@ def prepare(
     allow_changed: bool = False,
     from_start: bool = False,
 ) -> RunContext:
-    """Run every check that needs no process, make the tiny model if asked, clear old files.
+    """Run every check that needs no process, make the recipe's tiny model, clear old files.
 
     With resume: reset_optimizer starts from fresh optimizer state; allow_changed goes on with
     another task, seed or algorithm; from_start trains steps again that no checkpoint holds.

@@ -78,7 +78,7 @@ _TE_FC1, _TE_FC2 = (f"mlp.experts.linear_fc{i}" for i in (1, 2))
 
 
 def experts(where: str, gate: str, up: str, down: str, stacked: str = "mlp.experts") -> Part:
-    """stacked: the tensors of a file that holds all experts of a layer in one."""
+    """Tensors of the experts.  stacked: of a file that holds all experts of a layer in one."""
     pair = tuple(f"{where}.{{e}}.{x}.weight" for x in (gate, up))
     down = f"{where}.{{e}}.{down}.weight"
     return Part(

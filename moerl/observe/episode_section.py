@@ -149,7 +149,7 @@ def _lag(version: str, step: object) -> str:
 def _passages(
     turns: Sequence[_Turn], number: int, versions: Sequence[str], step: object
 ) -> Iterator[Passage]:
-    """step: in which the episode was trained."""
+    """The passages of a turn.  step: in which the episode was trained."""
     turn = turns[number]
     begins = number == 0 or turns[number - 1].row != turn.row
     head = f"context, {turn.context_tokens} tokens, not trained"

@@ -153,7 +153,7 @@ def role_charts(roles: Sequence[str]) -> list[Chart]:
 
 
 def scorer_section(rows: Sequence[Row]) -> list[PageSection]:
-    """A table of the scorers of a run; [] where nothing was asked."""
+    """A table of the scorers of a run; [] without requests."""
     asked = {name for row in rows for name in row if name.startswith("scorer/asked/")}
     scorers = sorted(name.removeprefix("scorer/asked/") for name in asked)
     if not scorers:

@@ -129,7 +129,7 @@ def _shared_table(
 
 @dataclass(frozen=True, slots=True)
 class _TurnPlan:
-    """What gives way in turns, the reason, and bytes by phase."""
+    """The parts that give way in turns, the reason, and bytes by phase."""
 
     moves: tuple[MovedPart, ...]
     why: str

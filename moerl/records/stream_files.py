@@ -86,7 +86,7 @@ class StreamDir:
         return self.root / "log.jsonl"
 
     def step_file(self, version: PolicyVersion) -> Path:
-        """version: weights that the step starts from."""
+        """Name of a step's file.  version: weights that the step starts from."""
         return self.root / "steps" / f"{version.incarnation}.{version.step:06d}.step"
 
     def delete_before(self, step: int) -> None:

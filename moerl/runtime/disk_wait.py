@@ -51,7 +51,7 @@ def _free(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DiskPatience:
-    """How long writes wait for room, and who is told."""
+    """How long writes wait for room, and the receiver of the notice."""
 
     limit_s: float = 0.0
     tell: Callable[[str], object] = log.warning

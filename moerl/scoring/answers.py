@@ -15,7 +15,7 @@ _REASON = 2000  # most characters of a reason
 
 
 def prompt_of(asked: ScoreRequest) -> Prompt:
-    """With the text of the step, if a step is asked about."""
+    """With the text of the step, if the request is about a step."""
     if asked.step_begin < 0:
         return asked.prompt
     step = asked.episode.responses[-1][asked.step_begin :]

@@ -218,7 +218,7 @@ class TrainLoop:
         dist.barrier(self.parallel.control)
 
     def _save(self) -> None:
-        """Save what is not saved yet of the last step."""
+        """Save the checkpoint and the HF folder of the last step unless they are saved."""
         is_due = self.saved_step != self.version.step
         hf_is_due = self.config.checkpoint.hf != "off" and self.hf_step != self.version.step
         if self.parked is not None and (is_due or hf_is_due):

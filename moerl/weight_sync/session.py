@@ -255,7 +255,7 @@ class EngineSession(threading.Thread):
         return holds.version != version or bool(holds.cause) or holds.is_dirty
 
     def _state(self) -> EngineVersion | None:
-        """What the engine says of itself; None: it does not answer."""
+        """The engine's report of its version; None: it does not answer."""
         control = self._connect()
         try:
             return control.expect(AskEngine(self.spec.engine), EngineVersion, _PROBE_S)

@@ -257,7 +257,7 @@ class EnvironmentProcess:
         return next(self._serials)
 
     def lose(self, why: str) -> None:
-        """Fail all open episodes.  It is not asked again."""
+        """Fail all open episodes.  It gets no further request."""
         if self.gone:
             return
         self.gone = why

@@ -1,6 +1,6 @@
 """Tools that a policy may call in its episode: Python, a shell and files, in a sandbox of its own.
 
-Whatever a call asks for, the answer is text: what is wrong is said to the policy, and never raises
+The answer to any call is text: the policy reads an error as the result, and no error is raised
 in the run.  The answer is valid UTF-8 of a bounded number of bytes.
 """
 

@@ -58,7 +58,7 @@ class SocketEnvironment(HttpEnvironment):
         await self._socket.close()
 
     async def _ask(self, route: str, given: Json) -> State:
-        """route: reset or step."""
+        """Send a message and return its reply.  route: reset or step."""
         data = given["action"] if route == "step" else {"episode_id": self._episode, **given}
         message = msgspec.json.encode({"type": route, "data": data}).decode()
         async with asyncio.timeout(self._request_s):

@@ -62,7 +62,7 @@ class EventWriter(Protocol[Answered]):
 
 
 class NewestPartials:
-    """What can be shown of the answers to one request, and was not yet written."""
+    """The parts of the answers to one request that can be shown and are not yet written."""
 
     def __init__(self) -> None:
         self._partials: dict[int, PartialAnswer] = {}  # by place among siblings

@@ -256,7 +256,7 @@ class Gateway:
         return json_answer({"object": "list", "data": [model | most, *others]})
 
     async def _other_model(self, request: web.Request) -> str:
-        """The model that a request names; empty: the policy is asked."""
+        """The model that a request names; empty: the policy."""
         return self._others.asked(await self._body(request), self._endpoint.model)
 
     async def _role(self, request: web.Request) -> str:
@@ -312,7 +312,7 @@ class Gateway:
         return cast(bytes, request[_BODY])
 
     def _check_size(self, request: web.Request, size: int) -> None:
-        """size: of the body, as far as it is known.  Raises ApiError."""
+        """Refuse a long body.  size: of the body, as far as it is known.  Raises ApiError."""
         most = self._endpoint.body_bytes
         if size > most:
             message = f"the body has over {most} bytes"

@@ -47,7 +47,7 @@ def of_format(field: Json | None) -> Grammar | None:
 
 
 def of_schema(schema: object, field: str = "json_schema") -> Grammar:
-    """schema: an object, or its text.  Raises ApiError."""
+    """A grammar of a JSON schema.  schema: an object, or its text.  Raises ApiError."""
     if isinstance(schema, str):
         return Grammar("json_schema", schema)
     if not isinstance(schema, dict):

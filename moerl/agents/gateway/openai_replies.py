@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """An answer, and the log-probability of each sampled token when it was asked for."""
+    """An answer, and the log-probability of each sampled token if requested."""
 
     answer: TurnAnswer
     logprobs: list[float] | None = None
@@ -165,7 +165,7 @@ def _head(prefix: str, kind: str, model: str) -> Json:
 
 
 def _grown(before: PartialAnswer, now: PartialAnswer) -> Json:
-    """What `now` has behind `before`, by field."""
+    """The text of `now` behind that of `before`, by field."""
     delta = {
         "reasoning_content": now.reasoning[len(before.reasoning) :],
         "content": now.text[len(before.text) :],

@@ -130,7 +130,7 @@ class RemoteWorkers:
                 self._remember(_Ended(name, one.worker, "ended", accepted=False))
 
     def settled(self, name: str, how: str) -> None:
-        """What became of an episode that has ended: admitted, dropped, played_again."""
+        """The fate of an episode that has ended: admitted, dropped, played_again."""
         if ended := self._ended.get(name):
             ended.state = how
             if ended.accepted:

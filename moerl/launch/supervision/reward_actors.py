@@ -90,7 +90,7 @@ class ActorPool:
             member.messages -= 1
 
     async def _started(self, member: _Member) -> None:
-        """Wait until the actor has loaded what it needs."""
+        """Wait until the actor has loaded its scorers."""
         if member.ready is None:
             member.ready = asyncio.get_running_loop().create_task(_answers(member.actor))
         async with asyncio.timeout(_START_S):
