@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ def of_ratios(
     rng = np.random.default_rng(1)
     medians = np.median(rng.choice(ratios, (DRAWS, len(ratios))), axis=1)
     low, high = map(float, np.percentile(medians, [2.5, 97.5]))
-    median, rounds = statistics.median(ratios), len(ratios)
-    return Figure(what, median, ".3f", "", low, high, 95, rounds, aim, at_most)
+    figure = Figure(what, statistics.median(ratios), ".3f", low=low, high=high, rounds=len(ratios))
+    return replace(figure, aim=aim, at_most=at_most)
 
 
 def result(figures: Sequence[Figure], details: dict[str, Any] | None = None) -> Result:
