@@ -252,11 +252,10 @@ def _close(
         print(f"moerl: {printable(cause)}", file=err)
         if kept:
             print(f"moerl: {kept}", file=err)
-        print(
-            f"moerl: logs are in {run.logs}; continue with: moerl train --resume {run.root}",
-            file=err,
-            flush=True,
-        )
+        again = f"moerl train --resume {run.root}"
+        if rows and run.latest_checkpoint() is None:  # as _refuse_lost_steps
+            again += " --from-start"
+        print(f"moerl: logs are in {run.logs}; continue with: {again}", file=err, flush=True)
         return 130 if cause == INTERRUPT else 1
     return 0
 

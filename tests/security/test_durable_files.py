@@ -302,3 +302,20 @@ def test_a_report_that_cannot_be_written_changes_nothing_else(
     err = io.StringIO()
     assert train._close(MagicMock(run=run), MagicMock(), {}, "", "", err) == 0
     assert "was not written: OSError: [Errno 28] No space left on device" in err.getvalue()
+
+
+def test_the_named_resume_is_accepted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that no checkpoint holds are trained again on request only, and the line says so."""
+    monkeypatch.setattr(train, "write_report", MagicMock())
+    monkeypatch.setattr(train, "write_trace", MagicMock())
+    said = {}
+    run.metrics.write_text('{"step": 0, "time_s": 1.0}\n')
+    for has_checkpoint in (False, True):
+        if has_checkpoint:
+            run.checkpoint(1).mkdir(parents=True)
+            (run.checkpoint(1) / "manifest.json").write_text("{}")
+        err = io.StringIO()
+        assert train._close(MagicMock(run=run), MagicMock(), {}, "stopped", "", err) == 1
+        said[has_checkpoint] = err.getvalue().splitlines()[-1]
+    assert said[False].endswith(f"continue with: moerl train --resume {run.root} --from-start")
+    assert said[True].endswith(f"continue with: moerl train --resume {run.root}")
