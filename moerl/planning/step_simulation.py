@@ -40,6 +40,7 @@ class Costs:
     snapshot_s: float = 0.0  # the trainer is blocked while weights are copied
     transfer_s: float = 0.0  # from then until an engine can commit
     pause_s: float = 0.0  # an engine is blocked while it commits
+    keeps_cache: bool = False  # requests that run go on with their KV cache after a commit
     overhead_s: float = 0.0  # per step of the trainer, neither training nor waiting
     close_s: float = 0.0  # engines fall asleep, before a turn of the trainer
     open_s: float = 0.0  # engines wake up, behind it
@@ -232,7 +233,8 @@ class _Run:
         for engine in self.engines:
             if not engine.is_asleep:
                 engine.stall(self.now_s, self.costs.pause_s)
-                self.drop_cache(engine)
+                if not self.costs.keeps_cache:
+                    self.drop_cache(engine)
         if self.topology.shared:
             self.training, self.idle_since = False, self.now_s
             self.take()

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 from moerl.config import Config
-from moerl.config.clusters import EngineSlot, TrainerSlot, moved_parts, placement
+from moerl.config.clusters import EngineSlot, TrainerSlot, is_local, moved_parts, placement
 from moerl.core.errors import MoerlError
 from moerl.layout.shards import hf_shapes
 from moerl.planning.memory import engine_memory, trainer_memory, training_of
@@ -63,24 +63,26 @@ def _prompt(config: Config) -> int:
 
 
 def _topologies(config: Config, gpus: int, tp: int) -> Iterator[tuple[str, Topology, int]]:
-    """Name, topology, and GPUs of the trainer.  Shares of a quarter, a half, three, and its own."""
+    """Name, topology, and GPUs of the trainer.  Shares of a quarter, a half, three, and its own.
+
+    Engines and trainer take turns on one machine only, as `check_cluster` says.
+    """
     parallel, rollout, most = config.trainer.parallel, config.rollout, gpus // tp
     depth, flying = rollout.buffer_depth, rollout.max_groups_in_flight
     own = config.engine.count if config.cluster.colocated == "none" else 0
     model = parallel.tp * parallel.pp * parallel.cp
-    yield "turns", Topology(0, depth, most, flying), gpus
+    in_turns = is_local(config.cluster)
+    if in_turns:
+        yield "turns", Topology(0, depth, most, flying), gpus
     for engines in sorted({own, most // 4, most // 2, 3 * most // 4}):
         trainers = gpus - engines * tp
         if engines and trainers > 0 and trainers % model == 0:
             name = f"{engines * tp} + {trainers}"
             mark = " (this recipe)" if engines == own else ""
             yield f"divided {name}{mark}", Topology(engines, depth, 0, flying), trainers
-            shared = most - engines
-            yield (
-                f"hybrid, {engines * tp} awake",
-                Topology(engines, depth, shared, flying),
-                trainers,
-            )
+            if in_turns:
+                shared = Topology(engines, depth, most - engines, flying)
+                yield f"hybrid, {engines * tp} awake", shared, trainers
 
 
 def _service(
@@ -113,6 +115,7 @@ def _service(
         prefill_token_s=token_s,
         transfer_s=received / GB / BUS_GB_S,
         pause_s=_PAUSE_S,
+        keeps_cache=config.rollout.in_flight_mode == "in_place" and not turns,
         close_s=switch_s,
         open_s=switch_s,
     )

@@ -137,6 +137,20 @@ def test_the_command_forecasts_a_step_of_each_topology() -> None:
     assert "steps of 1 GPUs" in run("olmoe-1gpu").stdout
 
 
+def test_a_topology_that_the_cluster_refuses_is_not_forecast() -> None:
+    """Turns are for one machine; `in_place` keeps the KV cache at a publish."""
+    table = run("qwen3-30b-a3b").stdout.split("steps of 32 GPUs")[1]
+    assert "divided 16 + 16" in table
+    assert "turns" not in table
+    assert "hybrid" not in table
+    again = [line.split()[-1] for line in table.splitlines() if line.startswith("divided")]
+    assert "0%" not in again
+    kept = run("qwen3-30b-a3b", "rollout.in_flight_mode=in_place").stdout
+    rows = [line for line in kept.splitlines() if line.startswith("divided")]
+    assert len(rows) == len(again)
+    assert {line.split()[-1] for line in rows} == {"0%"}
+
+
 def test_the_command_prints_bounds_and_refuses_in_one_sentence() -> None:
     done = run("qwen3-30b-a3b", "engine.count=32")
     assert done.returncode == 0, done.stderr
