@@ -5,9 +5,13 @@ memory that is not pinned, fork in place of spawn, decode attention for the whol
 them SGLang does not run here, or several times slower.  None of them records, checks or updates.
 """
 
+import sys
+
 from moerl.engine.plugin import hooks, server_process
 
 hooks.HOOKS = tuple(hook for hook in hooks.HOOKS if hook.when is hooks.When.CPU)
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     server_process.main()

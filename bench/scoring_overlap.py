@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.helpers
+
 from moerl.config import resolve
 from moerl.config.schema import Config, RolloutConfig, RunConfig, SamplingConfig
 from moerl.controller.controller import Controller

@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+if "--help" in sys.argv:  # before the packages of the reference environment
+    sys.exit(print(__doc__))
+
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer

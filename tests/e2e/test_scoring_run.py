@@ -85,7 +85,10 @@ def test_scorers_die_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 def check_spans(run: Run) -> None:
-    """Scores are asked for while the trainer computes."""
+    """At least one score is given while the trainer computes.
+
+    That no step waits for a score outside its batch is shown by tests/unit/test_episode_scores.py.
+    """
     steps = spans(run.dir.root, "trainer-0", "step")
     scores = spans(run.dir.root, "scorer", "score")
     beside = [
