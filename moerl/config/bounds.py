@@ -13,6 +13,7 @@ from msgspec import Meta
 LARGEST = sys.float_info.max
 
 Count = Annotated[int, Meta(ge=1)]
+UserPath = Annotated[str, Meta(title="path")]  # ~ is the home folder
 Several = Annotated[int, Meta(ge=2)]
 Natural = Annotated[int, Meta(ge=0)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from moerl.config.schema import (
     SamplingConfig,
 )
 from moerl.config.task_kinds import SOURCE
-from moerl.config.task_mixture import TaskEntry, entries_of, naming, reward_models_of
-from moerl.config.task_tables import REWARD_NAMES, REWARDS, SOURCES, check_isolation
+from moerl.config.task_mixture import HELD_OUT, TaskEntry, entries_of, naming, reward_models_of
+from moerl.config.task_tables import EXTRACTS, REWARD_NAMES, REWARDS, SOURCES, check_isolation
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.core.errors import ConfigError, ModelError
@@ -321,11 +322,11 @@ def _check_held_out(entry: TaskEntry) -> None:
     if entry.name not in _FILES:
         return
     field = f"tasks.{entry.label}.evaluation_path" if entry.label else "evaluation.path"
-    path = entry.evaluation_path
-    if not _has_file(path):
-        raise ConfigError(field, path, f"{_FILES[entry.name]} is needed")
-    if Path(path).resolve() == Path(entry.path).resolve():
-        raise ConfigError(field, path, "use another file than task.path")
+    path = entry.evaluation_path or (entry.path if entry.evaluation_split else "")
+    _check_file(field, entry.name, path)
+    is_same = Path(path).resolve() == Path(entry.path).resolve()
+    if is_same and entry.evaluation_split == entry.split:
+        raise ConfigError(field, path, "use another file than task.path, or another split of it")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
@@ -483,12 +484,10 @@ def _check_tasks(config: Config) -> None:
             _check_task(entry)
             for sampling in entry.samplings.values():
                 _check_sampling(sampling, kept=kept)
-    if config.tasks and config.evaluation.path:
-        raise ConfigError(
-            "evaluation.path",
-            config.evaluation.path,
-            "with several tasks it belongs to one of them: use tasks.LABEL.evaluation_path",
-        )
+    for name in HELD_OUT if config.tasks else ():
+        if value := getattr(config.evaluation, name):
+            way = f"with several tasks it belongs to one of them: use tasks.LABEL.evaluation_{name}"
+            raise ConfigError(f"evaluation.{name}", value, way)
     truncates = {entry.sampling.truncates: entry for entry in entries}
     if kept and len(truncates) > 1:
         plain = truncates[False]
@@ -503,21 +502,18 @@ def _check_tasks(config: Config) -> None:
 def _check_task(task: TaskEntry) -> None:
     if task.name not in SOURCES:
         raise ConfigError("task.name", task.name, f"use {either(tuple(SOURCES))}")
-    if task.columns and task.name not in _FILES:
-        raise ConfigError("task.columns", task.columns, f"only {either(tuple(_FILES))} reads it")
+    for name in ("columns", "split") if task.name not in _FILES else ():
+        if value := getattr(task, name):
+            raise ConfigError(f"task.{name}", value, f"only {either(tuple(_FILES))} reads it")
     if task.name in _FILES:
-        if not _has_file(task.path):
-            raise ConfigError("task.path", task.path, f"{_FILES[task.name]} is needed")
+        _check_file("task.path", task.name, task.path)
         if task.reward in ("", SOURCE) and not (task.brings_reward or task.rewards):
             raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
     if task.reward and task.reward not in REWARD_NAMES:
         check_reward("task.reward", task.reward, REWARD_NAMES)
     if task.name == "reasoning_gym" and not task.dataset:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
-    if task.extract != "tags" and task.name != "reasoning_gym":
-        raise ConfigError(
-            "task.extract", task.extract, "only task.name=reasoning_gym reads it; leave it out"
-        )
+    _check_extract(task.extract)
     has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
     if task.system and not has_messages:
         raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
@@ -526,6 +522,18 @@ def _check_task(task: TaskEntry) -> None:
     check_isolation(task)
 
 
-def _has_file(path: str) -> bool:
+def _check_extract(rule: str) -> None:
+    with suppress(re.error):
+        if rule in EXTRACTS or re.compile(rule).groups == 1:
+            return
+    allowed = f"{', '.join(filter(None, EXTRACTS))}, or a regular expression with one group"
+    raise ConfigError("task.extract", rule, f"use {allowed}")
+
+
+def _check_file(field: str, source: str, path: str) -> None:
     found = Path(path)
-    return bool(path) and (found.exists() or any(found.parent.glob(found.name)))
+    if path and (found.exists() or any(found.parent.glob(found.name))):
+        return
+    is_hub = re.fullmatch(r"[\w-]+/[\w.-]+", path) and not found.parent.exists()
+    fetch = f"; a data set of the hub: hf download {path} --repo-type dataset --local-dir DIR"
+    raise ConfigError(field, path, f"{_FILES[source]} is needed{fetch if is_hub else ''}")

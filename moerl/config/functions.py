@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter, Signature
@@ -17,7 +17,7 @@ from typing import Any
 from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 
-_FORM = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
+_FORM = re.compile(r"(?:(?:.*/)?[^\W\d]\w*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -33,20 +33,39 @@ def load_below(package: str, path: str) -> Any:
 
 
 def look_up(field: str, path: str, named: Iterable[str]) -> Any:
-    """Import a user's `package.module:function`, from the working directory too.
+    """Import a user's `package.module:function`, from the working directory too, or from a file.
 
     named: other values that the setting may have.
     Raises ConfigError naming `field`, the value and the allowed values.
     """
     allowed = f"use {functions(named)}"
-    module, _, name = path.partition(":")
     if not _FORM.fullmatch(path):
         raise ConfigError(field, path, allowed)
-    _search_working_directory()
+    module, name = _parts(path)
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(field, path, f"{error}; {allowed}") from error
+    except (Exception, SystemExit) as error:
+        absent = str(getattr(error, "name", ""))
+        is_absent = absent == name or f"{module}.".startswith(f"{absent}.")
+        why = f"{error}; {allowed}" if is_absent else _told(error)
+        raise ConfigError(field, path, why) from error
+
+
+def _parts(path: str) -> tuple[str, str]:
+    """Module and function; the folder of a file `folder/module.py:function` is searched, too."""
+    module, _, name = path.partition(":")
+    file = Path(module).expanduser().resolve()  # of a module, a name in the working directory
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    return file.stem if file.suffix == ".py" else module, name
+
+
+def _told(error: BaseException) -> str:
+    """An error of a user's module with its file and line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno} is not Python: {error.msg}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.filename} line {place.lineno} raised {type(error).__name__}: {error}"
 
 
 def check_importable(field: str, path: str, named: Iterable[str]) -> None:
@@ -60,18 +79,22 @@ def check_importable(field: str, path: str, named: Iterable[str]) -> None:
     allowed = f"use {functions(named)}"
     if not _FORM.fullmatch(path):
         raise ConfigError(field, path, allowed)
-    module, _, name = path.partition(":")
+    module, name = _parts(path)
     spec = _find(module)
     if spec is None:
-        where = f"PYTHONPATH and {os.getcwd()} have no module {module}"
+        where = f"PYTHONPATH and {Path(path).resolve().parent} have no module {module}"
         raise ConfigError(field, path, f"{where}; {allowed}")
-    if spec.origin and spec.origin.endswith(".py") and not _may_define(Path(spec.origin), name):
-        raise ConfigError(field, path, f"{spec.origin} defines no {name}; {allowed}")
+    origin = str(spec.origin)
+    try:
+        if origin.endswith(".py") and not _may_define(Path(origin), name):
+            raise ConfigError(field, path, f"{origin} defines no {name}; {allowed}")
+    except SyntaxError as error:
+        raise ConfigError(field, path, _told(error)) from error
 
 
 def source_of(path: str) -> Path | None:
     """The file or folder of the top-level module of `package.module:function`, if it exists."""
-    spec = _find(path.partition(":")[0].partition(".")[0])
+    spec = _find(_parts(path)[0].partition(".")[0])
     if spec is None:
         return None
     folders = list(spec.submodule_search_locations or ())
@@ -79,14 +102,8 @@ def source_of(path: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _search_working_directory() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
-
 def _find(module: str) -> ModuleSpec | None:
     """Where a module is; its packages are not imported."""
-    _search_working_directory()
     first, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -137,7 +154,7 @@ def _definitions(
     path: str,
 ) -> tuple[str, list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     """The file of a module, and its own definitions of a function's name."""
-    module, _, name = path.partition(":")
+    module, name = _parts(path)
     spec = _find(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return "", []

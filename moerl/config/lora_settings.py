@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
-from moerl.config.bounds import Natural, NonNegative, Several
+from moerl.config.bounds import Natural, NonNegative, Several, UserPath
 
 SLOT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Modules whose adapters SGLang's slots serve without a kernel of Triton."""
@@ -29,7 +29,7 @@ class LoraConfig:
     # patterns of Hugging Face modules, such as model.layers.0.mlp.experts.3.up_proj
     targets: list[str] = field(default_factory=lambda: ["*_proj", "*_proj_with_mqa"])
     ranks: dict[str, int] = field(default_factory=dict)  # pattern -> rank of these; the last counts
-    start: str = ""  # folder of peft whose factors are the first ones; "" = A random, B 0
+    start: UserPath = ""  # folder of peft whose factors are the first ones; "" = A random, B 0
     experts: Literal["per_expert", "shared"] = "per_expert"
     """`shared`: one A of gate, of up, and one B of down for all experts of a layer."""
     send: Literal["factors", "weights"] = "factors"

@@ -27,7 +27,7 @@ _ENDS, _DATA_ENDS = 2**20, 2**16  # bytes of a file's begin and end that name it
 _OPERATION = (
     *("scorer_workers", "score_timeout_s", "on_score_error", "isolation"),
     *("pass_environment", "read_paths", "environment_workers", "environment_s", "tool_s"),
-    *("wall_s", "max_bad_lines", "overlong", "evaluation_path", "path"),
+    *("wall_s", "max_bad_lines", "overlong", "evaluation_path", "evaluation_split", "path"),
     *("agent.workers", "agent.port"),
 )
 _OPERATION_PARTS = ("limits.", "sampling.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moerl.config.bounds import Count, Natural, NonNegative, Positive
+from moerl.config.bounds import Count, Natural, NonNegative, Positive, UserPath
 
 Unit = Literal["step", "turn", "episode", "group"]
 Where = Literal["function", "actors", "http", "judge", "model", "own"]
@@ -56,7 +56,7 @@ class RewardTerm:
     workers: Count = 1  # function: processes, actors: actors, judge: engines
     cpus: NonNegative = 0.0  # actors: cores that Ray reserves for each
     gpus: NonNegative = 0.0  # actors, judge: GPUs of each
-    model: str = ""  # judge, model: folder of the model
+    model: UserPath = ""  # judge, model: folder of the model
     prompt: str = ""  # judge: text with {prompt}, {answer}, {response}; unit=group: {other}
     choices: dict[str, float] = field(default_factory=dict)  # judge: its answers, and rewards
     engine: dict[str, Any] = field(default_factory=dict)  # judge: as engine

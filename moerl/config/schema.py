@@ -22,6 +22,7 @@ from moerl.config.bounds import (
     Positive,
     Share,
     UnitInterval,
+    UserPath,
 )
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.reward_terms import RewardTerm, RoleConfig
@@ -52,7 +53,7 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face folder: config.json, *.safetensors, tokenizer
+    path: UserPath = ""  # Hugging Face folder: config.json, *.safetensors, tokenizer
     tiny: TinyModel = field(default_factory=TinyModel)
     # Output layer of bf16 trainers and engines in fp32: products, logits and their gradients
     fp32_lm_head: bool = False
@@ -68,8 +69,9 @@ class TaskConfig:
     dataset: str = ""  # reasoning_gym: dataset name
     dataset_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: its own settings
     # jsonl: file of {"prompt": ..., "answer": ...} or {"messages": [...], ...}; hf_dataset: folder
-    # of save_to_disk, *.parquet or *.arrow files with these columns
-    path: str = ""
+    # of save_to_disk, *.parquet, *.arrow or *.csv files with these columns
+    path: UserPath = ""
+    split: str = ""  # of path, where it has several: train
     # jsonl, hf_dataset: names of their fields, where they differ: {prompt: question}; dots lead
     # into objects: {answer: reward_model.ground_truth}
     columns: dict[Column, str] = field(default_factory=dict)
@@ -85,8 +87,9 @@ class TaskConfig:
     chat_template: bool = False  # apply the tokenizer's chat template to the prompt
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""
-    # reasoning_gym: part of a response that is scored; tags: inside <answer>, else all of it
-    extract: Literal["tags", "last_number"] = "tags"
+    # Part of a response that is scored (docs/scoring.md): all | answer | tags | last_number | a
+    # regular expression with a group; empty = answer, for own functions and rewards of steps all
+    extract: str = ""
     max_prompt_tokens: Count = 1024
     shuffle: bool = True
     scorer_workers: Count = 1
@@ -240,7 +243,7 @@ class RolloutConfig:
     stale_siblings: Literal["group", "drop"] = "group"
     forks: ForkConfig = field(default_factory=ForkConfig)
     # Node-local folder of the controller's journal; empty = the run directory
-    journal_dir: str = ""
+    journal_dir: UserPath = ""
     # Failures that the journal survives; node: loss of every process, shared: also loss of a node
     durability: Literal["node", "shared"] = "node"
 
@@ -363,7 +366,7 @@ class TeacherConfig:
     """A policy that the trained one learns from: a folder, or an earlier version of itself."""
 
     name: str = "teacher"  # in metrics; of several teachers each has its own
-    path: str = ""  # Hugging Face folder with the student's vocabulary
+    path: UserPath = ""  # Hugging Face folder with the student's vocabulary
     # policy: at version v of the policy, its newest version that is a multiple of `every` and at
     # most v - lag
     follows: Literal["", "policy"] = ""
@@ -396,7 +399,7 @@ class AlgorithmConfig:
     kl_coef: NonNegative = 0.0
     # reinforce_pp, gae: weight of a KL inside the reward of each token
     reward_kl_coef: NonNegative = 0.0
-    reference: str = ""  # Hugging Face folder of the reference; empty = model.path
+    reference: UserPath = ""  # Hugging Face folder of the reference; empty = model.path
     teachers: list[TeacherConfig] = field(default_factory=list)  # of on-policy distillation
     # token: weight of teacher less student log-probability in the advantage; else of the KL
     distill_coef: NonNegative = 0.0
@@ -455,7 +458,7 @@ class SyncConfig:
     # Engines that the trainer sends to, the others copy from them; 0 = all
     direct: Natural = 0
     timeout_s: Positive = 120.0  # longest publish session; a slower engine stays at its version
-    folder: str = ""  # disk: mounted by trainer and engines under this same path
+    folder: UserPath = ""  # disk: mounted by trainer and engines under this same path
     delta: bool = False  # send only changed words, compressed; for links slower than zstd
     quorum: Count = 1  # engines that must take a version; max_restarts misses in a row are allowed
 
@@ -470,7 +473,8 @@ class EvaluationConfig:
     temperature: NonNegative = 0.0  # 0 = greedy
     top_p: Share = 1.0
     top_k: int = -1  # -1 = no limit; a truncating evaluation needs one
-    path: str = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
+    path: UserPath = ""  # jsonl: file of held-out prompts; other tasks draw them with another seed
+    split: str = ""  # of path, or without path of task.path
     max_requests: Count = 16  # requests, or episodes of agents, of an evaluation at once
     hold_s: Positive = 30.0  # longest time that an evaluation delays an update of its engine
 
@@ -479,7 +483,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     # Weights to begin with: a run, one of its checkpoints, or a torch_dist folder of Megatron-LM;
     # config.json and tokenizer are those of model.path.  Empty: those of model.path
-    start: str = ""
+    start: UserPath = ""
     every: Natural = 50  # batches; 0 = only at the end
     keep: Count = 2  # newest
     # metric of the best checkpoint, which is kept too: its mean since the previous checkpoint, or,
@@ -571,7 +575,7 @@ class ClusterConfig:
     launcher: Literal["local", "hosts", "slurm", "kuberay"] = "local"
     interface: str = "lo"  # network interface of trainer, engines and sync groups, on every node
     address: str = "127.0.0.1"  # address to bind to; empty: the node's address on `interface`
-    blob_dir: str = "/dev/shm"  # node-local: records wait here for the trainer
+    blob_dir: UserPath = "/dev/shm"  # node-local: records wait here for the trainer
     ray: str = ""  # join this Ray cluster, HOST:PORT; empty: moerl train starts one
     nodes: dict[str, NodeGroup] = field(default_factory=dict)
     ports: PortConfig = field(default_factory=PortConfig)
@@ -599,7 +603,7 @@ class TurnConfig:
 @dataclass(frozen=True)
 class RunConfig:
     name: str = ""  # empty = recipe name and time
-    root: str = "runs"
+    root: UserPath = "runs"
     seed: Natural = 0
     steps: Count = 100
     console: Literal["auto", "panel", "lines", "quiet"] = "auto"

@@ -14,12 +14,13 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
-from moerl.config.bounds import Positive
+from moerl.config.bounds import Positive, UserPath
 from moerl.config.schema import Config, SamplingConfig, TaskConfig
 from moerl.config.validate import check_keys, read_section
 from moerl.core.errors import ConfigError
 
 MAX_PERIOD = 10_000  # prompts after which the order of tasks repeats
+HELD_OUT = ("path", "split")  # settings of `evaluation` that belong to a task
 _LABEL = re.compile(r"[A-Za-z][\w.-]*")  # it is part of metric names
 
 
@@ -29,7 +30,8 @@ class TaskEntry(TaskConfig):
 
     label: str = ""  # name in metrics, samples, overrides and errors
     weight: Positive = 1.0  # share of the prompts, relative to the other entries
-    evaluation_path: str = ""  # tasks with files: held-out prompts
+    evaluation_path: UserPath = ""  # tasks with files: held-out prompts
+    evaluation_split: str = ""  # of evaluation_path, or without it of path
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     @property
@@ -47,7 +49,8 @@ def entries_of(config: Config) -> tuple[TaskEntry, ...]:
     """The tasks of a run, at least one.  Raises ConfigError."""
     if not config.tasks:
         sampling = with_finite_top_k(config.sampling, kept=config.replay.sampling_mask)
-        own = {"evaluation_path": config.evaluation.path, "sampling": asdict(sampling)}
+        held_out = {f"evaluation_{name}": getattr(config.evaluation, name) for name in HELD_OUT}
+        own = held_out | {"sampling": asdict(sampling)}
         return (read_section(TaskEntry, asdict(config.task) | own, "task."),)
     found = tuple(_entry(config, place) for place in range(len(config.tasks)))
     _check_labels(found)

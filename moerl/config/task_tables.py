@@ -53,6 +53,7 @@ REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
     }
 )
 REWARD_NAMES = (*REWARDS, SOURCE)
+EXTRACTS = ("", "all", "answer", "tags", "last_number")  # or a regular expression
 STEP_REWARDS = tuple(name for name, reward in REWARDS.items() if reward.scores_steps)
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {"calculator": "environments:calculator", "check_digits": "environments:check_digits"}
@@ -66,11 +67,12 @@ SOURCES: Mapping[str, SourceEntry] = MappingProxyType(
         "reasoning_gym": SourceEntry("tasks:ReasoningGym"),
         "jsonl": SourceEntry(
             "prompt_files:PromptFiles",
-            files="a readable file of JSON lines or a JSON array, a folder or pattern of them,",
+            files="a readable file of JSON lines or a JSON array, or .gz, a folder or pattern "
+            "of them (task.name=hf_dataset reads csv, parquet and arrow),",
         ),
         "hf_dataset": SourceEntry(
             "prompt_files:PromptFiles",
-            files="a folder of datasets.save_to_disk, or *.parquet and *.arrow files,",
+            files="a folder of datasets.save_to_disk, or *.parquet, *.arrow and *.csv files,",
         ),
     }
 )

@@ -6,6 +6,7 @@ everything that is allowed, so the sentences are made here, from the same types.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from moerl.config.bounds import LARGEST
+from moerl.config.bounds import LARGEST, UserPath
 from moerl.config.dropped_keys import dropped_key
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide_value
@@ -103,6 +104,7 @@ def _read(field: str, kind: Any, value: Any) -> Any:
     bare = _bare(kind)
     try:  # not strict: an environment variable that is interpolated is text
         meant = msgspec.convert(_as_meant(value, bare), bare, strict=False)
+        meant = os.path.expanduser(meant) if kind == UserPath else meant
     except msgspec.ValidationError as error:
         raise ConfigError(field, hide_value(field, value), _allowed(bare)) from error
     try:

@@ -66,6 +66,11 @@ class ChatTemplate:
             raise TemplateError(f"{said} {where}: {without_cuts(str(error))}") from error
 
     @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token; n characters are at least n / longest tokens."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @cached_property
     def opens_answers(self) -> bool:
         """Whether the text of a conversation ends where an answer begins."""
         asked: list[Json] = [{"role": "user", "content": "?"}]

@@ -1,13 +1,18 @@
-"""Prompt files of JSON: an object per line, or one array of objects.
+"""Prompt files of JSON: an object per line, or one array of objects; plain or by gzip.
 
-Only the place of each line is kept, 8 bytes; a line is read from the file when it is needed.
+Only the place of each line is kept, 8 bytes; a line is read from the file when it is needed, of
+a compressed file from an unnamed temporary copy.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import shutil
+import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from moerl.core.errors import ConfigError
 from moerl.core.types import Array, PromptOrigin
 from moerl.data.plain_values import FieldError
 
-SUFFIXES = (".jsonl", ".json", ".ndjson")
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 _CHUNK = 1 << 24  # bytes
 _MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 _BETWEEN = re.compile(r"[\s,]*")  # entries of an array
@@ -30,13 +35,13 @@ class JsonLines:
         """Raises ConfigError for a file that cannot be read or cut into lines."""
         self._path = str(path)
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = _opened(path)
             self._end = os.fstat(self._file).st_size
             begin = len(_MARK) if os.pread(self._file, len(_MARK), 0) == _MARK else 0
             self._is_array = os.pread(self._file, 4096, begin).lstrip()[:1] == b"["
             self._empty = np.zeros(0, np.int64)  # places before which an empty line was left out
             self._begins = self._entries(begin) if self._is_array else self._lines(begin)
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise self._refused(f"a readable file is needed ({error})") from error
 
     def __del__(self) -> None:
@@ -79,7 +84,9 @@ class JsonLines:
     def _entries(self, begin: int) -> Array:
         """Offsets at which the entries of the array begin; the file is read once as a whole."""
         try:
-            text = _text(Path(self._path).read_bytes()[begin:])
+            with open(self._file, "rb", closefd=False) as file:
+                file.seek(begin)
+                text = _text(file.read())
         except FieldError as error:
             raise self._refused(f"it {error}") from error
         at, offset, begins = text.index("[") + 1, begin, []
@@ -100,9 +107,18 @@ class JsonLines:
         return ConfigError("task.path", self._path, problem)
 
 
+def _opened(path: Path) -> int:
+    if path.suffix != ".gz":
+        return os.open(path, os.O_RDONLY)
+    with gzip.open(path) as packed, tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(packed, copy, _CHUNK)
+        copy.flush()
+        return os.dup(copy.fileno())
+
+
 def parsed(data: bytes, *, more: bool = False) -> Any:
     """The JSON value of a line.  more: other text may follow.  Raises FieldError."""
-    text = _text(data)
+    text = _text(data).rstrip()
     try:
         return _DECODER.raw_decode(text)[0] if more else _DECODER.decode(text)
     except FieldError:
@@ -110,7 +126,8 @@ def parsed(data: bytes, *, more: bool = False) -> Any:
     except RecursionError as error:
         raise FieldError("nesting", "is nested too deeply") from error
     except ValueError as error:  # also for a number of thousands of digits
-        raise FieldError("not JSON", f"is not JSON: {error}") from error
+        why = str(error).replace("line 1 ", "")  # of this text; the caller names the file's line
+        raise FieldError("not JSON", f"is not JSON: {why}") from error
 
 
 def _text(data: bytes) -> str:

@@ -57,11 +57,14 @@ class LineCheck:
         return len(self.places.get(kind, ()))
 
     def duplicates(self) -> int:
-        """Usable lines with the text and answer of an earlier one; call it last."""
-        hashes = self._hashes[: self.read]
-        hashes.sort()
-        hashes = hashes[np.searchsorted(hashes, 1) :]  # 0: not usable
-        return int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+        """Usable lines with the text and answer of an earlier one."""
+        return len(self.hashes) - len(np.unique(self.hashes))
+
+    @property
+    def hashes(self) -> Array:
+        """Of text and answer of the usable lines that were read."""
+        found: Array = self._hashes[self._hashes != 0]
+        return found
 
     def go_on(self, until: int, deadline: float, tell: Callable[[int], None] | None = None) -> None:
         """Check lines up to number `until`, or until `deadline` (time.monotonic).

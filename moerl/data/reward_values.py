@@ -10,7 +10,7 @@ from typing import Any
 from moerl.core.types import Score, reward_problem
 
 _FIELDS = ("reward", "steps", "turns", "errors", "reason", "roles", "answer")
-_ANSWER = 2000  # most characters of an extracted answer
+MOST_ANSWER = 2000  # most characters of an extracted answer
 _METRIC = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TAKEN = ("mean", "std", "zero_var_frac")  # metrics reward/... of moerl
 _METRICS, _SHOWN = 32, 80  # most metrics of a dict; characters of a value in an error
@@ -38,7 +38,7 @@ def score_of(found: Any, key: str = "reward") -> Score:
         errors=number(found.get("errors", 0.0)),
         metrics=_metrics(found, {key, *_FIELDS}),
         reason=str(found.get("reason") or ""),
-        answer=str(found.get("answer") or "")[:_ANSWER],
+        answer=str(found.get("answer") or "")[:MOST_ANSWER],
         roles=roles,
     )
 

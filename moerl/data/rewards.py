@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.data.reward_calls import Reward, user_reward
+from moerl.data.reward_values import MOST_ANSWER
 from moerl.data.tasks import reasoning_gym_dataset
 
 
@@ -35,21 +38,59 @@ def make_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
     if task.brings_reward:
         return _of_the_episode
     own = SOURCES[task.name].reward
+    usual, reward = "all", None
     if own and task.reward in ("", SOURCE):
-        return _outcome(load_below(PACKAGE, own))
-    if task.name == "reasoning_gym":
-        return GymReward(task)
-    if task.reward in REWARDS:
-        return _named(task.reward)
-    return user_reward(task, objects=objects)
+        usual, reward = "answer", _outcome(load_below(PACKAGE, own))
+    elif task.name == "reasoning_gym":
+        usual, reward = "tags", GymReward(task)
+    elif task.reward in REWARDS:
+        usual = "all" if REWARDS[task.reward].scores_steps else "answer"
+        reward = _named(task.reward)
+    return PartReward(reward or user_reward(task, objects=objects), task.extract or usual)
 
 
 def prepare_reward(task: TaskConfig, reward: Reward, prompt: Prompt) -> None:
     """Do a reward's work that needs no response once for a prompt: imports and its entry."""
-    if isinstance(reward, GymReward):
-        reward.entry(prompt)
+    if isinstance(reward, PartReward) and isinstance(reward.inner, GymReward):
+        reward.inner.entry(prompt)
     elif task.reward == "math_verify":
         _parsed_gold(str(prompt.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class PartReward:
+    """A reward of the part of the last response that a rule of `task.extract` names."""
+
+    inner: Reward
+    rule: str
+
+    def __call__(self, prompt: Prompt, episode: EpisodeView) -> Score:
+        last = episode.turns[-1]
+        begun = last.read if len(episode.turns) > 1 else prompt.text
+        part = extracted(self.rule, begun, last.response)
+        if part == last.response:
+            return self.inner(prompt, episode)
+        turns = (*episode.turns[:-1], replace(last, response=part))
+        score = self.inner(prompt, replace(episode, turns=turns))
+        begin = max(0, last.response.rfind(part))
+        steps = tuple((begin + end, reward) for end, reward in score.text_steps)
+        return replace(score, text_steps=steps, answer=score.answer or part[:MOST_ANSWER])
+
+
+def extracted(rule: str, begun: str, response: str) -> str:
+    """The part of a response that is scored; "" if it thinks up to its end, or has no such part.
+
+    begun: the text before the response, in which a template may begin to think.
+    """
+    if rule == "all":
+        return response
+    _, thought, answer = response.rpartition("</think>")
+    answer, _, _ = answer.partition("<think>")
+    if not thought and begun.rstrip().endswith("<think>"):
+        return ""
+    if rule in EXTRACTS:
+        return EXTRACTS[rule](answer)
+    return next(reversed(re.findall(rule, thought + answer)), "")
 
 
 def _of_the_episode(prompt: Prompt, episode: EpisodeView) -> Score:
@@ -87,6 +128,15 @@ def turn_gains(prompt: Prompt, responses: Sequence[str]) -> Score:
     return Score(rights[-1], turns=gains)
 
 
+_POWER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
+_CHOICE = re.compile(r"(?:\\text\{)?(?:\(([A-Za-z])\)|([A-Z]))\}?")
+_LETTERS = (  # behind `answer is`, in brackets, or alone
+    re.compile(r"(?i:\banswer)(?: is|:)*\W{0,4}([A-Z])\b"),
+    re.compile(r"(?<!\w)\(([A-Za-z])\)"),
+    re.compile(r"\A\W*([A-Z])\W*\Z"),
+)
+
+
 def exact_match(prompt: Prompt, response: str) -> float:
     """1 when response and answer are equal up to surrounding white space."""
     return float(response.strip() == str(prompt.answer).strip())
@@ -95,6 +145,7 @@ def exact_match(prompt: Prompt, response: str) -> float:
 def math_verify(prompt: Prompt, response: str) -> float:
     """1 when the response holds an expression equal to the answer (package math-verify).
 
+    Of a choice, A or (A), the letter is enough: `the answer is A`, `(A)`.
     Its time limit uses SIGALRM, so it works in the main thread of a process only.
     Raises ValueError when the answer itself cannot be read as mathematics.
     """
@@ -104,7 +155,18 @@ def math_verify(prompt: Prompt, response: str) -> float:
     gold = _parsed_gold(answer)
     if not gold:
         raise ValueError(f"the answer {answer!r} is not mathematics that math-verify can read")
-    return float(verify(gold, parse(response)))
+    if verify(gold, parse(_plain_powers(response))):
+        return 1.0
+    choice = _CHOICE.fullmatch(gold[-1])
+    if choice is None or "\\boxed" in response:
+        return 0.0
+    said = next(filter(None, (one.findall(response) for one in _LETTERS)), [""])
+    return float(said[-1].upper() == (choice[1] or choice[2]).upper())
+
+
+def _plain_powers(text: str) -> str:
+    """1e3 as 1000: math-verify reads e as Euler's number."""
+    return _POWER.sub(lambda found: format(Decimal(found[0]), "f"), text)
 
 
 def _named(name: str) -> Reward:
@@ -128,6 +190,7 @@ def _parsed_gold(answer: str) -> list[Any]:
     """Boxed first: without an anchor a fraction may be read as its denominator."""
     from math_verify import parse
 
+    answer = _plain_powers(answer)
     found: list[Any] = parse(
         answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
     )
@@ -151,20 +214,23 @@ def tagged(response: str) -> str:
     return response.strip() if answer is None else str(answer)
 
 
-EXTRACTS: dict[str, Callable[[str], str]] = {"tags": tagged, "last_number": last_number}
+EXTRACTS: dict[str, Callable[[str], str]] = {
+    "answer": str,
+    "tags": tagged,
+    "last_number": last_number,
+}
 
 
 class GymReward:
     """The scorer of a reasoning-gym dataset, which has the prompt's entry made again."""
 
     def __init__(self, task: TaskConfig) -> None:
-        self._extract = EXTRACTS[task.extract]
         self._entries = lru_cache(maxsize=64)(self._make)  # siblings of a group share an entry
         self._datasets = lru_cache(maxsize=2)(partial(reasoning_gym_dataset, task))
 
     def __call__(self, prompt: Prompt, episode: EpisodeView) -> Score:
         dataset, item = self.entry(prompt)
-        return Score(float(dataset.score_answer(self._extract(episode.responses[-1]), item)))
+        return Score(float(dataset.score_answer(episode.responses[-1], item)))
 
     def entry(self, prompt: Prompt) -> tuple[Any, Any]:
         """(dataset, entry) of a prompt."""

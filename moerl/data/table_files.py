@@ -1,7 +1,7 @@
-"""Hugging Face `datasets` on disk: a folder of `save_to_disk`, parquet and Arrow files.
+"""Hugging Face `datasets` on disk: a folder of `save_to_disk`, parquet, Arrow and csv files.
 
 pyarrow reads them: nothing is downloaded or executed, which `datasets.load_dataset` could do.
-Memory does not grow with a file: Arrow is mapped, and parquet is first written as Arrow into an
+Memory does not grow with a file: Arrow is mapped, and the others are first written as Arrow into an
 unnamed temporary file.  The layout of a saved folder (state.json lists its files, each an Arrow
 stream) follows `datasets` 5; a test compares the rows with its own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from moerl.core.errors import ConfigError
 from moerl.core.types import PromptOrigin
 from moerl.data.plain_values import FieldError
 
-SUFFIXES = (".parquet", ".arrow")
-_BLOCK = 64  # rows that are made into Python objects together
+SUFFIXES = (".parquet", ".arrow", ".csv", ".csv.gz")
+_BLOCK = 1 << 24  # bytes of a csv file that are read together
 
 
 class TableRows:
@@ -43,28 +43,24 @@ class TableRows:
             raise ConfigError(
                 "task.path", self._path, f"a readable file is needed: {why}"
             ) from error
+        names: list[str] = self.table.column_names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError("task.path", self._path, f"it has the column {twice[0]!r} twice")
         self.size = int(self.table.num_rows)
-        self._block: tuple[int, list[dict[str, Any]]] = -1, []
 
     def origin(self, place: int) -> PromptOrigin:
         return PromptOrigin(self._path, place, "row")
 
     def fields(self, place: int) -> dict[str, Any]:
-        """The cells of a row.  Raises FieldError."""
-        block, row = divmod(place, _BLOCK)
-        if self._block[0] != block:
-            self._block = block, self._rows(block * _BLOCK, _BLOCK)
-        return self._block[1][row]
+        """The cells of a row, without keys of objects that only other rows have: nulls of a table.
 
-    def _rows(self, begin: int, count: int) -> list[dict[str, Any]]:
-        """Keys of objects that only other rows have are null in a table, and left out here."""
+        Raises FieldError.
+        """
         try:
-            rows = self.table.slice(begin, count).to_pylist(maps_as_pydicts="strict")
+            (row,) = self.table.slice(place, 1).to_pylist(maps_as_pydicts="strict")
         except (ValueError, KeyError) as error:  # nanoseconds, a repeated key, bytes as text
-            if count > 1:
-                return [row for n in range(count) for row in self._rows(begin + n, 1)]
             raise FieldError("a type", f"cannot be read: {error}") from error
-        return [{name: _without_nulls(cell) for name, cell in row.items()} for row in rows]
+        return {name: _without_nulls(cell) for name, cell in row.items()}
 
 
 def check_same_types(parts: Sequence[TableRows]) -> None:
@@ -81,25 +77,40 @@ def check_same_types(parts: Sequence[TableRows]) -> None:
                 raise ConfigError("task.path", part.origin(0).path, problem)
 
 
-def saved_files(folder: Path) -> Sequence[Path]:
-    """The files of `save_to_disk` in order; none for another path.  Raises ConfigError."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
-        raise ConfigError("task.path", str(folder), f"add one of its splits: {', '.join(splits)}")
-    if not (folder / "state.json").is_file():
-        return []
-    listed = _json(folder / "state.json").get("_data_files", [])
-    return [folder / str(entry["filename"]) for entry in listed]
+def saved_files(folder: Path) -> Mapping[str, Sequence[Path]]:
+    """The files of each split of `save_to_disk`, in order; none for a path of something else.
+
+    Raises ConfigError.
+    """
+    splits = [folder / name for name in _listed(folder / "dataset_dict.json", "splits")]
+    saved = splits or [folder] * (folder / "state.json").is_file()
+    return {
+        part.name: [
+            part / entry["filename"] for entry in _listed(part / "state.json", "_data_files")
+        ]
+        for part in saved
+    }
 
 
 def _table(file: Path) -> Any:
-    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+    """Cells of csv are text: an answer 007 or 1e3 stays as it is written."""
+    from pyarrow import ArrowInvalid, csv, ipc, memory_map, parquet, string
 
-    if file.suffix == ".parquet":
+    if file.suffix != ".arrow":
+        if file.suffix == ".parquet":
+            parts = parquet.ParquetFile(file)
+            schema, batches = parts.schema_arrow, parts.iter_batches(batch_size=1024)
+        else:
+            batches = csv.open_csv(
+                str(file),
+                csv.ReadOptions(block_size=_BLOCK, use_threads=False),  # so errors name the row
+                csv.ParseOptions(newlines_in_values=True),
+                csv.ConvertOptions(default_column_type=string()),
+            )
+            schema = batches.schema
         with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
-            source = parquet.ParquetFile(file)
-            with ipc.new_file(copy.name, source.schema_arrow) as writer:
-                for batch in source.iter_batches(batch_size=1024):
+            with ipc.new_file(copy.name, schema) as writer:
+                for batch in batches:
                     writer.write_batch(batch)
             return ipc.open_file(memory_map(copy.name)).read_all()
     source = memory_map(str(file))
@@ -128,9 +139,9 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _listed(file: Path, key: str) -> list[Any]:
+    """A list in a file of JSON, empty without the file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return list(json.loads(file.read_bytes())[key]) if file.is_file() else []
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError("task.path", str(file), f"it is not readable: {error}") from error
-    return found if isinstance(found, dict) else {}

@@ -113,8 +113,9 @@ class PromptStream:
         """
         if task.chat_template and tokenizer and not tokenizer.chat_template:
             raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
-        self._task, self._tokenizer, self._seed, self._room = task, tokenizer, seed, room
+        self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self.template = ChatTemplate(tokenizer) if tokenizer else None
+        self._most = min(task.max_prompt_tokens, room or task.max_prompt_tokens)
         functions = [term.function for term in task.terms]
         self._needs_answer = task.environment == "check_digits" or any(
             function in REWARDS for function in functions
@@ -160,19 +161,19 @@ class PromptStream:
             text, ids, length = self._encoded(item, messages)
         except FieldError as error:
             raise self._refused(item, index, str(error), error.kind) from error
-        if not ids:
-            raise self._refused(item, index, "has no token", "no token")
-        most = min(self._task.max_prompt_tokens, self._room or self._task.max_prompt_tokens)
-        if length > most:
+        if length > self._most:
             why = "raise the limit or shorten the prompt"
-            if most < self._task.max_prompt_tokens:
-                why = f"the engines leave {most} beside sampling.max_new_tokens"
+            if self._most < self._task.max_prompt_tokens:
+                why = f"the engines leave {self._most} beside sampling.max_new_tokens"
+            size = length if ids else f"at least {length:,}"
             raise LineError(
                 "task.max_prompt_tokens",
                 self._task.max_prompt_tokens,
-                f"{item.origin or f'prompt {index}'} has {length} tokens; {why}",
+                f"{item.origin or f'prompt {index}'} has {size} tokens; {why}",
                 OVERLONG,
             )
+        if not ids:
+            raise self._refused(item, index, "has no token", "no token")
         if self._needs_answer and item.origin and item.answer in (None, ""):
             name = self._task.columns.get("answer", "answer")
             problem = f"has no {name!r}, which task.reward = {self._task.reward} needs"
@@ -205,10 +206,15 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _encoded(self, item: Item, messages: Sequence[Json]) -> tuple[str, Sequence[int], int]:
-        """(text, its tokens, tokens of the first request).  Raises FieldError."""
+        """(text, its tokens, tokens of the first request).  Raises FieldError.
+
+        A text that is too long for any tokenizer has none: its tokens take 400 bytes each.
+        """
         text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
         if self._tokenizer is None or self.template is None:
             return text, [0], 1
+        if len(text) > self._most < (least := len(text) // self.template.longest):
+            return text, (), least
         has_template = bool(self._tokenizer.chat_template)
         if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
             begin = not (item.messages or self._task.chat_template)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moerl.config import Config
 from moerl.config.engine_context import longest_sequence
 from moerl.config.task_mixture import entries_of, naming
@@ -109,8 +111,18 @@ class LineChecks:
                 one.refuse()
             if summary := one.summary():
                 say(summary)
+        for line in self.overlaps():
+            say(line)
         for mixture in self._mixtures:
             next(usable(mixture.prompt))
+
+    def overlaps(self) -> Iterator[str]:
+        """Sentences about held-out lines that are trained, as far as both were read."""
+        for held_out in self.checks[len(self.training) :]:
+            for one in self.training:
+                if count := int(np.isin(held_out.hashes, one.hashes).sum()):
+                    names = f"held-out prompts of {held_out.task.path} are in {one.task.path} too"
+                    yield f"warning: {count:,} of {held_out.read:,} {names}"
 
     def go_on(self) -> None:
         """Check the other lines in a thread, when the machine has nothing else to do."""
@@ -134,5 +146,7 @@ class LineChecks:
                 log.info(
                     "all %d lines of %s are checked. %s", one.lines, one.task.path, one.summary()
                 )
+            for line in self.overlaps():
+                log.warning(line)
         except MoerlError as error:
             self._failure = error

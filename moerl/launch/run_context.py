@@ -254,7 +254,8 @@ def _held_out(task: TaskEntry) -> TaskEntry:
     if "seed" in args:  # it replaces run.seed
         args["seed"] += _HELD_OUT_SEED
     path = task.evaluation_path or task.path
-    return replace(task, weight=1.0, path=path, dataset_args=args, shuffle=False)
+    made = replace(task, weight=1.0, path=path, dataset_args=args, shuffle=False)
+    return replace(made, split=task.evaluation_split)
 
 
 def trainer_command(context: RunContext, endpoint: str) -> list[str]:

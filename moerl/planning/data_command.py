@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -66,14 +67,17 @@ def data(
     with model_tokenizer(config) as tokenizer:
         if tokenizer is None:
             typer.echo("tokens are not counted: the model's folder has no tokenizer")
-        for one in line_checks(config, tokenizer, max_positions).checks:
-            for line in _of_task(one, tokenizer, response):
-                typer.echo(printable(line))
+        lines = line_checks(config, tokenizer, max_positions)
+        for one in lines.checks:
+            for text in _of_task(one, tokenizer, response):
+                typer.echo(printable(text))
             try:
                 one.refuse()
                 try_rewards([one])
             except ConfigError as error:
                 refusals.append(error)
+        for line in lines.overlaps():
+            typer.echo(printable(line))
     for refusal in refusals:
         typer.echo(f"a run would refuse this: {printable(refusal)}")
     check_context(config, max_positions)
@@ -102,6 +106,8 @@ def _counts(one: LineCheck, *, has_tokens: bool) -> Iterator[str]:
         typer.echo(f"moerl: {read:,} of {one.lines:,} lines", err=True)
 
     one.go_on(one.lines, float("inf"), tell)
+    for path, count in Counter(one.stream.origin(n).path for n in range(one.lines)).items():
+        yield f"  file        {path}: {count:,}"
     usable = one.lines - one.unusable
     yield f"  lines       {one.lines:,}; {usable:,} can be used"
     if has_tokens and usable:

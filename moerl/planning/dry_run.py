@@ -113,7 +113,7 @@ def prompt_lines(config: Config, max_positions: int) -> list[str]:
         for one in found.checks
         if one.lines
     ]
-    return files + tried
+    return [*files, *found.overlaps(), *tried]
 
 
 # --- processes -----------------------------------------------------------------------------------

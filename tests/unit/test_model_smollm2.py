@@ -179,7 +179,8 @@ def test_a_system_message_comes_first_unless_the_prompt_brings_its_own(tmp_path:
     ("settings", "what"),
     [
         (("task.system=x",), "needs task.chat_template=true"),
-        (("task.extract=last_number",), "only task.name=reasoning_gym"),
+        (("task.extract=last_numbr",), "tags, last_number, or a regular expression with one group"),
+        (("task.extract=(",), "tags, last_number, or a regular expression with one group"),
     ],
 )
 def test_settings_that_nothing_reads_are_refused(settings: tuple[str, ...], what: str) -> None:
