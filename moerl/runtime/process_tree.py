@@ -23,9 +23,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -64,6 +66,24 @@ def run_command(work: Callable[[], None]) -> int:
     finally:
         end_descendants(STOP_GRACE_S)
     return 0
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a root process with Ray, and exit with its status.
+
+    All children have ended; Ray's hooks for exits and exceptions would wait for them.
+    """
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
