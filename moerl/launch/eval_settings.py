@@ -33,7 +33,8 @@ def evaluated(
     """
     run = run_of(recipe)
     config = load_resumed(run / "config.yaml", overrides) if run else load_config(recipe, overrides)
-    config = _with_model(resolve(config), option, model or str(run or _BASE))
+    named = option if model else "RECIPE"
+    config = _with_model(resolve(config), named, model or str(run or _BASE))
     config = replace(
         config,
         run=replace(config.run, root=str(folder.parent), name=folder.name),
