@@ -19,8 +19,8 @@ from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.core.json_files import read_json
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
-from moerl.launch.guarded import guarded as _guarded
 from moerl.planning import data_command, shape_commands
+from moerl.runtime.process_tree import guarded as _guarded
 from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from moerl.audit.paired import paired
 from moerl.core.errors import ConfigError
 from moerl.core.json_files import read_json
 from moerl.launch.arguments import Overrides
-from moerl.launch.guarded import guarded
+from moerl.runtime.process_tree import guarded
 
 
 def eval(
