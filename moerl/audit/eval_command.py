@@ -61,9 +61,9 @@ def eval(
 
     Examples:
 
-      moerl eval quickstart                                    (its own model: step 0)
+      moerl eval quickstart              (its own model: step 0)
+      moerl eval mine --against base     (a run, and the model it began with)
       moerl eval quickstart model.path=/data/MODEL evaluation.prompts=256
-      moerl eval mine --against base                           (a run, and what it began with)
       moerl eval quickstart --checkpoint runs/mine/hf --against runs/other --json
     """
     from moerl.audit.eval_page import TITLES, differences, rows, write_page

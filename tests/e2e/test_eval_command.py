@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.patience import Patience, patience
-from tests.helpers.train_runs import start, survivors
+from tests.helpers.train_runs import Run, start, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -111,58 +111,65 @@ def test_answers_of_the_first_weights_are_those_of_transformers(
     assert not list((tmp_path / "kept" / "model" / "checkpoints").iterdir()), "nothing is trained"
 
 
-@pytest.mark.full
-def test_it_repeats_the_evaluations_of_a_run(scratch: Path, tmp_path: Path) -> None:
-    """Greedy, so hf/, the checkpoint before, and the first weights give the rows bit for bit."""
-    run = start(tmp_path, "quickstart", *RUN, name="mine")
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = start(tmp_path_factory.mktemp("runs"), "quickstart", *RUN, name="mine")
     assert run.finish() == 0, run.text()
-    by_step = {row["eval/step"]: figures(row) for row in run.rows() if "eval/step" in row}
-    assert by_step.keys() == {0.0, 12.0, 24.0}
-    both = evaluated(scratch, str(run.dir.root), "--against", "base")
-    assert figures(both["models"]["model"]["metrics"]) == by_step[24.0]
-    assert figures(both["models"]["against"]["metrics"]) == by_step[0.0]
-    assert by_step[24.0] != by_step[12.0] != by_step[0.0], "control: they differ"
-    gain = by_step[24.0]["eval/reward_mean"] - by_step[0.0]["eval/reward_mean"]
-    assert both["difference"][""]["mean"] == pytest.approx(gain)
-    early = run.dir.checkpoint(12)
-    words = ("quickstart", *EIGHT, "--checkpoint", str(early))
-    converted = evaluated(scratch, *words)["models"]["model"]
-    assert figures(converted["metrics"]) == by_step[12.0]
-    prompts = both["models"]["model"]["prompts"]
-    said = greedy(run.dir.hf, [row["prompt"] for row in prompts], 4)
+    return run
+
+
+def by_step(run: Run) -> dict[float, dict[str, float]]:
+    return {row["eval/step"]: figures(row) for row in run.rows() if "eval/step" in row}
+
+
+@pytest.mark.full
+def test_a_run_beside_its_base_has_the_figures_of_its_rows(mine: Run, scratch: Path) -> None:
+    """Greedy, so they are equal bit for bit."""
+    wanted = by_step(mine)
+    assert wanted.keys() == {0.0, 12.0, 24.0}
+    models = (found := evaluated(scratch, str(mine.dir.root), "--against", "base"))["models"]
+    assert figures(models["model"]["metrics"]) == wanted[24.0]
+    assert figures(models["against"]["metrics"]) == wanted[0.0]
+    gain = wanted[24.0]["eval/reward_mean"] - wanted[0.0]["eval/reward_mean"]
+    assert found["difference"][""]["mean"] == pytest.approx(gain)
+    prompts = models["model"]["prompts"]
+    said = greedy(mine.dir.hf, [row["prompt"] for row in prompts], 4)
     assert [row["answers"][0] for row in prompts] == said
 
 
 @pytest.mark.full
-def test_an_adapter_is_the_merged_model_of_its_run(scratch: Path, tmp_path: Path) -> None:
-    warm = start(tmp_path, "quickstart", *RUN, "evaluation.every=0", name="warm")
-    assert warm.finish() == 0, warm.text()
-    model = f"model.path={warm.dir.hf}"
-    short = ["run.steps=2", "evaluation.every=1", "rollout.groups_per_step=8"]
+def test_a_checkpoint_has_the_figures_of_its_own_row(mine: Run, scratch: Path) -> None:
+    wanted, early = by_step(mine), str(mine.dir.checkpoint(12))
+    found = evaluated(scratch, "quickstart", *EIGHT, "--checkpoint", early)
+    assert figures(found["models"]["model"]["metrics"]) == wanted[12.0]
+    assert wanted[24.0] != wanted[12.0] != wanted[0.0], "control: each version has others"
+
+
+@pytest.mark.full
+def test_an_adapter_is_the_merged_model_of_its_run(
+    mine: Run, scratch: Path, tmp_path: Path
+) -> None:
+    model = f"model.path={mine.dir.hf}"
+    short = ["run.steps=2", "evaluation.every=2", "rollout.groups_per_step=8"]
     run = start(tmp_path, "quickstart-lora", *RUN, *short, model, name="adapted")
     assert run.finish() == 0, run.text()
-    rows = {row["eval/step"]: figures(row) for row in run.rows() if "eval/step" in row}
-    adapter = str(run.dir.adapter)
-    found = evaluated(
-        scratch, "quickstart-lora", model, *EIGHT, "--checkpoint", adapter,
-        "--against", str(run.dir.checkpoint(2)),
-    )  # fmt: skip
-    for one in found["models"].values():
-        assert figures(one["metrics"]) == rows[2.0]
+    words = [model, *EIGHT, "--checkpoint", str(run.dir.adapter)]
+    found = evaluated(scratch, "quickstart-lora", *words)["models"]["model"]
+    assert figures(found["metrics"]) == by_step(run)[2.0]
+    assert by_step(run)[2.0] != by_step(run)[0.0], "control: without it they are others"
 
 
 @pytest.mark.full
 def test_agents_are_played(scratch: Path, tmp_path: Path) -> None:
     program = f"task.agent.command=[python, {ROOT}/examples/tool_agent.py]"
     short = ["run.steps=2", "evaluation.every=2", "rollout.groups_per_step=4"]
-    settings = [*RUN, *short, program, "checkpoint.every=0"]
-    run = start(tmp_path, "digits-by-agent", *settings, name="agents")
+    run = start(
+        tmp_path, "digits-by-agent", *RUN, *short, program, "checkpoint.every=0", name="agents"
+    )
     assert run.finish() == 0, run.text()
-    rows = {row["eval/step"]: figures(row) for row in run.rows() if "eval/step" in row}
-    found = evaluated(scratch, str(run.dir.root), "--against", "base")
-    assert figures(found["models"]["model"]["metrics"]) == rows[2.0]
-    assert figures(found["models"]["against"]["metrics"]) == rows[0.0]
-    assert all(len(row["answers"]) == 2 for row in found["models"]["model"]["prompts"])
+    found = evaluated(scratch, str(run.dir.root))["models"]["model"]
+    assert figures(found["metrics"]) == by_step(run)[2.0]
+    assert all(len(row["answers"]) == 2 for row in found["prompts"])
 
 
 @pytest.mark.full
