@@ -5,11 +5,8 @@ Heavy packages are imported only by the commands that need them.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from moerl.audit import eval_command
 from moerl.core.errors import ConfigError, MoerlError, printable
 from moerl.core.json_files import read_json
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import data_command, shape_commands
+from moerl.runtime.process_tree import guarded as _guarded
 from moerl.runtime.run_dir import RunDir, find_run, read_manifest
 
 if TYPE_CHECKING:
     from moerl.config import Config
-
-INSTALL = "in a checkout, use tools/setup.sh, or pip install '.[cpu]' or '.[gpu]' (README.md)"
 
 app = typer.Typer(
     add_completion=False,
@@ -245,6 +242,7 @@ def rerun(
     raise typer.Exit(_guarded(arguments, module="moerl.audit.rerun_command"))
 
 
+app.command()(eval_command.eval)
 app.command("check-layout")(shape_commands.check_layout)
 app.command()(shape_commands.plan)
 app.command()(data_command.data)
@@ -472,20 +470,6 @@ def _resume(
         raise typer.Exit
     _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
-
-
-def _guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:
-    """Run a command in a guarded root process, then remove its scratch folder."""
-    from moerl.runtime.process_tree import run_guarded
-
-    if importlib.util.find_spec("torch") is None:
-        raise MoerlError(f"this command needs torch: {INSTALL}")
-    scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
-    try:
-        body = json.dumps(arguments | {"scratch": str(scratch)})
-        return run_guarded([sys.executable, "-m", module, body])
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def main() -> None:

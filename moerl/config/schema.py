@@ -600,12 +600,15 @@ class TurnConfig:
     moves: list[MovedPart] = field(default_factory=list)  # what gives way; empty: the plan decides
 
 
+_NO_STEP = "without a step, `moerl eval` evaluates a model"
+
+
 @dataclass(frozen=True)
 class RunConfig:
     name: str = ""  # empty = recipe name and time
     root: UserPath = "runs"
     seed: Natural = 0
-    steps: Count = 100
+    steps: Annotated[int, Meta(ge=1, description=_NO_STEP)] = 100
     console: Literal["auto", "panel", "lines", "quiet"] = "auto"
 
 

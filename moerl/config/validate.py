@@ -110,7 +110,10 @@ def _read(field: str, kind: Any, value: Any) -> Any:
     try:
         return msgspec.convert(meant, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(field, meant, _within(*kind.__metadata__) or _allowed(bare)) from error
+        (bounds,) = kind.__metadata__
+        other = f"; {bounds.description}" if bounds.description else ""
+        allowed = _within(bounds) or _allowed(bare)
+        raise ConfigError(field, meant, allowed + other) from error
 
 
 def _bare(kind: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 from moerl.config import Config
 from moerl.controller.blob_availability import BlobAvailability
@@ -26,6 +27,7 @@ from moerl.controller.task_group import trim_memory_loop
 from moerl.controller.trainer_handler import TrainerHandler
 from moerl.controller.turn_router import TurnRouter
 from moerl.core.messages import Engine
+from moerl.core.types import PolicyVersion
 from moerl.records.record_uris import group_uris
 
 log = logging.getLogger(__name__)
@@ -204,6 +206,11 @@ class Controller:
     async def records_leave(self, node: str) -> None:
         """Return when no group that may be trained has records on this engine's node."""
         await self._availability.remove(node)
+
+    async def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """`Evaluator.once` of the model folder, in a run that no trainer joins."""
+        self.context.lineage.restore([PolicyVersion(0, 0)])
+        return await self._evaluator.once()
 
     async def measure_engines(self, seconds: float) -> float:
         """Tokens/s of idle engines on fresh prompts with both replays; the rollouts are dropped."""

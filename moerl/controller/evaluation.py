@@ -6,6 +6,8 @@ continue; after that the evaluation is cancelled and counted, so no figure mixes
 `evaluation.max_requests` of its episodes run at a time, next to episodes that are trained.  An
 episode that fails is played once more; an episode that fails twice has no reward.  The weights
 after the last step are always evaluated.
+
+`moerl eval` evaluates once, without training: all engines share the prompts, and nothing waits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from math import comb
 from typing import Any
 
@@ -37,6 +39,9 @@ from moerl.episodes.turn import sampling_params
 log = logging.getLogger(__name__)
 _Z95 = 1.96  # of a normal distribution
 _SCORE_S = 600.0  # longest time for the scores of an evaluation
+_ALONE_S = 1e8  # longest time for its episodes where no update waits for it: years
+_TELL_S = 3.0  # between two lines of its progress
+_SHOWN = 2000  # characters of a prompt, and of an answer, in the findings
 _RIGHT = 1.0  # least reward of an answer that passes
 Scored = list[tuple[FinishedEpisode, Score]]  # answers to one prompt
 
@@ -52,6 +57,7 @@ class _HeldOut:
         self._open: set[OpenEpisode] = set()
         self.sealed: set[str] = set()  # blobs of all episodes, failed ones too
         self.counts = {"eval/played_again": 0.0, "eval/failed": 0.0}
+        self.ended = 0  # episodes
 
     async def play(self, specs: Sequence[EpisodeSpec]) -> list[FinishedEpisode]:
         """The episodes that have not failed twice, in order.  Raises EngineError."""
@@ -86,9 +92,11 @@ class _HeldOut:
                 self.counts["eval/played_again"] += name != spec.name
                 played = await self._play(replace(spec, name=name))
                 if not played.failure:
+                    self.ended += 1
                     return played
                 if played.failure != ENDED:
                     log.warning("held-out: %s: %s", name, played.detail)
+            self.ended += 1
             return None
 
     async def _play(self, spec: EpisodeSpec) -> FinishedEpisode:
@@ -122,8 +130,10 @@ class Evaluator:
             context.step_metrics,
             context.tasks,
         )
-        self._player = player
+        self._player, self._decode = player, services.decode
         self._last_step = config.run.steps
+        self._parts: Sequence[_HeldOut] = ()  # of the evaluation begun last
+        self._wanted = 0  # its episodes
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
 
@@ -172,29 +182,74 @@ class Evaluator:
     def _has_turn(self, step: int) -> bool:
         return step % self._config.every == 0 or step == self._last_step
 
+    async def once(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Evaluate the weights that all engines serve, while nothing else runs on them.
+
+        Returns the metrics, and per prompt: task, index, prompt, and of each of its answers reward,
+        length in tokens, and text.  Raises EngineError, RecordError or ScoreError.
+        """
+        await self._player.started.wait()
+        begin, members = time.monotonic(), self._pool.members
+        pins = [EnginePin(index, member.version) for index, member in members.items()]
+        self._tasks.spawn(self._tell())
+        counts, scored = await self._answered(pins, begin + _ALONE_S)
+        metrics = counts | self._figures(scored) | {"eval/seconds": time.monotonic() - begin}
+        return metrics, list(map(self._found, scored))
+
+    async def _tell(self) -> None:
+        """Say now and then how far the evaluation is."""
+        while not self._tasks.stopping:
+            await asyncio.sleep(_TELL_S)
+            done = sum(part.ended for part in self._parts)
+            self._step_metrics.notices.append(f"{done} of {self._wanted} answers")
+
+    def _found(self, answers: Scored) -> dict[str, Any]:
+        prompt = answers[0][0].prompt
+        texts = [self._decode(answer.turns[-1].output_ids.tolist()) for answer, _ in answers]
+        return {
+            "task": prompt.task,
+            "index": prompt.index,
+            "prompt": prompt.text[:_SHOWN],
+            "rewards": [score.reward for _, score in answers],
+            "lengths": [answer.num_sampled for answer, _ in answers],
+            "answers": [text[:_SHOWN] for text in texts],
+        }
+
     async def _evaluate(
         self, index: int, version: PolicyVersion, deadline: float
     ) -> dict[str, float]:
         """Raises EngineError, RecordError or ScoreError when the evaluation is not complete."""
-        pin = EnginePin(index, version)
-        held_out = _HeldOut(self._player, self._config, pin, deadline)
-        try:
-            answers = await held_out.play(self._specs(version, pin))
-            by_prompt = groupby(answers, key=lambda answer: answer.prompt.index)
-            scored = await self._scored([list(group) for _, group in by_prompt])
-        finally:
-            for uri in held_out.sealed:
-                self._blobs.delete(uri)
-        return {"eval/step": float(version.step)} | held_out.counts | self._figures(scored)
+        counts, scored = await self._answered([EnginePin(index, version)], deadline)
+        return {"eval/step": float(version.step)} | counts | self._figures(scored)
 
-    def _specs(self, version: PolicyVersion, pin: EnginePin) -> list[EpisodeSpec]:
-        """The episodes that an evaluation wants, those of one prompt in a row."""
+    async def _answered(
+        self, pins: Sequence[EnginePin], deadline: float
+    ) -> tuple[dict[str, float], list[Scored]]:
+        """(counts, scored answers by prompt).  pins: the engines, which take turns with prompts.
+
+        Raises EngineError, RecordError or ScoreError.
+        """
+        parts = [_HeldOut(self._player, self._config, pin, deadline) for pin in pins]
+        specs = self._specs(pins)
+        self._parts, self._wanted = parts, len(specs)
+        shares = [[spec for spec in specs if spec.pin is pin] for pin in pins]
+        try:
+            played = await asyncio.gather(*map(_HeldOut.play, parts, shares))
+            answers = sorted(chain(*played), key=_place)
+            scored = await self._scored([list(group) for _, group in groupby(answers, _place)])
+        finally:
+            for uri in set[str]().union(*(part.sealed for part in parts)):
+                self._blobs.delete(uri)
+        return {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}, scored
+
+    def _specs(self, pins: Sequence[EnginePin]) -> list[EpisodeSpec]:
+        """The episodes that an evaluation wants, those of one prompt in a row, on one engine."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
         count = self._config.prompts * len(self._entries)
         return [
             EpisodeSpec(
-                name=f"eval-{version}-{place}.{sample}",
+                name=f"eval-{pin.version}-{place}.{sample}",
                 prompt=prompt,
                 sampling=self._samplings[prompt.task][""],
                 roles=self._samplings[prompt.task],
@@ -205,6 +260,7 @@ class Evaluator:
             )
             for place, prompt in enumerate(self._items(islice(usable(held_out.prompt), count)))
             for prompt_ids in [np.asarray(prompt.token_ids, np.int32)]
+            for pin in [pins[place % len(pins)]]
             for sample in range(self._config.samples)
         ]
 
@@ -251,6 +307,10 @@ class Evaluator:
         for label, mine in by_task.items() if by_task.keys() != {""} else ():
             metrics |= {f"{name}/{label}": value for name, value in _metrics(mine).items()}
         return metrics
+
+
+def _place(answer: FinishedEpisode) -> int:
+    return answer.prompt.index
 
 
 def _metrics(scored: Sequence[Scored]) -> dict[str, float]:

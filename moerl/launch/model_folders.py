@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from moerl.config import Config
+from moerl.config import Config, save_config
+from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_adapters
 from moerl.core.errors import ConfigError, LayoutError, ModelError
 from moerl.core.json_files import read_model_config
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 log = logging.getLogger(__name__)
+_TOOLS = "moerl.trainer.checkpoints"
 _HEADS = (
     "it has a value head; a language model is needed",
     "it has no value head: a model of a class ...ForSequenceClassification or "
@@ -126,7 +128,7 @@ def with_start(config: Config, run: RunDir) -> Config:
         options = ["--model", config.model.path]
         if config.lora.rank and (found / MANIFEST).is_file() and read_manifest(found).get("lora"):
             check_adapters(config, read_manifest(found))
-            _convert(start, found, folder, options, "start_adapter")
+            _convert(start, found, folder, options, f"{_TOOLS}.start_adapter")
         else:
             _convert(start, found, folder, [*options, "--dtype", dtype])
     if (folder / "adapter_config.json").is_file():
@@ -134,14 +136,25 @@ def with_start(config: Config, run: RunDir) -> Config:
     return replace(config, model=replace(config.model, path=str(folder)))
 
 
+def with_one_model(config: Config, run: RunDir) -> Config:
+    """Make one model folder of weights and adapters, for engines that no trainer updates."""
+    config = with_start(with_tiny_model(config, run), run)
+    start, folder = config.lora.start, run.root / "merged"
+    if start:
+        save_config(config, run.config)  # the converter reads lora.* there
+        _convert(start, run.root, folder, ["--adapter", start], "moerl.trainer.hf_io.merge_adapter")
+        config = replace(config, model=replace(config.model, path=str(folder)))
+    return replace(config, lora=LoraConfig(), checkpoint=replace(config.checkpoint, start=""))
+
+
 def _convert(
-    start: str, found: Path, folder: Path, options: list[str], tool: str = "convert_cli"
+    start: str, found: Path, folder: Path, options: list[str], tool: str = f"{_TOOLS}.convert_cli"
 ) -> None:
     """Run a converter in its own process: this process would keep the memory of its imports.
 
     Raises ConfigError with the last line of the converter.
     """
-    command = [sys.executable, "-m", f"moerl.trainer.checkpoints.{tool}", str(found)]
+    command = [sys.executable, "-m", tool, str(found)]
     process = subprocess.Popen(
         [*command, str(folder), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

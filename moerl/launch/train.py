@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -65,6 +64,7 @@ from moerl.runtime.process_tree import (
     INTERRUPT,
     SignalWatch,
     end_descendants,
+    leave,
 )
 from moerl.runtime.reaper import become_subreaper
 from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
@@ -140,7 +140,7 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    with _only_one(run), _own_output(run) as (out, err):
+    with _only_one(run), own_output(run) as (out, err):
         context = replace(prepare(config, run, resume=resume, **options), scratch=scratch)
         lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
         say = partial(print, "moerl:", file=err, flush=True)
@@ -272,7 +272,7 @@ def _only_one(run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
+def own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
     """(stdout, stderr) of the terminal; output of children and libraries goes to logs/output.log.
 
     The descriptors themselves are swapped, because Ray's daemons inherit them.
@@ -445,15 +445,4 @@ def _first_incarnation(config: Config, run: RunDir, *, resume: bool) -> int:
 
 
 if __name__ == "__main__":
-    code = 1
-    try:
-        code = main()
-    except BaseException:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # All children have ended; Ray's hooks for exits and exceptions would wait for them.
-        os._exit(code)
+    leave(main)

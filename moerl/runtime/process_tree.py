@@ -15,17 +15,22 @@ Only descendants are ever signalled, never processes found by name or group.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 import psutil
 
@@ -35,6 +40,7 @@ from moerl.runtime.reaper import PR_SET_PDEATHSIG, become_subreaper, prctl, reap
 STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
 INTERRUPT = "the run was interrupted"
+_INSTALL = "in a checkout, use tools/setup.sh, or pip install '.[cpu]' or '.[gpu]' (README.md)"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that `SignalWatch` notices
 
 
@@ -64,6 +70,24 @@ def run_command(work: Callable[[], None]) -> int:
     finally:
         end_descendants(STOP_GRACE_S)
     return 0
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a root process with Ray, and exit with its status.
+
+    All children have ended; Ray's hooks for exits and exceptions would wait for them.
+    """
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def end_descendants(grace_s: float, mark: tuple[str, str] | None = None) -> int:
@@ -140,6 +164,15 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
             flush=True,
         )
     return code if code >= 0 else 128 - code
+
+
+def guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:
+    """Run a command that needs torch in a guarded root process, then remove its scratch folder."""
+    if importlib.util.find_spec("torch") is None:
+        raise errors.MoerlError(f"this command needs torch: {_INSTALL}")
+    with tempfile.TemporaryDirectory(prefix="moerl-", ignore_cleanup_errors=True) as scratch:
+        body = json.dumps(arguments | {"scratch": scratch})
+        return run_guarded([sys.executable, "-m", module, body])
 
 
 class Interrupted(errors.MoerlError):

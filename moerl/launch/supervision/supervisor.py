@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moerl.config.clusters import takes_turns
 from moerl.controller.controller import Controller
@@ -40,7 +40,7 @@ from moerl.launch.nodes.lease import LeaseKeeper
 from moerl.launch.nodes.ray_nodes import RayDaemons, start_ray
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.actors import RayActors
-from moerl.launch.supervision.controller_supervisor import ControllerSupervisor
+from moerl.launch.supervision.controller_supervisor import ControllerSupervisor, Polled
 from moerl.launch.supervision.engine_supervisor import EngineSupervisor
 from moerl.launch.supervision.live_report import LiveReport, start_nice
 from moerl.launch.supervision.ray_proxy import CallTimeout
@@ -111,6 +111,23 @@ class Supervisor:
         self.trainer.show_last_rows()
         return self._measure()
 
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Evaluate the model folder: engines, scorer and controller, no trainer.
+
+        Returns as `Controller.evaluate`.  Raises MoerlError with the first cause that ends it.
+        """
+        found: list[tuple[dict[str, float], list[dict[str, Any]]]] = []
+        self._start_ray()
+        self._signals.install()
+        self._place()
+        self._start(trains=False)
+        self._context.console.wait("answers")
+        self.controller.ask(found.append, _raise, Controller.evaluate)
+        self._loop(lambda: bool(found), self._watch_evaluation)
+        self._context.calls.drop()  # it has succeeded: a death is no failure now
+        self._context.console.ready("answers")
+        return found[0]
+
     # --- start ----------------------------------------------------------------------------------
     def _start_ray(self) -> None:
         self._context.console.wait("ray")
@@ -125,17 +142,17 @@ class Supervisor:
         self.engines.members.place_all()
         self._scorer = self._context.actors.scorer(self.run_context)
 
-    def _start(self) -> None:
+    def _start(self, *, trains: bool = True) -> None:
         """Controller, trainer and engines, until all engines are up."""
         self.controller.start()
         self._loop(lambda: self.controller.is_up, self._watch_processes)
         turns = takes_turns(self._context.config.cluster)
-        if not turns:
+        if trains and not turns:
             self.trainer.start()
         self.engines.start_all()
         self._loop(lambda: self.engines.are_up, self._watch_processes)
         self.controller.tell(Controller.engines_started)
-        if turns:  # it needs memory in which the engines start
+        if trains and turns:  # it needs memory in which the engines start
             self.trainer.start()
         self.trainer.restart_clock()
 
@@ -176,6 +193,14 @@ class Supervisor:
         self.controller.poll(self.trainer.hear)
         self.trainer.check_clock()
         self._report.poll(self._context.restarts.has_steps)
+
+    def _watch_evaluation(self) -> None:
+        def hear(polled: Polled) -> None:
+            for notice in polled[-1]:
+                self._context.console.event(notice)
+
+        self._watch_processes()
+        self.controller.poll(hear)
 
     def _ping_scorer(self) -> None:
         """For its pid, and whether it answers at all."""
@@ -226,6 +251,10 @@ class Supervisor:
             self._context.say(f"no measurement of engine tokens/s alone: {error}")
         self._context.console.ready("speed of the idle engine")
         return {"engine tokens/s alone": rates[0]} if rates else {}
+
+
+def _raise(error: MoerlError) -> NoReturn:
+    raise error
 
 
 def _context(

@@ -80,3 +80,7 @@ def _of_run(args: argparse.Namespace) -> None:
         save_sglang_adapter(args.out, factors, spec, lora, str(base))
     else:
         merge_adapter(base, adapter, lora, args.out, dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__))
