@@ -354,6 +354,7 @@ def _checked(
     """
     from moerl.config import load_config, resolve
     from moerl.config.checks import check, check_model
+    from moerl.launch.folder_checks import check_folders
 
     config = load_config(recipe, overrides)
     if checkpoint:
@@ -364,6 +365,8 @@ def _checked(
         raise ConfigError("model.path", "", "name a model's folder, or use model.tiny.enabled=true")
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
+    if starts:
+        check_folders(config)
     return config
 
 
@@ -455,10 +458,12 @@ def _resume(
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_resumed
     from moerl.config.resume import check_identity, check_resume
+    from moerl.launch.folder_checks import check_folders
 
     run, config = RunDir(folder), resolve(load_resumed(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
+    check_folders(config)
     newest, _ = run.latest_whole_checkpoint()
     if newest is not None:
         reset = options["reset_optimizer"]

@@ -41,6 +41,7 @@ from moerl.core.json_files import read_json, read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
 from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.folder_checks import check_folders
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import (
     check_policy,
@@ -380,6 +381,7 @@ def _checked(
         )
     config = with_start(with_tiny_model(config, run), run)
     hf_config = check_model(config)
+    check_folders(config)
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_planned_layout(
             replace(config.engine, tp=tp),
