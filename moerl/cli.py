@@ -420,6 +420,17 @@ def _placed(recipe: str, overrides: list[str] | None) -> list[str]:
     return settings
 
 
+def _describe(config: Config, words: list[str]) -> NoReturn:
+    """Print a dry run.  words: of the command."""
+    from moerl.launch.trainer_check import check_trainer
+    from moerl.planning.dry_run import describe
+    from moerl.planning.estimates import model_shapes
+
+    text = describe(config, words)
+    typer.echo("\n".join([text, *check_trainer(config, model_shapes(config))]))
+    raise typer.Exit
+
+
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
     config = _checked(recipe, settings, starts=not dry_run)
@@ -430,11 +441,8 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         settings += _named_run(name)
     if dry_run:
-        from moerl.planning.dry_run import describe
-
         described = replace(config, run=replace(config.run, name=name))
-        typer.echo(describe(described, [recipe, *overrides, "--run", name]))
-        raise typer.Exit
+        _describe(described, [recipe, *overrides, "--run", name])
     on_gpus = any(group.devices for group in config.cluster.nodes.values())
     if config.cluster.colocated != "none" and on_gpus:
         from moerl.planning.estimates import check_colocated
@@ -471,10 +479,7 @@ def _resume(
         if not options["allow_changed"] and run.identity.exists():
             check_identity(config, read_json(run.identity))
     if dry_run:
-        from moerl.planning.dry_run import describe
-
-        typer.echo(describe(config, ["--resume", str(folder), *overrides]))
-        raise typer.Exit
+        _describe(config, ["--resume", str(folder), *overrides])
     _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
 

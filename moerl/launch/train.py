@@ -53,6 +53,7 @@ from moerl.launch.model_folders import (
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
+from moerl.launch.trainer_check import check_trainer
 from moerl.layout import model_spec
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
@@ -382,6 +383,7 @@ def _checked(
     config = with_start(with_tiny_model(config, run), run)
     hf_config = check_model(config)
     check_folders(config)
+    check_trainer(config, hf_config)
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_planned_layout(
             replace(config.engine, tp=tp),
