@@ -127,6 +127,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_disks(config, engines=False)
     _check_fields(config, learned=True)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
@@ -376,6 +377,13 @@ def _check_fields(config: Config, *, learned: bool = False) -> None:
     check_fields(config, learned=learned)
 
 
+def _check_disks(config: Config, *, engines: bool = True) -> None:
+    from moerl.planning.disks import check_disks
+
+    for sentence in check_disks(config, engines=engines):
+        typer.echo(f"moerl: {sentence}", err=True)
+
+
 def _with_transport(config: Config) -> Config:
     """`sync.transport: auto` by the model's shapes, where one machine with GPUs leaves a choice."""
     from moerl.config.transport_rules import why_not, with_transport
@@ -453,6 +461,7 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
+    _check_disks(replace(config, run=replace(config.run, name=name)))
     _check_fields(config)
     arguments = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments))
@@ -480,6 +489,7 @@ def _resume(
             check_identity(config, read_json(run.identity))
     if dry_run:
         _describe(config, ["--resume", str(folder), *overrides])
+    _check_disks(config)
     _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
 

@@ -52,6 +52,7 @@ from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import model_spec
 from moerl.planning import gpu_choices
+from moerl.planning.disks import disk_lines
 from moerl.planning.estimates import estimates, model_shapes, ref_model_specs, rendered
 from moerl.runtime.run_dir import RunDir
 
@@ -91,6 +92,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         _ports(config, placed),
         *gpu_choices.lines(config, placed, shapes),
         *estimates(config, placed),
+        *disk_lines(config),
         *unchecked,
         *prompts,
     ]
