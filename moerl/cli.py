@@ -367,8 +367,16 @@ def _checked(
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
     if starts:
+        _check_gpus(config)
         check_folders(config)
     return config
+
+
+def _check_gpus(config: Config) -> None:
+    from moerl.launch.own_gpu import lacks_gpus
+
+    if why := lacks_gpus(config):
+        raise ConfigError("cluster", config.cluster.name, why)
 
 
 def _check_fields(config: Config, *, learned: bool = False) -> None:
@@ -430,12 +438,15 @@ def _placed(recipe: str, overrides: list[str] | None) -> list[str]:
 
 def _describe(config: Config, words: list[str]) -> NoReturn:
     """Print a dry run.  words: of the command."""
+    from moerl.launch.own_gpu import lacks_gpus
     from moerl.launch.trainer_check import check_trainer
     from moerl.planning.dry_run import describe
     from moerl.planning.estimates import model_shapes
 
-    text = describe(config, words)
-    typer.echo("\n".join([text, *check_trainer(config, model_shapes(config))]))
+    lines = [describe(config, words), *check_trainer(config, model_shapes(config))]
+    if why := lacks_gpus(config):
+        lines.append(f"a start on this machine is refused: {why}")
+    typer.echo("\n".join(lines))
     raise typer.Exit
 
 
@@ -489,6 +500,7 @@ def _resume(
             check_identity(config, read_json(run.identity))
     if dry_run:
         _describe(config, ["--resume", str(folder), *overrides])
+    _check_gpus(config)
     _check_disks(config)
     _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))

@@ -76,6 +76,7 @@ from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+_BEGIN_ANEW = "no step was trained: mend the cause, then start a new run"
 RESUME_OPTIONS = ("reset_optimizer", "allow_changed", "from_start")  # of `prepare`
 
 
@@ -257,7 +258,8 @@ def _close(
         again = f"moerl train --resume {run.root}"
         if rows and run.latest_checkpoint() is None:  # as _refuse_lost_steps
             again += " --from-start"
-        print(f"moerl: logs are in {run.logs}; continue with: {again}", file=err, flush=True)
+        then = f"continue with: {again}" if rows or cause == INTERRUPT else _BEGIN_ANEW
+        print(f"moerl: logs are in {run.logs}; {then}", file=err, flush=True)
         return 130 if cause == INTERRUPT else 1
     return 0
 
