@@ -22,6 +22,7 @@ from moerl.planning.memory import optimizer_bytes
 from moerl.runtime.disk_wait import free_bytes
 
 _LOGS = 1_000_000  # logs, metrics and report of a short run
+_MORE = 1.15  # random states, names and alignment of a checkpoint
 _SCRATCH = 20_000_000  # logs of Ray
 
 
@@ -134,7 +135,7 @@ def _weights(config: Config, spec: ModelSpec, root: Path) -> Iterator[Need]:
     versions = config.run.steps * size * trained if checkpoint.keep_versions else 0
     yield Need("run.root", root, "hf", hf, 2 * hf + versions)
     state = trained * (size + (optimizer_bytes(config.trainer).saved or 12))
-    state *= 2 if config.algorithm.advantage == "gae" else 1
+    state = round(_MORE * state * (2 if config.algorithm.advantage == "gae" else 1))
     every = checkpoint.every or config.run.steps
     written = min(checkpoint.keep + 1 + bool(checkpoint.best), math.ceil(config.run.steps / every))
     yield Need("run.root", root, "checkpoint", state, written * state)
