@@ -11,15 +11,16 @@ import json
 import re
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import TrainerConfig
 from moerl.config.validate import read_section
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.layout import ModelSpec, model_spec
-from moerl.trainer.model import platform
-from moerl.trainer.model.platform import Platform
+
+if TYPE_CHECKING:
+    from moerl.trainer.model.platform import Platform
 
 _OF_TE = re.compile(r"transformer.?engine|\bTE\b", re.IGNORECASE)
 
@@ -43,6 +44,8 @@ class Job:
 
 def try_settings(job: Job) -> str:
     """Raises MoerlError for a setting with which a rank would end; returns what was not tried."""
+    from moerl.trainer.model import platform  # here: the root process reads `Job` without torch
+
     place, said = platform.prepare("cpu"), ""  # before any import of megatron
     if job.trainer.megatron:
         said = _try_fields(model_spec(job.hf), job, place)
@@ -60,6 +63,7 @@ def try_settings(job: Job) -> str:
 def _try_fields(spec: ModelSpec, job: Job, place: Platform) -> str:
     """Without Transformer Engine, its refusals are left to the machine that has it."""
     from moerl.trainer.model.local_modules import check_attention
+    from moerl.trainer.model.platform import Platform
     from moerl.trainer.model.transformer import fused_fields, transformer_config
 
     if job.gpu:

@@ -41,7 +41,14 @@ def _commands() -> list[CommandInfo]:
 
 OWN = "package.module:function"
 BAD = [
-    ("run.stepz=3", "run.stepz = 3", "unknown key; run has name, root, seed, steps, console"),
+    ("run.stepz=3", "run.stepz = 3", "unknown key; did you mean run.steps"),
+    ("run.zzz=3", "run.zzz = 3", "unknown key; run has name, root, seed, steps, console"),
+    (
+        "rollout.group_sise=4",
+        "rollout.group_sise = 4",
+        "unknown key; did you mean rollout.group_size, ",
+    ),
+    ("sampling.topk=4", "sampling.topk = 4", "unknown key; did you mean sampling.top_k, "),
     ("run.steps=many", "run.steps = 'many'", "int is needed"),
     ("run.steps=0", "run.steps = 0", "at least 1"),
     ("sampling.top_p=1.5", "sampling.top_p = 1.5", "in (0, 1]"),
