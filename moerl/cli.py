@@ -491,13 +491,13 @@ def _resume(
     run, config = RunDir(folder), resolve(load_resumed(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    check_folders(config)
     newest, _ = run.latest_whole_checkpoint()
     if newest is not None:
         reset = options["reset_optimizer"]
         check_resume(config, read_manifest(newest), reset_optimizer=reset)
         if not options["allow_changed"] and run.identity.exists():
             check_identity(config, read_json(run.identity))
+    check_folders(config)
     if dry_run:
         _describe(config, ["--resume", str(folder), *overrides])
     _check_gpus(config)

@@ -171,7 +171,7 @@ def test_rollouts_wait_while_their_records_find_no_room(
         left = 6
 
         def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Reply:
-            if group_of(request.rollout_id)[0] == 1 and self.left:
+            if group_of(request.rollout_id) == 1 and self.left:
                 self.left -= 1
                 return RecordError("blob", f"{request.rollout_id}: No space left on device")
             return super()._reply(request, version)
