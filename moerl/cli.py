@@ -360,6 +360,8 @@ def _checked(
     config = load_config(recipe, overrides)
     if checkpoint:
         config = replace(config, model=replace(config.model, path=checkpoint))
+    if starts:
+        _check_gpus(config)
     config = resolve(_with_transport(config))
     check(config, starts=starts)
     if not (config.model.path or config.model.tiny.enabled):
@@ -367,7 +369,6 @@ def _checked(
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
     if starts:
-        _check_gpus(config)
         check_folders(config)
     return config
 
