@@ -124,6 +124,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run: RunName = "") -> None:
     config = _checked(recipe, settings)
     if not run:
         settings += _named_run(f"{config.run.name}-sft-{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_disks(config, engines=False)
     _check_fields(config, learned=True)
     arguments = {"recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments, module="moerl.launch.sft_command"))
@@ -352,23 +353,42 @@ def _checked(
     """
     from moerl.config import load_config, resolve
     from moerl.config.checks import check, check_model
+    from moerl.launch.folder_checks import check_folders
 
     config = load_config(recipe, overrides)
     if checkpoint:
         config = replace(config, model=replace(config.model, path=checkpoint))
+    if starts:
+        _check_gpus(config)
     config = resolve(_with_transport(config))
     check(config, starts=starts)
     if not (config.model.path or config.model.tiny.enabled):
         raise ConfigError("model.path", "", "name a model's folder, or use model.tiny.enabled=true")
     if starts and (config.model.path or not config.model.tiny.enabled):
         check_model(config)
+    if starts:
+        check_folders(config)
     return config
+
+
+def _check_gpus(config: Config) -> None:
+    from moerl.launch.own_gpu import lacks_gpus
+
+    if why := lacks_gpus(config):
+        raise ConfigError("cluster", config.cluster.name, why)
 
 
 def _check_fields(config: Config, *, learned: bool = False) -> None:
     from moerl.launch.line_checks import check_fields
 
     check_fields(config, learned=learned)
+
+
+def _check_disks(config: Config, *, engines: bool = True) -> None:
+    from moerl.planning.disks import check_disks
+
+    for sentence in check_disks(config, engines=engines):
+        typer.echo(f"moerl: {sentence}", err=True)
 
 
 def _with_transport(config: Config) -> Config:
@@ -415,6 +435,20 @@ def _placed(recipe: str, overrides: list[str] | None) -> list[str]:
     return settings
 
 
+def _describe(config: Config, words: list[str]) -> NoReturn:
+    """Print a dry run.  words: of the command."""
+    from moerl.launch.own_gpu import lacks_gpus
+    from moerl.launch.trainer_check import check_trainer
+    from moerl.planning.dry_run import describe
+    from moerl.planning.estimates import model_shapes
+
+    lines = [describe(config, words), *check_trainer(config, model_shapes(config))]
+    if why := lacks_gpus(config):
+        lines.append(f"a start on this machine is refused: {why}")
+    typer.echo("\n".join(lines))
+    raise typer.Exit
+
+
 def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoReturn:
     settings = [*overrides, *_named_run(run)]
     config = _checked(recipe, settings, starts=not dry_run)
@@ -425,11 +459,8 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         settings += _named_run(name)
     if dry_run:
-        from moerl.planning.dry_run import describe
-
         described = replace(config, run=replace(config.run, name=name))
-        typer.echo(describe(described, [recipe, *overrides, "--run", name]))
-        raise typer.Exit
+        _describe(described, [recipe, *overrides, "--run", name])
     on_gpus = any(group.devices for group in config.cluster.nodes.values())
     if config.cluster.colocated != "none" and on_gpus:
         from moerl.planning.estimates import check_colocated
@@ -440,6 +471,7 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
         raise ConfigError(
             "run.name", name, f"{config.run.root}/{name} exists; choose another or use --resume"
         )
+    _check_disks(replace(config, run=replace(config.run, name=name)))
     _check_fields(config)
     arguments = {"resume": "", "recipe": recipe, "overrides": settings}
     raise typer.Exit(_guarded(arguments))
@@ -453,6 +485,7 @@ def _resume(
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_resumed
     from moerl.config.resume import check_identity, check_resume
+    from moerl.launch.folder_checks import check_folders
 
     run, config = RunDir(folder), resolve(load_resumed(folder / "config.yaml", overrides))
     check(config)
@@ -463,11 +496,11 @@ def _resume(
         check_resume(config, read_manifest(newest), reset_optimizer=reset)
         if not options["allow_changed"] and run.identity.exists():
             check_identity(config, read_json(run.identity))
+    check_folders(config)
     if dry_run:
-        from moerl.planning.dry_run import describe
-
-        typer.echo(describe(config, ["--resume", str(folder), *overrides]))
-        raise typer.Exit
+        _describe(config, ["--resume", str(folder), *overrides])
+    _check_gpus(config)
+    _check_disks(config)
     _check_fields(config)
     raise typer.Exit(_guarded({"resume": str(folder), "overrides": overrides} | options))
 

@@ -49,6 +49,7 @@ from moerl.episodes.rows import join
 from moerl.episodes.turn import TurnInFlight, sampling_params
 from moerl.launch.model_folders import with_tiny_model
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment
+from moerl.launch.trainer_check import check_trainer
 from moerl.records.header_check import check as check_rollout
 from moerl.runtime.process_tree import run_command
 from moerl.runtime.run_dir import RunDir
@@ -159,11 +160,13 @@ def _context(config: Config, folder: Path) -> RunContext:
     run = RunDir(folder)
     run.create()
     config = with_tiny_model(config, run)
+    hf_config = check_model(config)
+    check_trainer(config, hf_config)
     return RunContext(
         config=config,
         run=run,
         model_path=Path(config.model.path),
-        hf_config=check_model(config),
+        hf_config=hf_config,
         token=os.urandom(16).hex(),
         incarnation=0,
         node="local",

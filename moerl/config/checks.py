@@ -37,6 +37,7 @@ from moerl.core.errors import ConfigError, ModelError
 from moerl.core.json_files import read_model_config
 
 _RUN_NAME = re.compile(r"\w[\w.-]*")  # it becomes a folder, and part of other names
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _EXPERTS = (  # by family
     "num_experts",
     "num_local_experts",
@@ -110,6 +111,17 @@ def _check_start(config: Config) -> None:
         )
 
 
+def missing_folder(path: str) -> str:
+    """A sentence about a model folder that does not exist; how to fetch or make it."""
+    folder = Path(path)
+    sentence = "a Hugging Face model folder of this machine is needed; nothing is downloaded"
+    if _HUB_NAME.fullmatch(path) and not folder.parent.is_dir():
+        sentence += (
+            f", and a name of the hub is fetched by: hf download {path} --local-dir {folder.name}"
+        )
+    return MODEL_MAKERS.get(folder.as_posix(), sentence)
+
+
 def check_model(config: Config) -> dict[str, Any]:
     """Check the model folder and the settings that depend on it; returns its config.json.
 
@@ -117,14 +129,7 @@ def check_model(config: Config) -> dict[str, Any]:
     """
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            MODEL_MAKERS.get(
-                folder.as_posix(),
-                "a Hugging Face model folder of this machine is needed; nothing is downloaded",
-            ),
-        )
+        raise ConfigError("model.path", config.model.path, missing_folder(config.model.path))
     try:
         hf = read_model_config(folder)
     except ModelError as error:

@@ -26,7 +26,7 @@ from moerl.config.task_mixture import with_changes, with_finite_top_k
 from moerl.config.transport_rules import default_transport, with_transport
 from moerl.config.validate import check_keys, read_section
 from moerl.core.atomic import atomic_write
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, nearest
 from moerl.runtime.resources import resource_folder
 
 CONFIG_ROOT = resource_folder("configs")
@@ -154,7 +154,11 @@ def find_recipe(recipe: str) -> Path:
         if path.is_file():
             return path
     known = sorted(p.stem for p in (CONFIG_ROOT / "recipes").glob("*.yaml"))
-    raise ConfigError("RECIPE", recipe, f"give a YAML file or one of {', '.join(known)}")
+    near = (
+        nearest(recipe, known).removeprefix("; ")
+        or f"give a YAML file or one of {', '.join(known)}"
+    )
+    raise ConfigError("RECIPE", recipe, near)
 
 
 def _parts(overrides: Sequence[str]) -> dict[str, Path]:

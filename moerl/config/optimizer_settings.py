@@ -9,7 +9,6 @@ run needs no torch.  Without megatron-core on the machine a trainer rank compare
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import TrainerConfig
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, nearest
 
 _Rule = tuple[str, object, object, str]  # (field, value, whether it is refused, allowed)
 _DTYPES = {  # of fields that name a torch.dtype; others take any of moerl's names
@@ -147,8 +146,7 @@ def _check_fields(
             raise ConfigError(field, value, f"{reason}; remove it")
         if fields and name not in fields:
             free = [other for other in fields if not refusal(other, refused)]
-            near = difflib.get_close_matches(name, free, n=3)
-            hint = f"; did you mean {', '.join(near)}" if near else ""
+            hint = nearest(name, free)
             raise ConfigError(field, value, f"the installed megatron-core has no such field{hint}")
         _check_value(field, name, value, fields.get(name, ""))
 

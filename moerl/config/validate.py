@@ -18,7 +18,7 @@ from moerl.config.bounds import LARGEST, UserPath
 from moerl.config.dropped_keys import dropped_key
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide_value
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -49,7 +49,8 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
         if key not in known:
             where = above.rstrip(".") or "the configuration"
             shown = hide_value(field, value)
-            why = dropped_key(field) or f"unknown key; {where} has {', '.join(known)}"
+            near = nearest(key, known, above) or f"; {where} has {', '.join(known)}"
+            why = dropped_key(field) or f"unknown key{near}"
             raise ConfigError(field, shown, why)
         if is_dataclass(known[key]):
             _check_section(field, known[key], value)

@@ -252,8 +252,7 @@ class Producer:
     # --- play and close ---------------------------------------------------------------------------
     async def _play(self, group: GroupInFlight, episode: OpenEpisode) -> None:
         ended = await self._player.play(episode)
-        while ended.refused is not None and group.goes_on and not group.is_dropped(episode.name):
-            self._scoring_stage.refuse_one(group.group_id, ended.episode_id, ended.refused)
+        while await self._plays_again(group, episode, ended):
             self._forget_turns(ended)
             ended.settled("played_again")
             name, uris = self._next_try(ended), frozenset(episode.uris)
@@ -265,6 +264,18 @@ class Producer:
         self._has_ended(group, ended)
         await asyncio.sleep(0)  # replies of one message end several siblings: close with all
         self._close_if_due(group)
+
+    async def _plays_again(
+        self, group: GroupInFlight, episode: OpenEpisode, ended: FinishedEpisode
+    ) -> bool:
+        if ended.refused is None:
+            return False
+        waited = await self._scoring_stage.wait_for_room(ended.refused)
+        if not group.goes_on or group.is_dropped(episode.name):
+            return False
+        if not waited:
+            self._scoring_stage.refuse_one(group.group_id, ended.episode_id, ended.refused)
+        return True
 
     def _next_try(self, ended: FinishedEpisode) -> str:
         group_id, sibling = group_of(ended.episode_id), int(ended.episode_id.split(".")[1])

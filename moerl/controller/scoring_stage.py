@@ -31,6 +31,7 @@ from moerl.episodes.finished_episode import (
 from moerl.records.header_check import check
 from moerl.records.record_uris import blob_uris, group_uris
 from moerl.runtime import disk_wait
+from moerl.runtime.disk_wait import DiskPatience
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class ScoringStage:
         self._dropped = 0  # groups of equal rewards since the last plan
         self._equal_in_row = 0  # groups of equal rewards since the last group with a signal
         self._blobs, self._writes = services.blobs, WriteRetry(context.step_metrics)
+        patience = DiskPatience(
+            self._config.trainer.step_timeout_s / 2, context.step_metrics.notices.append
+        )
+        self._room = patience.begin("a rollout for cluster.blob_dir")
         self._entries = by_label(context.config)
         # Of the last groups of each task: with success
         self._scored: dict[str, deque[bool]] = {
@@ -82,6 +87,7 @@ class ScoringStage:
         """
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
+        self._room.done()
         self._scoring[group_id] = partials
         for partial in partials:
             del self._rollout_attempts[without_life(partial.episode_id)]
@@ -90,6 +96,13 @@ class ScoringStage:
     def planned(self) -> None:
         """A batch is complete: reset the count of groups dropped for equal rewards."""
         self._dropped = 0
+
+    async def wait_for_room(self, error: RecordError) -> bool:
+        """Whether records found no room and may find it now, after a pause."""
+        if error.reason != "blob" or not self._room.again(str(error)):
+            return False
+        await asyncio.sleep(disk_wait.PAUSE_S)
+        return True
 
     def refuse_one(self, group_id: int, rollout_id: str, error: RecordError) -> None:
         """Count the refusal of a rollout that is generated again; three in a row end the run."""

@@ -8,6 +8,9 @@ process or endpoint is an `EngineError` or `TrainerError`; a tensor that cannot 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MoerlError(Exception):
     """Base of errors that are shown as one sentence, without a traceback."""
@@ -151,6 +154,12 @@ class ProtocolError(MoerlError):
 def cause_of(error: BaseException) -> str:
     """One sentence for the user: our own errors unchanged, others with their type."""
     return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+
+
+def nearest(name: str, known: Iterable[str], before: str = "") -> str:
+    """`; did you mean A, B`, nearest first, or nothing.  before: text in front of each name."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {', '.join(before + one for one in near)}" if near else ""
 
 
 def printable(text: object) -> str:

@@ -8,10 +8,22 @@ from typing import Any
 
 from moerl.core.errors import ModelError
 
+_POINTER = b"version https://git-lfs"
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ModelError for a file that names the bytes git-lfs would fetch, OSError as `open`."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ModelError(
+                f"{path}: it is a pointer of git-lfs, its bytes were not fetched: run git lfs pull"
+            )
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object.  Raises ModelError for a missing file and for any other content."""
     try:
+        refuse_pointer(path)
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file") from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +19,7 @@ import numpy as np
 from moerl.config.functions import load_below
 from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
-from moerl.core.errors import ConfigError, LineError, ModelError
+from moerl.core.errors import ConfigError, LineError, ModelError, nearest
 from moerl.core.types import Prompt, PromptOrigin
 from moerl.data.chat_template import ChatTemplate, Json, TemplateError, without_cuts
 from moerl.data.environments import demonstration
@@ -288,8 +287,7 @@ def reasoning_gym_dataset(task: TaskConfig, seed: int) -> Any:
             "task.name", "reasoning_gym", "the package reasoning-gym is not installed"
         ) from error
     if task.dataset not in DATASETS:
-        near = get_close_matches(task.dataset, DATASETS)
-        hint = f"; close names are {', '.join(near)}" if near else ""
+        hint = nearest(task.dataset, DATASETS)
         raise ConfigError(
             "task.dataset", task.dataset, f"it must be a dataset of reasoning-gym{hint}"
         )

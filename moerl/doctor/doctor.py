@@ -13,6 +13,7 @@ import json
 import secrets
 import select
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -184,11 +185,19 @@ def _request(config: Config, placed: Placement, node: Node) -> Request:
 
 
 def _reachable(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    program = "" if is_local(config.cluster) else (shlex.split(config.cluster.remote) or [""])[0]
+    count = f"{sum(answer.facts is not None for answer in answers)} of {len(answers)}"
+    if program and shutil.which(program) is None:
+        remedy = f"run moerl doctor where {program} is, such as a login node, or set cluster.remote"
+        yield Finding("answers", "", f"{count}: this machine has no {program}", remedy)
+        return
     for answer in answers:
         if answer.facts is None:
             by_hand = shlex.join(on_node(config, answer.node, ["--version"]))
             yield Finding("answers", answer.node.name, answer.error, f"try by hand: {by_hand}")
-    yield Finding("answers", "", f"{sum(a.facts is not None for a in answers)} of {len(answers)}")
+    silent = any(answer.facts is None for answer in answers)
+    remedy = "repair the way to the other nodes: cluster.remote, cluster.nodes.*.hosts"
+    yield Finding("answers", "", count, remedy if silent else "")
 
 
 # --- rules ---------------------------------------------------------------------------------------

@@ -17,14 +17,13 @@ srt/arg_groups/fields, srt/environ.py.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, nearest
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 from moerl.layout.families import LLAMA4_TEXT
 
@@ -200,8 +199,7 @@ def stated_layout(stated: Mapping[str, str], config: Mapping[str, Any]) -> LiveW
         elif name in _SWITCHES:
             environment[name] = value
         elif name not in plain:
-            near = difflib.get_close_matches(short, known, 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = nearest(short, known)
             raise ConfigError(
                 f"engine.{short}",
                 value,

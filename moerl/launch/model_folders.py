@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-
 from moerl.config import Config, save_config
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_adapters
 from moerl.core.errors import ConfigError, LayoutError, ModelError
 from moerl.core.json_files import read_model_config
 from moerl.data.tasks import load_tokenizer
+from moerl.launch.folder_checks import check_folder
 from moerl.layout import ModelSpec, model_spec
 from moerl.runtime.run_dir import RunDir, read_manifest
 from moerl.trainer.checkpoints.checkpoint_files import MANIFEST
@@ -62,18 +61,9 @@ def check_reward_model(folder: str, student: ModelSpec, tokenizer: Tokenizer) ->
     """Check that a folder has a value head, and token ids with the policy's meaning."""
     field = "task.rewards"
     check_ref_models(field, folder, student, has_values=True)
-    spec = model_spec(read_model_config(Path(folder)))
-    found: dict[str, tuple[int, ...]] = {}
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(str(file), "numpy") as stored:
-            found |= {
-                name: tuple(stored.get_slice(name).get_shape())
-                for name in stored.keys()  # noqa: SIM118
-                if name.startswith("score.")
-            }
-    wanted = {"score.weight": (1, spec.hidden)} | ({"score.bias": (1,)} if spec.value_bias else {})
-    if found != wanted:
-        raise ConfigError(field, folder, f"its head is {found}, needed is {wanted}, one label")
+    values = check_folder(field, folder, has_text=True).spec.values
+    if values != 1:
+        raise ConfigError(field, folder, f"its head has {values} labels, needed is one label")
     try:
         own = load_tokenizer(folder).get_vocab()
     except ModelError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from moerl.config import load_config
+from moerl.config import Config, load_config
+from moerl.config.clusters import is_local
 from moerl.runtime.machine import torch_cuda, visible_gpus
 
 _PLACES = ("cluster", "engine.platform", "trainer.platform")  # settings that say where
@@ -29,3 +31,14 @@ def use_own_gpu(recipe: str, overrides: Sequence[str]) -> tuple[list[str], str]:
         ["cluster=gpu1", *own, *kept],
         f"{found}: the run uses {use} (cluster=gpu1); cluster=laptop is the CPU",
     )
+
+
+def lacks_gpus(config: Config) -> str:
+    """Why a local run on GPUs cannot start on this machine; empty where it can."""
+    needed = max(group.devices for group in config.cluster.nodes.values())
+    if not (is_local(config.cluster) and needed and config.engine.platform == "cuda"):
+        return ""
+    found = len(visible_gpus()) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if found < needed:
+        return f"it needs {needed} GPU(s) and this machine has {found}; cluster=laptop is the CPU"
+    return "" if torch_cuda() else "torch is installed for CPUs: tools/setup.sh --gpu"

@@ -40,6 +40,7 @@ from moerl.core.json_files import read_json, read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
 from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.folder_checks import check_folders
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import (
     check_policy,
@@ -51,6 +52,7 @@ from moerl.launch.model_folders import (
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext
 from moerl.launch.task_agents import task_agents
+from moerl.launch.trainer_check import check_trainer
 from moerl.layout import model_spec
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
@@ -74,6 +76,7 @@ from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+_BEGIN_ANEW = "no step was trained: mend the cause, then start a new run"
 RESUME_OPTIONS = ("reset_optimizer", "allow_changed", "from_start")  # of `prepare`
 
 
@@ -255,7 +258,8 @@ def _close(
         again = f"moerl train --resume {run.root}"
         if rows and run.latest_checkpoint() is None:  # as _refuse_lost_steps
             again += " --from-start"
-        print(f"moerl: logs are in {run.logs}; continue with: {again}", file=err, flush=True)
+        then = f"continue with: {again}" if rows or cause == INTERRUPT else _BEGIN_ANEW
+        print(f"moerl: logs are in {run.logs}; {then}", file=err, flush=True)
         return 130 if cause == INTERRUPT else 1
     return 0
 
@@ -380,6 +384,8 @@ def _checked(
         )
     config = with_start(with_tiny_model(config, run), run)
     hf_config = check_model(config)
+    check_folders(config)
+    check_trainer(config, hf_config)
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_planned_layout(
             replace(config.engine, tp=tp),

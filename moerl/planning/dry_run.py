@@ -46,11 +46,13 @@ from moerl.data.shared_prefix import check_shared
 from moerl.engine import feature_table
 from moerl.engine.host.server_args import check_planned_layout
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
+from moerl.launch.folder_checks import check_folders
 from moerl.launch.line_checks import line_checks, model_tokenizer
 from moerl.launch.reward_trial import try_rewards
 from moerl.launch.run_context import RunContext, ref_model_command, trainer_command
 from moerl.layout import model_spec
 from moerl.planning import gpu_choices
+from moerl.planning.disks import disk_lines
 from moerl.planning.estimates import estimates, model_shapes, ref_model_specs, rendered
 from moerl.runtime.run_dir import RunDir
 
@@ -80,6 +82,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
             cuda=starts_on_cuda(config, placed),
             routing=config.replay.routing == "R3",
         )
+    unchecked = check_folders(config, starts=False)
     prompts = prompt_lines(config, max_positions)
     sections = [
         printed(config),
@@ -89,6 +92,8 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         _ports(config, placed),
         *gpu_choices.lines(config, placed, shapes),
         *estimates(config, placed),
+        *disk_lines(config),
+        *unchecked,
         *prompts,
     ]
     return "\n".join(sections)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config import Config
+from moerl.config.checks import missing_folder
 from moerl.config.clusters import is_local, placement, trainer_share
 from moerl.config.load import CONFIG_ROOT
 from moerl.config.lora_settings import LoraConfig
@@ -77,8 +78,10 @@ def recipe_shapes(config: Config) -> dict[str, Any]:
 
 
 def shapes_of(name: str) -> dict[str, Any]:
-    """config.json of a model folder, also of a folder under configs/."""
-    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), Path(name))
+    """config.json of a model folder, also of a folder under configs/.  Raises ConfigError."""
+    path = next((p for p in (Path(name), CONFIG_ROOT / name) if p.exists()), None)
+    if path is None:
+        raise ConfigError("model.path", name, missing_folder(name))
     return read_model_config(path)
 
 

@@ -112,7 +112,7 @@ def check_layout(
 
     Checks that every parameter of every rank is tiled exactly and every engine byte is covered
     once, else names the tensor.  Refuses engine settings with an unknown weight layout.  Reads no
-    weights; thousands of ranks are fine.  Prints MiB and boxes per rank.
+    weights but the headers of files; thousands of ranks are fine.  Prints MiB and boxes per rank.
 
     Examples:
 
@@ -120,6 +120,7 @@ def check_layout(
       moerl check-layout runs/mine/hf --parallel ep=2 --engine tp=2,moe_runner_backend=triton
     """
     from moerl.engine.weight_layout import stated_layout
+    from moerl.launch.folder_checks import check_folder, has_weights
     from moerl.layout import model_spec
     from moerl.planning.layout_check import check_layout as check
     from moerl.planning.layout_check import describe
@@ -140,6 +141,9 @@ def check_layout(
         quantization=identity.quantization,
     )
     typer.echo(describe(report))
+    if has_weights(model):
+        check_folder("MODEL", str(model))
+        typer.echo("files: every tensor is there, with this shape")
     typer.echo(f"engine weight layout {identity.fingerprint()}: {identity}")
 
 

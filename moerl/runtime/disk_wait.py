@@ -28,16 +28,16 @@ def is_full(cause: str, folder: Path, wanted: int) -> bool:
 
     cause: text of the error; torch wraps errors of a full disk in types of its own.
     """
-    return any(mark in cause for mark in _FULL) or 0 <= _free(folder) < wanted
+    return any(mark in cause for mark in _FULL) or 0 <= free_bytes(folder) < wanted
 
 
 def shortage(path: Path, wanted: int) -> str:
     """Path, bytes that a write needs, and bytes that are free."""
-    free = _free(path)
+    free = free_bytes(path)
     return f"{path} needs {wanted:,} bytes and its disk has {max(0, free):,} free"
 
 
-def _free(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Bytes on the disk of a path that need not exist; -1 where nobody knows."""
     for folder in (path, *path.parents):
         try:
@@ -106,12 +106,13 @@ class DiskWait:
         """
         while self.again(f"{shortage(path, wanted)} ({cause})"):
             time.sleep(PAUSE_S)
-            if not 0 <= _free(path) < wanted:
+            if not 0 <= free_bytes(path) < wanted:
                 return True
         return False
 
     def done(self) -> None:
-        """The write is over."""
+        """The write is over; another wait may begin."""
         if self._told and self._since is not None:
             waited_s = time.monotonic() - self._since
             self._patience.tell(f"{self._what}: written after {waited_s:.0f} s without room")
+        self._since, self._told = None, 0.0

@@ -19,7 +19,7 @@ from moerl.config.checks import check, check_model_sizes
 from moerl.config.functions import load_below
 from moerl.config.load import load_saved
 from moerl.config.resume import resume_facts
-from moerl.config.schema import NodeGroup, ParallelConfig
+from moerl.config.schema import NodeGroup, ParallelConfig, TinyModel
 from moerl.config.task_tables import (
     ENVIRONMENT_NAMES,
     ENVIRONMENTS,
@@ -30,6 +30,7 @@ from moerl.config.task_tables import (
 )
 from moerl.config.validate import either, read_section
 from moerl.core.errors import ConfigError, ModelError
+from moerl.data.tiny_model import make_tiny_model
 from moerl.launch.engine_commands import engines
 from moerl.planning.dry_run import describe
 from moerl.runtime.run_dir import RunDir, read_manifest
@@ -41,7 +42,14 @@ def _commands() -> list[CommandInfo]:
 
 OWN = "package.module:function"
 BAD = [
-    ("run.stepz=3", "run.stepz = 3", "unknown key; run has name, root, seed, steps, console"),
+    ("run.stepz=3", "run.stepz = 3", "unknown key; did you mean run.steps"),
+    ("run.zzz=3", "run.zzz = 3", "unknown key; run has name, root, seed, steps, console"),
+    (
+        "rollout.group_sise=4",
+        "rollout.group_sise = 4",
+        "unknown key; did you mean rollout.group_size, ",
+    ),
+    ("sampling.topk=4", "sampling.topk = 4", "unknown key; did you mean sampling.top_k, "),
     ("run.steps=many", "run.steps = 'many'", "int is needed"),
     ("run.steps=0", "run.steps = 0", "at least 1"),
     ("sampling.top_p=1.5", "sampling.top_p = 1.5", "in (0, 1]"),
@@ -490,10 +498,7 @@ def finished(tmp_path: Path) -> Path:
     run = RunDir(tmp_path / "mine")
     run.create()
     model = tmp_path / "model"
-    model.mkdir()
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}
-    (model / "config.json").write_text(json.dumps(sizes))
-    (model / "x.safetensors").touch()
+    make_tiny_model(model, TinyModel(enabled=True), seed=0)
     config = load_config(
         "quickstart", [f"model.path={model}", f"run.root={tmp_path}", "run.steps=20"]
     )

@@ -16,12 +16,14 @@ from moerl.core.errors import (
     EngineError,
     LineError,
     ProtocolError,
+    RecordError,
     ScoreError,
     TrainerError,
 )
-from moerl.core.ids import episode_of
+from moerl.core.ids import episode_of, group_of
 from moerl.core.messages import (
     Failed,
+    GenerateRequest,
     Ok,
     Stop,
     TakePlan,
@@ -32,6 +34,7 @@ from moerl.core.types import (
     Score,
 )
 from moerl.records.stream_files import StepFile, read_lines, surviving, whole_plan
+from moerl.runtime import disk_wait
 from tests.helpers.controllers import (
     CONFIG,
     EqualFor,
@@ -46,7 +49,7 @@ from tests.helpers.controllers import (
 )
 from tests.helpers.fake_clock import run_with_fake_clock
 from tests.helpers.streams import Writing
-from tests.helpers.stub_engine import StubEngine, always
+from tests.helpers.stub_engine import Reply, StubEngine, always
 
 
 @pytest.mark.parametrize("ends_run", [True, False])
@@ -153,6 +156,38 @@ def test_three_refusals_end_the_run(tmp_path: Path) -> None:
         controller, _ = make(tmp_path, StubEngine(refuse=[1] * 6))
         with pytest.raises(EngineError, match="a rollout of group 1 was refused 3 times"):
             await running(controller, train(controller, 4))
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+def test_rollouts_wait_while_their_records_find_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """Six refusals in a row end no run while the wait lasts; without it, they do (control)."""
+    monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
+
+    class Full(StubEngine):
+        left = 6
+
+        def _reply(self, request: GenerateRequest, version: PolicyVersion) -> Reply:
+            if group_of(request.rollout_id) == 1 and self.left:
+                self.left -= 1
+                return RecordError("blob", f"{request.rollout_id}: No space left on device")
+            return super()._reply(request, version)
+
+    async def body() -> None:
+        controller, reports = make(tmp_path, Full())
+        controller.scoring_stage._room._patience = replace(
+            controller.scoring_stage._room._patience, limit_s=patience_s
+        )
+        if not patience_s:
+            with pytest.raises(EngineError, match=r"refused 3 times.*No space left"):
+                await running(controller, train(controller, 4))
+            return
+        plans = await running(controller, train(controller, 4))
+        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+        assert not any("refused/blob" in report.metrics for report in reports)
 
     asyncio.run(body())
 

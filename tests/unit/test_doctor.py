@@ -90,7 +90,15 @@ def test_nothing_is_called_right_where_nobody_answers(ward: Ward) -> None:
     config = replace(ward.config, cluster=replace(ward.config.cluster, remote="false {host}"))
     found = examine(config)
     assert {finding.check for finding in found} == {"answers"}
-    assert sum(bool(finding.remedy) for finding in found) == 2
+    assert all(finding.remedy for finding in found), "also the count, 0 of 2"
+    assert len(found) == 3
+
+
+def test_a_machine_without_the_program_of_cluster_remote_says_where_to_run(ward: Ward) -> None:
+    config = replace(ward.config, cluster=replace(ward.config.cluster, remote="srun-no {host}"))
+    (found,) = examine(config)
+    assert found.what == "0 of 2: this machine has no srun-no"
+    assert "run moerl doctor where srun-no is" in found.remedy
 
 
 def test_a_model_without_weights_has_no_file_that_is_right(

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from moerl.layout import Box
+from moerl.layout.model_files import MXFP4_GROUP
 
 Read = Callable[[Box], Tensor]
 
-MXFP4_GROUP = 32  # values that share a scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_TABLE = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
 

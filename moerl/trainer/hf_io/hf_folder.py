@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moerl.core.errors import LayoutError, ModelError
-from moerl.core.json_files import read_json
+from moerl.core.errors import ModelError
 from moerl.layout import (
     Box,
     Local,
@@ -27,19 +26,12 @@ from moerl.layout import (
     Tile,
     at,
     check_covers,
-    hf_shapes,
-    is_repeated,
-    model_spec,
     num_elements,
-    stacked_aliases,
-    transposed_stacks,
 )
-from moerl.trainer.hf_io.dequantize import MXFP4_GROUP, Fp8Block, Mxfp4
+from moerl.layout.model_files import Form, ModelFiles
+from moerl.trainer.hf_io.dequantize import Fp8Block, Mxfp4
 from moerl.trainer.hf_io.mapped_files import DTYPES, MappedFiles
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-
-READABLE = ("F32", "BF16", "F16")
 FILL_BYTES = 64 * 2**20  # a tile is copied in bands of rows no larger than this
 
 
@@ -62,41 +54,20 @@ class _Stored(NamedTuple):
     read: Callable[[Box], Tensor]
 
 
-class _Place(NamedTuple):
-    """Position of a Hugging Face tensor in the files; `inside`: its box in a stack."""
-
-    tensor: str
-    inside: Box | None
-
-
 class HfFolder:
     """A model folder: config.json and one or several safetensors files.
 
-    Names and shapes are as in `hf_shapes`, one expert per tensor, also when the files keep the
-    experts stacked.  FP8-block and MXFP4 tensors are dequantised while they are read.  The whole
-    folder is checked on opening: raises ModelError for a missing folder or config, an unknown
-    family, and a tensor that is missing, unknown, truncated, of another shape or quantised without
-    scales.
+    FP8-block and MXFP4 tensors are dequantised while they are read.  The whole folder is checked on
+    opening and raises ModelError as `ModelFiles` does; numbers are checked when they are read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ModelError(f"{self.path}: no such model folder")
-        self.config: dict[str, Any] = read_json(self.path / "config.json")
-        self._files = MappedFiles(self.path)
-        try:
-            self.spec = model_spec(self.config)
-            self._swap = transposed_stacks(self.spec)
-            self._stored = self._find_stored(self._tensor_files())
-            found = {name: stored.shape for name, stored in self._stored.items()}
-            aliases = stacked_aliases(self.spec, found)
-        except LayoutError as error:
-            raise ModelError(f"{self.path}: {error}") from error
-        self._shapes = hf_shapes(self.spec)
-        self._places = {name: _Place(name, None) for name in found}
-        self._places |= {name: _Place(*place) for name, place in aliases.items()}
-        self._check(found, {tensor for tensor, _ in aliases.values()})
+        held = ModelFiles(self.path)
+        self.config, self.spec, self._shapes = held.config, held.spec, held.shapes
+        self._places, self._swap = held.places, held.is_swapped
+        self._held, self._files = held, MappedFiles(self.path)
+        self._stored = {name: self._opened(name, form) for name, form in held.forms.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,11 +87,20 @@ class HfFolder:
         """One tensor, or a box of it, on the CPU; reads no other bytes.
 
         In the file's dtype; float32 where the file is quantised, so that the caller rounds once.
+        Raises ModelError for a box outside, and a number that is not finite.
         """
         shape = self.shape(name)
         box = box if box is not None else tuple(range(n) for n in shape)
         if len(box) != len(shape) or any(r and r[-1] >= n for r, n in zip(box, shape, strict=True)):
             raise ModelError(f"{self.path}: {name} has shape {shape}, no box {box}")
+        value = self._read(name, box)
+        if not value.isfinite().all():
+            kind = "NaN" if value.isnan().any() else "an infinite number"
+            file = self._held.file_of(name)
+            raise ModelError(f"{file}: {name} holds {kind}; copy or convert the model again")
+        return value
+
+    def _read(self, name: str, box: Box) -> Tensor:
         tensor, inside = self._places[name]
         if inside is None:
             return self._stored[tensor].read(box)
@@ -133,86 +113,20 @@ class HfFolder:
         value = self._stored[tensor].read((expert, *moved))[0]
         return value.T if self._swap and len(box) == 2 else value
 
-    def _tensor_files(self) -> dict[str, str]:
-        if (self.path / INDEX_FILE).exists():
-            index = read_json(self.path / INDEX_FILE)
-            if not isinstance(index.get("weight_map"), dict):
-                raise ModelError(f"{self.path / INDEX_FILE}: has no weight_map")
-            return dict(index["weight_map"])
-        if not (self.path / SINGLE_FILE).exists():
-            raise ModelError(f"{self.path}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return dict.fromkeys(self._files.names(SINGLE_FILE), SINGLE_FILE)
-
-    def _find_stored(self, files: Mapping[str, str]) -> dict[str, _Stored]:
-        stored: dict[str, _Stored] = {}
-        for name, file in files.items():
-            scaled, packed = name.removesuffix("_scale_inv"), name.removesuffix("_blocks")
-            if scaled != name and scaled in files:
-                continue
-            if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in files:
-                continue
-            if f"{name}_scale_inv" in files:
-                stored[name] = self._fp8(name, files)
-            elif packed != name and f"{packed}_scales" in files:
-                stored[packed] = self._mxfp4(packed, files)
-            else:
-                stored[name] = self._plain(name, file)
-        return stored
-
-    def _plain(self, name: str, file: str) -> _Stored:
-        dtype = self._files.dtype(file, name)
-        if dtype not in READABLE:
-            raise ModelError(
-                f"{self.path}: {name} is stored as {dtype}; readable: "
-                f"{', '.join(READABLE)}, and FP8 or MXFP4 with its scales"
+    def _opened(self, name: str, form: Form) -> _Stored:
+        if form.kind == "plain":
+            return _Stored(form.shape, DTYPES[form.dtype], self._reader(name))
+        dtype = config_dtype(self.config)
+        if form.kind == "fp8":
+            scales = self._reader(f"{name}_scale_inv")
+            return _Stored(
+                form.shape, dtype, Fp8Block(self._reader(name), scales, self._held.fp8_block)
             )
-        read = partial(self._files.read, file, name)
-        return _Stored(self._files.shape(file, name), DTYPES[dtype], read)
+        read = Mxfp4(self._reader(f"{name}_blocks"), self._reader(f"{name}_scales"))
+        return _Stored(form.shape, dtype, partial(_swapped, read) if self._swap else read)
 
-    def _fp8(self, name: str, files: Mapping[str, str]) -> _Stored:
-        scale_name = f"{name}_scale_inv"
-        shape = self._files.shape(files[name], name)
-        quantised = self.config.get("quantization_config") or {}
-        rows, cols = quantised.get("weight_block_size") or (128, 128)
-        want = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // cols))
-        found = self._files.shape(files[scale_name], scale_name)
-        if found != want:
-            raise ModelError(
-                f"{self.path}: {scale_name} has shape {found}, blocks of {rows} x {cols} on "
-                f"{name} {shape} need {want}"
-            )
-        weight = partial(self._files.read, files[name], name)
-        scale = partial(self._files.read, files[scale_name], scale_name)
-        return _Stored(shape, config_dtype(self.config), Fp8Block(weight, scale, (rows, cols)))
-
-    def _mxfp4(self, name: str, files: Mapping[str, str]) -> _Stored:
-        blocks, scales = f"{name}_blocks", f"{name}_scales"
-        found = self._files.shape(files[scales], scales)
-        if self._files.shape(files[blocks], blocks) != (*found, MXFP4_GROUP // 2):
-            raise ModelError(
-                f"{self.path}: {blocks} must have the shape of {scales} {found} and 16 bytes each"
-            )
-        read = Mxfp4(
-            partial(self._files.read, files[blocks], blocks),
-            partial(self._files.read, files[scales], scales),
-        )
-        shape = (*found[:-1], found[-1] * MXFP4_GROUP)
-        if self._swap:  # packed files keep [E, rows, cols] where plain ones are transposed
-            *lead, rows, cols = shape
-            return _Stored((*lead, cols, rows), config_dtype(self.config), partial(_swapped, read))
-        return _Stored(shape, config_dtype(self.config), read)
-
-    def _check(self, shapes: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:
-        for name, shape in self._shapes.items():
-            if name not in self._places:
-                raise ModelError(f"{self.path}: tensor {name} is missing")
-            if self._places[name].inside is None and shapes[name] != shape:
-                raise ModelError(
-                    f"{self.path}: {name} has shape {shapes[name]}, the config says {shape}"
-                )
-        for name in shapes.keys() - self._shapes.keys() - stacked:
-            if not is_repeated(self.spec, name):
-                raise ModelError(f"{self.path}: {name} is not a tensor of {self.spec.family}")
+    def _reader(self, name: str) -> Callable[[Box], Tensor]:
+        return partial(self._files.read, self._held.tensors[name].file, name)
 
 
 def _swapped(read: Callable[[Box], Tensor], box: Box) -> Tensor:

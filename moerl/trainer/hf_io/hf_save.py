@@ -26,7 +26,8 @@ from moerl.layout import (
     stacked_forms,
     transposed_stacks,
 )
-from moerl.trainer.hf_io.hf_folder import FILL_BYTES, INDEX_FILE, SINGLE_FILE
+from moerl.layout.model_files import INDEX_FILE, SINGLE_FILE
+from moerl.trainer.hf_io.hf_folder import FILL_BYTES
 
 log = logging.getLogger(__name__)
 

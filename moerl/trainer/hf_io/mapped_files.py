@@ -8,9 +8,7 @@ Rejected: pread (one system call per row of a column cut), madvise (safetensors 
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from moerl.core.errors import ModelError
 from moerl.layout import Box
+from moerl.layout.model_files import read_header
 
 DTYPES = {
     "F32": torch.float32,
@@ -37,16 +36,6 @@ class MappedFiles:
     def __init__(self, folder: Path, budget_bytes: int = 64 * 2**20) -> None:
         self._folder, self._budget, self._touched = folder, budget_bytes, 0
         self._open: dict[str, Any] = {}
-
-    def names(self, file: str) -> tuple[str, ...]:
-        return tuple(self._handle(file).keys())
-
-    def shape(self, file: str, tensor: str) -> tuple[int, ...]:
-        return tuple(self._slice(file, tensor).get_shape())
-
-    def dtype(self, file: str, tensor: str) -> str:
-        """The dtype as the file spells it, e.g. BF16."""
-        return str(self._slice(file, tensor).get_dtype())
 
     def read(self, file: str, tensor: str, box: Box) -> Tensor:
         """A box of a tensor in the file's dtype, valid as long as it is referenced.
@@ -78,24 +67,6 @@ class MappedFiles:
             try:
                 self._open[file] = safe_open(self._folder / file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{self._folder / file}: missing, truncated or not safetensors: "
-                    f"{_first_lost(self._folder / file) or error}"
-                ) from error
+                read_header(self._folder / file)  # raises with the fault's place, where it is known
+                raise ModelError(f"{self._folder / file}: cannot be read: {error}") from error
         return self._open[file]
-
-
-def _first_lost(path: Path) -> str:
-    """The tensor in which a truncated file ends; empty where its header does not say."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        held = path.stat().st_size - 8 - length
-        ends = {
-            name: at["data_offsets"][1] for name, at in header.items() if name != "__metadata__"
-        }
-        lost = min((end, name) for name, end in ends.items() if end > held)
-    except (OSError, ValueError, LookupError, TypeError, struct.error, MemoryError):
-        return ""
-    return f"it ends in tensor {lost[1]}"

@@ -14,6 +14,7 @@ D head size, T tokens of a packed row on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from moerl.core.errors import ConfigError
 from moerl.trainer.model.packed_rows import lengths
 
 _QUERY_BLOCK = 1024
+_NEEDED = {"attention_dropout": 0, "window_size": None, "softmax_type": "vanilla"}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -56,6 +58,14 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * y.to(x.dtype)
 
 
+def check_attention(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of trainer.megatron that `CausalAttention` lacks.  Raises ConfigError."""
+    for name, needed in _NEEDED.items():
+        if (fields.get(name, needed) or None) != (needed or None):
+            reason = f"must be {needed} on the CPU and with trainer.share_prompts"
+            raise ConfigError(f"trainer.megatron.{name}", fields[name], reason)
+
+
 class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
     """Causal attention with grouped queries through torch's fused CPU kernel."""
 
@@ -72,15 +82,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # untyped
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        fixed = {
-            "attention_dropout": (dropout or 0, 0),
-            "window_size": (config.window_size, None),
-            "softmax_type": (config.softmax_type, "vanilla"),
-        }
-        for name, (value, needed) in fixed.items():
-            if value != needed:
-                reason = f"must be {needed} on the CPU and with trainer.share_prompts"
-                raise ConfigError(f"trainer.megatron.{name}", value, reason)
+        found = {name: getattr(config, name) for name in _NEEDED}
+        check_attention(found | {"attention_dropout": dropout})
         self.scale = softmax_scale
         self.cp_group = None if config.context_parallel_size == 1 else pg_collection.cp
 

@@ -8,7 +8,6 @@ not have is refused, with the nearest names.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
@@ -19,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from moerl.config.checks import NOT_WITH_REPLAY
 from moerl.config.schema import TrainerConfig
-from moerl.core.errors import ConfigError
+from moerl.core.errors import ConfigError, nearest
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.platform import Platform
 from moerl.trainer.model.sparse_attention import sparse_fields
@@ -90,8 +89,7 @@ def check_megatron_fields(
     for name, value in user.items():
         field = f"trainer.megatron.{name}"
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {', '.join(near)}" if near else ""
+            hint = nearest(name, known)
             raise ConfigError(field, value, f"the installed megatron-core has no such field{hint}")
         if name in _REFUSED:
             raise ConfigError(field, value, _REFUSED[name])
