@@ -101,9 +101,14 @@ def only_value(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str:
     points = {label: _points(chart, name, rows) for name, label in chart.lines.items()}
     if max(map(len, points.values())) != 1:
         return ""
-    found = [f"{label}: {at[0][1]:.4g}" for label, at in points.items() if at]
-    (x,) = {at[0][0] for at in points.values() if at} if len(found) == 1 else {0}
-    return ", ".join(found) + (f" ({chart.x_label} {x:g})" if len(found) == 1 else "")
+    found = {label: at[0] for label, at in points.items() if at}
+    words = ", ".join(f"{label}: {value:.4g}" for label, (_, value, _) in found.items())
+    places = {x for x, _, _ in found.values()}
+    return words + (f" ({chart.x_label} {places.pop():g})" if len(places) == 1 else "")
+
+
+def has_values(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(_points(chart, name, rows) for name in chart.lines)
 
 
 def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moerl.observe.charts import COLORS, Chart, Heatmap
+from moerl.observe.charts import COLORS, Chart, Heatmap, has_values
 from moerl.observe.metrics import Row
 from moerl.observe.page import Column, Figure, PageSection, Table, figure
 
@@ -138,8 +138,7 @@ def chart_sections(
 
 def _figures(charts: Sequence[Chart | Heatmap], rows: Sequence[Row]) -> list[Figure]:
     """Of the charts that have a value."""
-    names = {name for row in rows for name in row}
-    drawn = [one for one in charts if isinstance(one, Heatmap) or names & set(one.lines)]
+    drawn = [one for one in charts if isinstance(one, Heatmap) or has_values(one, rows)]
     return [figure(chart, rows) for chart in drawn]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moerl.algorithms.advantages import Outcomes
 from moerl.algorithms.kl import entropy_bonus
 from moerl.algorithms.loss import distillation, loss_metrics, policy_loss
 from moerl.algorithms.mismatch import MismatchSums
@@ -26,7 +27,6 @@ from moerl.algorithms.support_losses import Support, forward_kl, reverse_kl
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES
 from moerl.config.schema import AlgorithmConfig
-from tests.unit.test_algorithms import outcomes
 
 NATS = (0.0, 1e-3, 1.0, 20.0, 100.0, 1000.0)
 EQUAL = 4  # of NATS: the formula itself up to here
@@ -319,7 +319,9 @@ def test_preference_pairs(side: int) -> None:
     pushes = []
     for nats in NATS:
         gains = torch.tensor([side * nats, 0.0], dtype=torch.float64)
-        pair = outcomes(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
+        of, ones, none = torch.tensor([0, 0]), torch.tensor([1, 1]), torch.zeros(0)
+        reward = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        pair = Outcomes(reward, of, ones, none.double(), none.long(), none.long())
         advantage, margin = pair_advantages(pair, gains, S.dpo_beta)
         want = S.dpo_beta / (1 + math.exp(S.dpo_beta * side * nats)) * 2
         assert advantage.tolist() == pytest.approx([want, -want], rel=1e-12)

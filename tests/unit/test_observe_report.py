@@ -347,7 +347,7 @@ def test_one_value_is_a_number_and_not_a_chart(run: RunDir) -> None:
     fill(run, 1)
     html = report(run)
     assert "mean \u00b1 standard deviation: 0 (optimizer step 1)" in html
-    assert "routing: 1, sampling mask: 1" in html
+    assert "routing: 1, sampling mask: 1 (optimizer step 1)" in html
     assert html.count("<svg") == 1, "the timeline"
     longer = RunDir(run.root.parent / "r2")
     longer.create()
