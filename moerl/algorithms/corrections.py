@@ -22,10 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.algorithms.tokens import Tokens
+from moerl.algorithms.tokens import Tokens, bounded_exp
 from moerl.config.schema import AlgorithmConfig
-
-LOG_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +40,13 @@ def importance(t: Tokens, s: AlgorithmConfig) -> Correction:
     arXiv 2110.00641 eq. 7 and AReaL (2505.24298 eq. 5): -sg(w) min(u A, clip(u) A), u =
     theta/prox.
     """
-    w = _bounded_exp(_d(t))
+    w = bounded_exp(_d(t))
     return Correction(w, torch.zeros_like(w, dtype=torch.bool))
 
 
 def tis_token(t: Tokens, s: AlgorithmConfig) -> Correction:
     """min(w, tis_cap) (truncated importance sampling, fengyao.notion.site/off-policy-rl; cap 2)."""
-    return _truncated(_bounded_exp(_d(t)), s.tis_cap)
+    return _truncated(bounded_exp(_d(t)), s.tis_cap)
 
 
 def tis_sequence(t: Tokens, s: AlgorithmConfig) -> Correction:
@@ -56,17 +54,17 @@ def tis_sequence(t: Tokens, s: AlgorithmConfig) -> Correction:
 
     Unbiased up to the cap, with a variance that grows with the length.
     """
-    return _truncated(_bounded_exp(t.sequences.spread(t.sequences.sum(_d(t)))), s.tis_cap)
+    return _truncated(bounded_exp(t.sequences.spread(t.sequences.sum(_d(t)))), s.tis_cap)
 
 
 def tis_geometric(t: Tokens, s: AlgorithmConfig) -> Correction:
     """min(W^(1/|o|), tis_cap): the geometric mean of w over the sequence.  Low variance, biased."""
-    return _truncated(_bounded_exp(t.sequences.mean(_d(t))), s.tis_cap)
+    return _truncated(bounded_exp(t.sequences.mean(_d(t))), s.tis_cap)
 
 
 def icepop(t: Tokens, s: AlgorithmConfig) -> Correction:
     """w where icepop_low <= w <= icepop_high, else 0 (IcePop, arXiv 2510.18855 eq. 4; .5 and 5)."""
-    w = _bounded_exp(_d(t))
+    w = bounded_exp(_d(t))
     outside = (w < s.icepop_low) | (w > s.icepop_high)
     return Correction(w.masked_fill(outside, 0.0), outside)
 
@@ -76,12 +74,12 @@ def mis_token(t: Tokens, s: AlgorithmConfig) -> Correction:
 
     richardli.xyz/rl-collapse.  The mask alone: add a weighing correction for its factor w.
     """
-    return _mask(_bounded_exp(_d(t)), s.mis_token_low, s.mis_token_high)
+    return _mask(_d(t), s.mis_token_low, s.mis_token_high)
 
 
 def mis_sequence(t: Tokens, s: AlgorithmConfig) -> Correction:
     """Reject sequences whose product W lies outside mis_sequence_low .. mis_sequence_high."""
-    whole = _bounded_exp(t.sequences.spread(t.sequences.sum(_d(t))))
+    whole = t.sequences.spread(t.sequences.sum(_d(t)))
     return _mask(whole, s.mis_sequence_low, s.mis_sequence_high)
 
 
@@ -91,7 +89,7 @@ def mis_geometric(t: Tokens, s: AlgorithmConfig) -> Correction:
     About .999 and 1.001 in richardli.xyz/rl-collapse.  Trap: the bounds are on prox / mu; verl's
     `seq_mean_k1` bounds mu / prox, so its [lo, hi] is our [1 / hi, 1 / lo].
     """
-    return _mask(_bounded_exp(t.sequences.mean(_d(t))), s.mis_geometric_low, s.mis_geometric_high)
+    return _mask(t.sequences.mean(_d(t)), s.mis_geometric_low, s.mis_geometric_high)
 
 
 def opsm(t: Tokens, s: AlgorithmConfig) -> Correction:
@@ -148,14 +146,11 @@ def _d(t: Tokens) -> Tensor:
     return t.prox - t.engine
 
 
-def _bounded_exp(log_w: Tensor) -> Tensor:
-    return log_w.clamp(-LOG_BOUND, LOG_BOUND).exp()
-
-
 def _truncated(w: Tensor, cap: float) -> Correction:
     return Correction(w.clamp(max=cap), w > cap)
 
 
-def _mask(w: Tensor, low: float, high: float) -> Correction:
+def _mask(log_w: Tensor, low: float, high: float) -> Correction:
+    w = log_w.exp()  # without a bound: any limit may be set, and w itself is not used
     cut = (w < low) | (w > high)
     return Correction((~cut).to(w.dtype), cut)

@@ -12,8 +12,13 @@ tests/unit/test_algorithms_exact.py:
 | k3_plus  | value of k3, gradient k2  | exact on policy  | exact on policy              |
 | unbiased | r (exp(d) - 1 - d)        | exact            | exact, off policy too        |
 
-r = theta / mu stays IN the graph: detaching it keeps the value and turns the gradient by 54% in
-the test.  r is over the policy the token was drawn from, so mu is the engine.
+The gradient of `unbiased` takes r = theta / mu as IN the graph: detaching it keeps the value and
+turns the gradient by 54% in the test.  r is over the policy the token was drawn from, so mu is the
+engine.
+
+Beyond LOG_BOUND nats exp(d) goes on as its tangent, so that value and gradient stay finite and the
+gradient still points to the reference.  A clamp of exp(d) alone would leave -d, whose gradient
+points away from it.
 
 Under a replayed sampling mask both policies must be scored over the same sampling mask: then k3 is
 KL(theta^S, ref^S) exactly, while a reference scored over the full vocabulary makes it too low by
@@ -26,12 +31,12 @@ Legend: N sampled tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from moerl.algorithms.tokens import Tokens
-
-LOG_BOUND = 20.0
+from moerl.algorithms.tokens import LOG_BOUND, Tokens, bounded_exp
 
 
 def k1(t: Tokens) -> Tensor:
@@ -46,19 +51,28 @@ def k2(t: Tokens) -> Tensor:
 
 def k3(t: Tokens) -> Tensor:
     """exp(d) - 1 - d: [N], never negative."""
-    d = _d(t)
-    return torch.expm1(d.clamp(max=LOG_BOUND)) - d
+    return k3_of(_d(t))
+
+
+def k3_of(d: Tensor) -> Tensor:
+    """exp(d) - 1 - d, of the shape of d; beyond LOG_BOUND the tangent at LOG_BOUND."""
+    near = d.clamp(max=LOG_BOUND)
+    return torch.expm1(near) - near + math.expm1(LOG_BOUND) * torch.relu(d - LOG_BOUND)
 
 
 def k3_plus(t: Tokens) -> Tensor:
     """The value of k3 with the gradient of k2: [N]."""
-    square = k2(t)
-    return square + (k3(t) - square).detach()
+    return _with_gradient(k3(t), k2(t))
 
 
 def unbiased(t: Tokens) -> Tensor:
-    """r (exp(d) - 1 - d), r = theta / mu in the graph: [N] (DeepSeek-V3.2 eq. 7)."""
-    return _ratio(t) * k3(t)
+    """r (exp(d) - 1 - d), r = theta / mu in the graph: [N] (DeepSeek-V3.2 eq. 7).
+
+    Its gradient is -r d: the two terms with exp(d) cancel, which rounding would turn into noise of
+    any sign beyond 16 nats in fp32.
+    """
+    ratio = _ratio(t)
+    return _with_gradient(ratio * k3(t), ratio.detach() * k2(t))
 
 
 def entropy_bonus(t: Tokens) -> Tensor:
@@ -79,4 +93,8 @@ def _d(t: Tokens) -> Tensor:
 
 
 def _ratio(t: Tokens) -> Tensor:
-    return (t.logprob - t.engine).clamp(-LOG_BOUND, LOG_BOUND).exp()
+    return bounded_exp(t.logprob - t.engine)
+
+
+def _with_gradient(value: Tensor, of: Tensor) -> Tensor:
+    return value.detach() + (of - of.detach())

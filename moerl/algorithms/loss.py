@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.corrections import Correction
-from moerl.algorithms.kl import entropy_bonus, k3
+from moerl.algorithms.kl import entropy_bonus, k3_of, unbiased
 from moerl.algorithms.objectives import TokenLoss
 from moerl.algorithms.registry import choose
-from moerl.algorithms.tokens import Tokens
+from moerl.algorithms.tokens import Tokens, bounded_exp
 from moerl.config.algorithms import CORRECTIONS, KLS, OBJECTIVES, exact_distillation
 from moerl.config.schema import AlgorithmConfig
 
@@ -192,17 +192,17 @@ def _token_sums(
         "clip_high": token.high.sum(),
         "clip_dual": token.dual.sum(),
         "drift": ((t.engine - t.logprob.detach()).double() * share).sum(),
-        "moved_k3": (moved.expm1() - moved).sum(),
+        "moved_k3": k3_of(moved).sum(),
         "rejected": rejected.sum(),
         "rejected_seqs": (share * rejected).sum(),
     }
     if t.reference is not None:
         with torch.no_grad():
-            sums["kl_value"] = ((t.logprob - t.engine).exp() * k3(t)).double().sum()
+            sums["kl_value"] = unbiased(t).double().sum()
     if t.teacher_kl is not None:
         sums["teacher_kl"] = t.teacher_kl.detach().double().sum()
     elif t.teacher is not None:
-        ratio = (t.logprob.detach() - t.engine).exp()
+        ratio = bounded_exp(t.logprob.detach() - t.engine)
         sums["teacher_kl"] = -(ratio * distillation(t)).double().sum()
     for name, correction in corrections.items():
         sums[f"cut/{name}"] = correction.cut.sum()

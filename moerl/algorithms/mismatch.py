@@ -8,8 +8,8 @@ a change of weights inside their row have bins of their own, because the rows of
 from older weights and no forward pass reproduces them.
 
 Sums are taken of exp(d) - 1 rather than exp(d), so that a standard error of 1e-6 survives.
-Sequence statistics, W = exp(sum of d over a sequence), are sums over tokens of value / length; they
-are not binned.
+Sequence statistics, W = exp(sum of d over a sequence) within +-20 nats as in verl, are sums over
+tokens of value / length; they are not binned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from moerl.algorithms.tokens import Sequences
+from moerl.algorithms.tokens import Sequences, bounded_exp
 
 _LAGS = ("lag_0", "lag_1", "lag_2_3", "lag_4_7", "lag_8")
 LAG_BINS = (*_LAGS, *(f"joined_{name}" for name in _LAGS))
@@ -32,7 +32,7 @@ _FIELDS = (
     "extreme_1p1", "extreme_2",
 )  # fmt: skip
 _SEQ_FIELDS = ("sequences", "mean_d", "W", "WW")
-_LOG_BOUND = 20.0  # of a sequence's summed d, as in verl
+_FAR = 300.0  # nats: beyond it exp(d) is taken as exp(+-_FAR), whose square is finite in f64
 # Upper edges of |d| in nats: 32 per decade from 1e-9 to 1e2, so a quantile is at most 7.5% high.
 _DECADES, _PER_DECADE, _FLOOR = 11, 32, -9.0
 _EDGES = torch.logspace(_FLOOR, _FLOOR + _DECADES, _DECADES * _PER_DECADE + 1, dtype=torch.float64)
@@ -74,11 +74,11 @@ class MismatchSums:
         """
         distance = logprob_N.detach().double() - engine_N.double()
         d = distance.cpu()
-        size, u = d.abs(), torch.expm1(d)
+        size, u = d.abs(), torch.expm1(d.clamp(max=_FAR))
         ones = torch.ones_like(d)
         columns = torch.stack(
             [
-                ones, d, size, d * d, u - d, (u + 1) * d - u, u, u * u, size.exp(),
+                ones, d, size, d * d, u - d, (u + 1) * d - u, u, u * u, size.clamp(max=_FAR).exp(),
                 (size > math.log(1.1)).double(), (size > math.log(2.0)).double(),
             ],
             dim=1,
@@ -97,7 +97,7 @@ class MismatchSums:
         return result
 
     def _add_sequences(self, d_N: Tensor, sequences: Sequences) -> None:
-        whole = sequences.spread(sequences.sum(d_N)).clamp(-_LOG_BOUND, _LOG_BOUND).exp()
+        whole = bounded_exp(sequences.spread(sequences.sum(d_N)))
         mean = sequences.mean(d_N)
         values = torch.stack([torch.ones_like(mean), mean, whole, whole.square()])
         self.seq_sums += (values * sequences.share()).sum(1).cpu()
@@ -194,7 +194,7 @@ def _ratio_quantile(histogram: Tensor, peaks: Tensor, q: float) -> float:
     signed = torch.cat([-edges.flip(0), edges])  # outer edge of each cell, rising
     reached = torch.cat([below.flip(0), above]).cumsum(0) >= q * histogram.sum()
     d = float(signed[int(reached.to(torch.int8).argmax())])
-    return math.exp(min(max(d, -float(peaks[0])), float(peaks[1])))
+    return math.exp(min(max(d, -float(peaks[0])), float(peaks[1]), _FAR))
 
 
 def _quantile(histogram: Tensor, q: float) -> float:

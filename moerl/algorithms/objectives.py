@@ -20,10 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.algorithms.tokens import Tokens
+from moerl.algorithms.tokens import Tokens, bounded_exp
 from moerl.config.schema import AlgorithmConfig
-
-LOG_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def gspo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     4e-4, three orders of magnitude below the bounds of token ratios.  With seq_mean_token_mean each
     token carries 1/|o| of the loss.
     """
-    ratio = _exp(t.sequences.mean(t.logprob - old))
+    ratio = bounded_exp(t.sequences.mean(t.logprob - old))
     return _clipped(ratio, t.advantage, s)
 
 
@@ -77,7 +75,7 @@ def gspo_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     tokens equally.  Unlike `gspo`, this form accepts advantages per token.
     """
     log_s = t.sequences.mean((t.logprob - old).detach()) + t.logprob - t.logprob.detach()
-    return _clipped(_exp(log_s), t.advantage, s)
+    return _clipped(bounded_exp(log_s), t.advantage, s)
 
 
 def gmpo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
@@ -92,7 +90,7 @@ def gmpo(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     low = (t.advantage < 0) & (log_r < -s.clip_low)
     bounded = torch.where(t.advantage > 0, log_r.clamp(max=s.clip_high), log_r)
     bounded = torch.where(t.advantage < 0, bounded.clamp(min=-s.clip_low), bounded)
-    loss = -t.advantage * _exp(t.sequences.mean(bounded))
+    loss = -t.advantage * bounded_exp(t.sequences.mean(bounded))
     return TokenLoss(loss, low, high, torch.zeros_like(low))
 
 
@@ -133,7 +131,7 @@ def topr(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     baseline the sign is the advantage's.  R underflows to 0 on long sequences, which is intended.
     """
     whole = t.sequences.spread(t.sequences.sum((t.logprob - old).detach()))
-    return _tapered(t, _exp(whole))
+    return _tapered(t, bounded_exp(whole))
 
 
 def topr_token(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
@@ -202,12 +200,8 @@ def reinforce(t: Tokens, old: Tensor, s: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(-t.advantage * t.logprob, nowhere, nowhere, nowhere)
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_BOUND, LOG_BOUND).exp()
-
-
 def _ratio(logprob: Tensor, old: Tensor) -> Tensor:
-    return _exp(logprob - old)
+    return bounded_exp(logprob - old)
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, s: AlgorithmConfig) -> TokenLoss:

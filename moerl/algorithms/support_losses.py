@@ -104,5 +104,8 @@ def _with_rest(s: Support, inside: Tensor, of: Tensor, to: Tensor) -> Tensor:
     """KL(of, to) with the outcome outside of the support."""
     if s.is_whole:
         return inside
-    rest, other = s.rest(of).clamp(min=_REST), s.rest(to).clamp(min=_REST)
-    return inside + rest * (rest / other).log()
+    of_rest, to_rest = s.rest(of), s.rest(to)
+    rest, other = of_rest.clamp(min=_REST), to_rest.clamp(min=_REST)
+    # Below _REST the tangents: bounded, and their gradient still moves mass out of the support
+    below = torch.relu(_REST - of_rest) * ((rest / other).log() + 1.0)
+    return inside + rest * (rest / other).log() - below + rest * torch.relu(_REST - to_rest) / _REST

@@ -18,6 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+LOG_BOUND = 20.0  # nats; real log-ratios stay far below it, and no inf meets a 0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio that is held within +-LOG_BOUND, as in verl."""
+    return log_ratio.clamp(-LOG_BOUND, LOG_BOUND).exp()
+
 
 @dataclass(slots=True, eq=False)
 class Sequences:

@@ -96,6 +96,21 @@ class Heatmap:
     top: float
 
 
+def only_value(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str:
+    """In words, the values of a chart of which no line has two; empty with a line to draw."""
+    points = {label: _points(chart, name, rows) for name, label in chart.lines.items()}
+    if max(map(len, points.values())) != 1:
+        return ""
+    found = {label: at[0] for label, at in points.items() if at}
+    words = ", ".join(f"{label}: {value:.4g}" for label, (_, value, _) in found.items())
+    places = {x for x, _, _ in found.values()}
+    return words + (f" ({chart.x_label} {places.pop():g})" if len(places) == 1 else "")
+
+
+def has_values(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(_points(chart, name, rows) for name in chart.lines)
+
+
 def draw_chart(chart: Chart, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The chart as SVG; None without a value to draw (log scale: no positive value)."""
     lines = [
@@ -125,11 +140,12 @@ def draw_heatmap(chart: Heatmap) -> str | None:
     """The cells as SVG paths, wide rows averaged in blocks; None without a cell."""
     if not chart.values or not chart.x:
         return None
+    bottom = min(chart.bottom, chart.top - 1e-6)  # equal values are all at the top: dark
     cells = np.array([_blocks(np.array(row, float), np.mean, MAX_CELLS) for row in chart.values])
     colors = LinearSegmentedColormap.from_list("", [COLORS[0] + "00", COLORS[0]])
 
     def draw(axes: Axes) -> None:
-        axes.pcolormesh(cells, cmap=colors, vmin=chart.bottom, vmax=chart.top)
+        axes.pcolormesh(cells, cmap=colors, vmin=bottom, vmax=chart.top)
         axes.invert_yaxis()
         for ticks, numbers, length in zip(
             (axes.set_yticks, axes.set_xticks), (chart.y, chart.x), cells.shape, strict=True
@@ -180,7 +196,7 @@ def _points(
     return [
         (row[chart.x], row[name], row.get(chart.bands.get(name, ""), 0.0))
         for row in rows
-        if name in row and (chart.scale != "log" or row[name] > 0)
+        if name in row and chart.x in row and (chart.scale != "log" or row[name] > 0)
     ]
 
 

@@ -47,6 +47,7 @@ STEP_LINE = (
     "cover {routing/replay_cover_frac:.4g}/{keep/cover_frac:.4g}",
 )
 HELD_OUT = "{eval/reward_mean:.3f} at version {eval/step:.0f}"
+LAST_LINE = f"held out {HELD_OUT}"
 PANEL_ROWS = {
     "tokens/s": "engine {perf/rollout_tokens_per_s:,.0f}   trainer {perf/train_tokens_per_s:,.0f}",
     "idle": "engine {async/engine_idle_frac:.0%}   trainer {async/trainer_wait_frac:.0%}",
@@ -129,9 +130,11 @@ class Console:
         """Show one complete row of metrics.jsonl."""
         with self._lock:
             self._status.add_step(row)
-            self._line(step_line(self._status))
+            is_step = row["step"] < self._status.total_steps  # the last evaluation has a row
+            self._line(step_line(self._status) if is_step else self._status.fill(LAST_LINE))
             if raised := alerts(row):
-                self.event(f"ALERT at step {row['step']}: {', '.join(raised)}; see docs/metrics.md")
+                at = self._status.num_done
+                self.event(f"ALERT at step {at}: {', '.join(raised)}; see docs/metrics.md")
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Count the steps before a resume and add them to the sparkline; print nothing."""

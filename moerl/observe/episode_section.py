@@ -126,7 +126,8 @@ def _transcript(
     shown = "-" if reward is None else f"{reward:.3f}"
     if isinstance(roles := sample.get("roles"), Mapping):
         shown += "".join(f", {role} {value}" for role, value in roles.items())
-    title = f"step {sample.get('step', '-')}, episode {sample.get('episode', '-')}: reward {shown}"
+    step = counted(sample.get("step"))
+    title = f"step {step}, episode {sample.get('episode', '-')}: reward {shown}"
     note = (
         f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'} "
         f"in {rows} {'row' if rows == 1 else 'rows'}; "
@@ -138,6 +139,11 @@ def _transcript(
     for number in range(len(turns)):
         passages += _passages(turns, number, versions, sample.get("step"))
     return Transcript(visible(title), visible(note), passages)
+
+
+def counted(step: object) -> str:
+    """A step of the files, from 0, as pages and console count it: from 1."""
+    return str(step + 1) if isinstance(step, int) else "-"
 
 
 def _lag(version: str, step: object) -> str:

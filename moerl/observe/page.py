@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jinja2 import Environment
 
 from moerl.core.atomic import atomic_write
-from moerl.observe.charts import COLORS, Chart, Heatmap, draw_chart, draw_heatmap
+from moerl.observe.charts import COLORS, Chart, Heatmap, draw_chart, draw_heatmap, only_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,8 @@ def figure(chart: Chart | Heatmap, rows: Sequence[Mapping[str, Any]] = ()) -> Fi
     """The chart over these rows, or a note that they have no value for it."""
     if isinstance(chart, Heatmap):
         return Figure(chart.title, draw_heatmap(chart), wide=True)
+    if number := only_value(chart, rows):
+        return Figure(chart.title, None, number)
     svg, names = draw_chart(chart, rows), ", ".join(chart.lines)
     text = chart.text if svg else f"Not drawn: there is no value of {names} to draw."
     return Figure(chart.title, svg, text)

@@ -18,7 +18,7 @@ from moerl.config.schema import Config
 from moerl.config.task_mixture import entries_of
 from moerl.observe.charts import draw_timeline
 from moerl.observe.console import alerts, clock
-from moerl.observe.episode_section import episode_section, reward_of, spread
+from moerl.observe.episode_section import counted, episode_section, reward_of, spread
 from moerl.observe.metrics import Row, read_lines, read_rows
 from moerl.observe.overlap import (
     GENERATE,
@@ -100,11 +100,11 @@ def write_report(
         good=is_running or num_done >= num_steps,
         reload_s=RELOAD_S if is_running else 0,
         paragraphs=[_subtitle(config, rows)],
-        cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag),
+        cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag, run.began_s()),
         sections=[
             *chart_sections(rows, loads, labels, roles, has_agent=has_agent),
             *scorer_section(rows),
-            _timeline(spans),
+            *_timeline(spans),
             *episode_section(samples),
             _samples(samples, by_task=bool(labels)),
             PageSection("Configuration", folded=("Resolved configuration", printed(config))),
@@ -133,11 +133,15 @@ def held_out_words(rows: Sequence[Row]) -> tuple[str, str] | None:
     return (done[0], done[-1]) if done else None
 
 
-def wall_time_s(rows: Sequence[Row]) -> float:
-    """Seconds from the start of the first step to the end of the last, pauses included."""
+def wall_time_s(rows: Sequence[Row], began_s: float | None = None) -> float:
+    """Seconds from the start of the run to the end of the last step, pauses included.
+
+    began_s: unix time of the first start; without it the run begins with its first step.
+    """
     if not rows:
         return 0.0
-    return float(rows[-1]["time_s"] - rows[0]["time_s"] + rows[0].get("perf/step_s", 0.0))
+    first = rows[0]["time_s"] - rows[0].get("perf/step_s", 0.0)
+    return float(rows[-1]["time_s"] - (first if began_s is None else min(began_s, first)))
 
 
 def _cards(
@@ -146,10 +150,11 @@ def _cards(
     summary: Mapping[str, float],
     num_done: int,
     max_lag: int,
+    began_s: float | None,
 ) -> list[StatCard]:
     raised = [alerts(row) for row in rows]
     names = sorted({name.removeprefix("alert/") for row in raised for name in row})
-    steps = f"in {sum(map(bool, raised))} of {len(rows)} steps; names in docs/metrics.md"
+    steps = f"in {sum(map(bool, raised))} of {num_done} steps; names in docs/metrics.md"
     alone = summary.get(ENGINE_ALONE)
     engine = summary.get(ENGINE_TRAINING, _rate(rows, "perf/rollout_tokens_per_s"))
     generated = "generated, while training" + (f"; alone {alone:,.0f}" if alone else "")
@@ -159,8 +164,8 @@ def _cards(
     late = lag is not None and lag > max_lag
     return [
         *_reward_cards(rows),
-        StatCard("Wall time", clock(wall_time_s(rows)), f"min:s, for {num_done:,} steps"),
-        StatCard("Engine tokens/s", _number(engine, ",.0f"), generated, wide=alone is not None),
+        StatCard("Wall time", clock(wall_time_s(rows, began_s)), f"min:s, for {num_done:,} steps"),
+        StatCard("Engine tokens/s", _number(engine, ",.0f"), generated),
         StatCard("Trainer tokens/s", trainer),
         StatCard("Overlap", overlap, "engine decoding while the trainer works"),
         _mismatch_card(rows),
@@ -257,8 +262,11 @@ def _subtitle(config: Config, rows: Sequence[Row]) -> str:
 
 
 # --- timeline ------------------------------------------------------------------------------------
-def _timeline(spans: Sequence[Span]) -> PageSection:
-    """Work per process in a window around the middle of the run, and the overlap of all of it."""
+def _timeline(spans: Sequence[Span]) -> list[PageSection]:
+    """Work per process in a window around the middle of the run, and the overlap of all of it.
+
+    [] without a span of an engine or trainer.
+    """
     text = (
         "What each process did in a window around the middle of the run. generate: an engine "
         "answers requests; update: it takes new weights. step: forward, backward and optimizer; "
@@ -270,13 +278,13 @@ def _timeline(spans: Sequence[Span]) -> PageSection:
             f"Over the whole run an engine was decoding during {share:.1%} of the time in which "
             "the trainer worked (its steps, less waiting for a batch)."
         )
-    svg, note = None, "Not drawn: this run recorded no engine or trainer spans."
-    if window := _window(spans):
-        bars, num_hidden = _bars(spans, window)
-        if svg := draw_timeline(bars, window[1] - window[0]):
-            note = f"{num_hidden} more processes are not drawn." if num_hidden else ""
+    if (window := _window(spans)) is None:
+        return []
+    bars, num_hidden = _bars(spans, window)
+    note = f"{num_hidden} more processes are not drawn." if num_hidden else ""
+    svg = draw_timeline(bars, window[1] - window[0])
     drawn = Figure("Engine and trainer work", svg, note, wide=True)
-    return PageSection("Timeline", text, figures=[drawn])
+    return [PageSection("Timeline", text, figures=[drawn])]
 
 
 def _window(spans: Sequence[Span]) -> Interval | None:
@@ -334,7 +342,7 @@ def _samples(samples: Sequence[Any], *, by_task: bool) -> PageSection:
     kept = spread([sample for sample in samples if isinstance(sample, dict)], MAX_SAMPLES)
     if not kept:
         note = "This run recorded no sample rollouts (observe.sample_rollouts sets how many)."
-        return PageSection("Sample rollouts", figures=[Figure("No text kept", None, note, True)])
+        return PageSection("Sample rollouts", note)
     rewards = [reward for sample in kept if (reward := reward_of(sample)) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     first = 0 if by_task else 1
@@ -352,7 +360,8 @@ def _sample(sample: Mapping[str, Any], low: float, high: float) -> list[str | tu
     """One row of the table; the badge's share is the reward between the lowest and the highest."""
     reward = reward_of(sample)
     share = (reward - low) / (high - low) if reward is not None and high > low else 0.0
-    task, step, lag, version = (str(sample.get(k, "-")) for k in ("task", "step", "lag", "version"))
+    task, lag, version = (str(sample.get(k, "-")) for k in ("task", "lag", "version"))
+    step = counted(sample.get("step"))
     badge = (_number(reward, ".3f"), round(share, 3))
     mean = _number(sample.get("group_mean"), ".3f")
     origin = f"{sample['origin']}:\n" if "origin" in sample else ""

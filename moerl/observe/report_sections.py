@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from moerl.observe.charts import COLORS, Chart, Heatmap
+from moerl.observe.charts import COLORS, Chart, Heatmap, has_values
 from moerl.observe.metrics import Row
-from moerl.observe.page import Column, PageSection, Table, figure
+from moerl.observe.page import Column, Figure, PageSection, Table, figure
 
 _LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
@@ -20,7 +21,7 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         Chart("Reward", "reward", {"reward/mean": "mean \u00b1 standard deviation"},
               bands={"reward/mean": "reward/std"}, smooth=True),
         Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
-              bands={"eval/reward_mean": "eval/reward_se"}),
+              bands={"eval/reward_mean": "eval/reward_se"}, x="eval/step", x_label="version"),
         Chart("Response length", "tokens", {"sample/length_mean": "mean"}, "zero"),
         Chart("Groups without signal, answers cut off", "share",
               {"reward/zero_var_frac": "all rewards equal",
@@ -126,17 +127,27 @@ def chart_sections(
         _LEARNING: [*task_charts(labels), *role_charts(roles)],
         _ROUTERS: router_heatmaps(rows, loads),
     }
-    return [
-        PageSection(title, text, figures=[figure(c, rows) for c in (*charts, *more.get(title, ()))])
+    rows = [row | {"step": row["step"] + 1} for row in rows]  # pages count from 1
+    sections = [
+        PageSection(title, text, figures=_figures([*charts, *more.get(title, ())], rows))
         for title, (text, charts) in _SECTIONS.items()
         if has_agent or title != _AGENTS
     ]
+    return [section for section in sections if section.figures]
+
+
+def _figures(charts: Sequence[Chart | Heatmap], rows: Sequence[Row]) -> list[Figure]:
+    """Of the charts that have a value."""
+    drawn = [one for one in charts if isinstance(one, Heatmap) or has_values(one, rows)]
+    return [figure(chart, rows) for chart in drawn]
 
 
 def task_charts(labels: Sequence[str]) -> list[Chart]:
     """Charts of the tasks of a mixture, each with at most one line per colour."""
     return [
-        Chart(title, unit, {f"{name}/{label}": label for label in labels[at : at + len(COLORS)]})
+        _over_versions(
+            Chart(title, unit, {f"{name}/{one}": one for one in labels[at : at + len(COLORS)]})
+        )
         for at in range(0, len(labels), len(COLORS))
         for title, unit, name in _TASK_CHARTS
     ]
@@ -146,10 +157,16 @@ def role_charts(roles: Sequence[str]) -> list[Chart]:
     """Rewards of the roles of the policy."""
     shown = roles[: len(COLORS)]
     return [
-        Chart(title, "reward", {f"{name}/{role}": role for role in shown})
+        _over_versions(Chart(title, "reward", {f"{name}/{role}": role for role in shown}))
         for title, name in (("Reward by role", "reward"), ("Held-out by role", "eval/role"))
         if shown
     ]
+
+
+def _over_versions(chart: Chart) -> Chart:
+    """A chart of evaluations is drawn at their versions."""
+    is_held_out = all(name.startswith("eval/") for name in chart.lines)
+    return replace(chart, x="eval/step", x_label="version") if is_held_out else chart
 
 
 def scorer_section(rows: Sequence[Row]) -> list[PageSection]:
@@ -200,7 +217,7 @@ def _agreement(rows: Sequence[Row]) -> Heatmap | None:
     values = [[row.get(f"{_AGREEMENT}{layer}", 0.0) for row in probed] for layer in layers]
     low = min(map(min, values))
     title = f"Live router and record agree, by layer: from {low:.3f} (light) to 1 (dark)"
-    steps = [row["step"] for row in probed]
+    steps = [row["step"] + 1 for row in probed]
     return Heatmap(title, "step", "layer", steps, layers, values, low - 0.1 * (1 - low), 1.0)
 
 

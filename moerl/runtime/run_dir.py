@@ -104,6 +104,15 @@ class RunDir:
                 found[int(match[1] or match[2])] = path
         return sorted(found.items())
 
+    def began_s(self) -> float | None:
+        """Unix time of the first start; None where nothing says so."""
+        try:
+            state = json.loads((self.root / "state.json").read_text(encoding="utf-8"))
+            began = state.get("began_s", state["time_s"] if state["starts"] == 1 else None)
+            return None if began is None else float(began)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
         return max(self.finished_checkpoints(), default=None)
@@ -346,7 +355,9 @@ def next_incarnation(run: RunDir, *, resume: bool) -> int:
                 run.root.name,
                 f"{run.root} exists; choose another --run or use --resume",
             )
-        state = json.dumps({"starts": started + 1, "time_s": time.time()})
+        now = time.time()
+        began = {"began_s": run.began_s() if started else now}  # of the first start
+        state = json.dumps({"starts": started + 1, "time_s": now} | began)
         atomic_write(run.root / "state.json", state, sync=True)
     return started
 

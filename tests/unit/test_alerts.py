@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from moerl.config.schema import Config, RolloutConfig
 from moerl.observe.alerts import Alerts
 from moerl.observe.console import alerts
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data/alert_rows.json").read_text())
+
+
+def rows(run: str) -> list[dict[str, float]]:
+    """Rows of a recorded run; a column of one number is the same in every row."""
+    columns = dict(RECORDED[run])
+    num = columns.pop("rows")
+    columns = {name: c if isinstance(c, list) else [c] * num for name, c in columns.items()}
+    return [
+        {name: column[at] for name, column in columns.items() if column[at] is not None}
+        for at in range(num)
+    ]
+
 
 CONFIG = Config(rollout=RolloutConfig(max_lag=4, groups_per_step=10, group_size=10))
 HEALTHY = {
@@ -43,10 +60,8 @@ def test_a_healthy_run_raises_none() -> None:
         ("mask_cover", {"keep/cover_frac": 0.99}),
         ("sampling_mask", {"mismatch/ratio_mean/lag_0": 0.972}),  # the full vocabulary at top-p .95
         ("sampling_mask", {"mismatch/ratio_mean/lag_0": 1.01}),
-        ("collapse", {"mismatch/ess_seq_frac": 0.2}),
         ("stale", {"async/lag_max": 5.0}),
         ("scorer", {"scorer/failed": 2.0}),
-        ("grad_norm", {"loss/grad_norm": 5.1}),
         ("router_detached", {"loss/grad_norm_router": 0.0}),
     ],
 )
@@ -55,6 +70,68 @@ def test_each_condition_has_its_alert(name: str, changed: dict[str, float]) -> N
     for _ in range(12):
         watch.look(HEALTHY)
     assert alerts(watch.look(HEALTHY | changed)) == [f"alert/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("grad_norm", {"loss/grad_norm": 5.1}), ("collapse", {"mismatch/ess_seq_frac": 0.2})],
+)
+def test_one_bad_batch_is_no_alert(name: str, bad: dict[str, float]) -> None:
+    watch = Alerts(CONFIG, [HEALTHY] * 12)
+    good = {"loss/grad_norm": 1.0, "mismatch/ess_seq_frac": 0.9}
+    course = [bad, good, bad, bad, good, good, good, bad]
+    raised = [alerts(watch.look(HEALTHY | {"reward/zero_var_frac": 0.5} | row)) for row in course]
+    assert raised == [[], [], [], [f"alert/{name}"], [], [], [], []]
+
+
+def test_a_norm_that_fell_may_rise_again_to_that_of_the_first_steps() -> None:
+    watch = Alerts(CONFIG, [HEALTHY | {"loss/grad_norm": 0.1}] * 10)
+    for norm in [0.003] * 90 + [0.02] * 5:
+        found = watch.look(HEALTHY | {"loss/grad_norm": norm, "reward/zero_var_frac": 0.5})
+        assert not alerts(found)
+    far = [watch.look(HEALTHY | {"loss/grad_norm": 0.6}) for _ in range(3)]
+    assert "alert/grad_norm" in alerts(far[-1]), "control"
+
+
+@pytest.mark.parametrize("run", list(RECORDED))
+def test_runs_that_learned_raise_none(run: str) -> None:
+    """Rows of quickstarts and of runs of the pages, reduced to the fields that alerts read."""
+    watch = Alerts(Config())
+    raised = {
+        step: found for step, row in enumerate(rows(run), 1) if (found := alerts(watch.look(row)))
+    }
+    assert not raised
+
+
+def test_what_alerts_find_is_a_function_of_the_rows() -> None:
+    every = rows("seed 0")
+    whole = Alerts(Config())
+    found = [whole.look(row) for row in every]
+    resumed = Alerts(Config(), every[:60])
+    assert [resumed.look(row) for row in every[60:]] == found[60:]
+    assert Alerts(Config()).look(every[60]) != found[60], "control: without the rows before"
+
+
+SEEDED: dict[str, dict[str, float]] = {
+    "grad_norm": {"loss/grad_norm": 3.0},
+    "collapse": {"mismatch/ess_seq_frac": 0.1},
+    "no_signal": {"reward/zero_var_frac": 1.0, "reward/mean": 0.5},
+    "cut": {"reward/zero_var_frac": 1.0, "reward/mean": 0.0, "sample/truncated_frac": 1.0},
+    "mask_cover": {"keep/cover_frac": 0.0},
+    "replay_extreme": {"mismatch/extreme_frac_2/lag_0": 0.01, "mismatch/tokens/lag_0": 1000.0},
+    "stale": {"async/lag_max": 9.0},
+    "entropy": {"loss/entropy": 0.01, "reward/mean": 0.01},
+    "teacher": {"loss/kl_teacher": 6.0},
+}
+
+
+@pytest.mark.parametrize("name", list(SEEDED))
+def test_a_seeded_fault_has_its_alert_within_20_steps(name: str) -> None:
+    """The fault begins at step 31 of a run that learned."""
+    watch = Alerts(Config(), rows("seed 1")[:30])
+    begun = [row | SEEDED[name] for row in rows("seed 1")[30:50]]
+    raised = [name for row in begun for name in alerts(watch.look(row))]
+    assert f"alert/{name}" in raised
 
 
 def test_small_numbers_prove_nothing() -> None:

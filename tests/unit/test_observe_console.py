@@ -182,3 +182,14 @@ def test_sparkline() -> None:
 
 def test_clock() -> None:
     assert [clock(s) for s in (0, 65, 7389.6)] == ["0:00", "1:05", "2:03:10"]
+
+
+def test_alerts_count_steps_as_the_lines_do() -> None:
+    out = io.StringIO()
+    console = Console("lines", 6, out)
+    console.step({"step": 0, "reward/mean": 0.5, "alert/stale": 1.0})
+    console.step({"step": 6, "eval/step": 6.0, "eval/reward_mean": 0.25})
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step 1/6  ")
+    assert lines[1].startswith("ALERT at step 1: alert/stale")
+    assert lines[2:] == ["held out 0.250 at version 6"], "the last evaluation is no step"

@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moerl.config.schema import Config, RunConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.observe.charts import Chart, draw_chart
+from moerl.observe.charts import COLORS, Chart, Heatmap, draw_chart, draw_heatmap
 from moerl.observe.episode_section import MAX_EPISODES
 from moerl.observe.metrics import MetricsWriter
 from moerl.observe.report import (
@@ -23,7 +24,8 @@ from moerl.observe.report import (
     wall_time_s,
     write_report,
 )
-from moerl.runtime.run_dir import RunDir
+from moerl.observe.report_sections import chart_sections, role_charts, task_charts
+from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer, read_spans
 
 HOSTILE = (
@@ -217,7 +219,7 @@ def test_an_episode_is_shown_turn_by_turn(run: RunDir) -> None:
     run.samples.write_text(json.dumps(sample | {"graph": [policy, judge]}) + "\n")
     text = " ".join(Page(report(run)).text.split())
     for shown in (
-        "step 1, episode 7.0: reward 0.500",
+        "step 2, episode 7.0: reward 0.500",
         "2 turns in 2 rows; 7 tokens trained, 4 of context",
         "7.0.t1 policy; continues 7.0.t0; version 0.1, 0.2; 4 tokens; calls get, add; trained",
         "7.0.t2 judge; not trained: other model",
@@ -307,8 +309,8 @@ def test_many_episodes_are_spread_over_the_run(run: RunDir) -> None:
     run.samples.write_text("".join(json.dumps(sample | {"step": n}) + "\n" for n in range(100)))
     html = report(run)
     assert html.count('<div class="card transcript">') == MAX_EPISODES
-    assert "step 0, episode" in html
-    assert "step 99, episode" in html
+    assert "step 1, episode" in html
+    assert "step 100, episode" in html
 
 
 def test_charts_of_agents_are_those_of_a_run_with_an_agent(run: RunDir) -> None:
@@ -329,16 +331,54 @@ def test_run_that_died_before_the_first_step(tmp_path: Path, with_folders: bool)
     assert "Stopped before the first step" in html
     assert card(html, "Reward") == "-"
     assert "<svg" not in html
-    assert "no value of reward/mean to draw" in html
-    assert "no engine or trainer spans" in html
+    for absent in ("Not drawn", "<h2>Learning", "<h2>Timeline"):
+        assert absent not in html
     assert "observe.sample_rollouts" in html
 
 
-def test_missing_metric_leaves_its_plot_out_with_a_note(run: RunDir) -> None:
+def test_a_missing_metric_has_no_card(run: RunDir) -> None:
     fill(run, 5)
     html = report(run)
-    assert "no value of loss/grad_norm to draw" in html
-    assert "no value of mismatch/k3 to draw" not in html
+    assert "Gradient norm" not in html
+    assert "k3 divergence" in html, "control"
+
+
+def test_one_value_is_a_number_and_not_a_chart(run: RunDir) -> None:
+    fill(run, 1)
+    html = report(run)
+    assert "mean \u00b1 standard deviation: 0 (optimizer step 1)" in html
+    assert "routing: 1, sampling mask: 1 (optimizer step 1)" in html
+    assert html.count("<svg") == 1, "the timeline"
+    longer = RunDir(run.root.parent / "r2")
+    longer.create()
+    fill(longer, 2)
+    assert "(optimizer step" not in report(longer), "control"
+
+
+def test_charts_of_evaluations_are_over_versions_and_others_count_steps_from_1() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": step, "reward/mean": 0.1, "eval/step": step, "eval/reward_mean": 0.2}
+        for step in (4, 8)
+    ]
+    drawn = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "moerl.observe.report_sections.figure",
+            lambda chart, rows: drawn.setdefault(chart.title, [row[chart.x] for row in rows]),
+        )
+        chart_sections(rows, [], ["a"], ["r"], has_agent=False)
+    assert drawn == {"Reward": [5, 9], "Held-out prompts": [4, 8]}
+    held = [chart for chart in (*task_charts(["a"]), *role_charts(["r"])) if "Held" in chart.title]
+    assert [chart.x for chart in held] == ["eval/step"] * 2
+
+
+def test_equal_values_of_a_heatmap_are_dark() -> None:
+    same = draw_heatmap(Heatmap("t", "x", "y", [0, 1], [0], [[1.0, 1.0]], 1.0, 1.0))
+    lowest = draw_heatmap(Heatmap("t", "x", "y", [0, 1], [0], [[0.0, 0.0]], 0.0, 1.0))
+    assert same
+    assert lowest
+    assert same.count(f"fill: {COLORS[0]}") == 2, "both cells"
+    assert COLORS[0] not in lowest, "control: light"
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 25, 1000])
@@ -393,7 +433,19 @@ def test_a_run_without_evaluations_has_no_card_for_them(run: RunDir) -> None:
 
 def test_wall_time_counts_the_first_step() -> None:
     assert wall_time_s([]) == 0.0
-    assert wall_time_s([{"time_s": 10.0, "perf/step_s": 3.0}, {"time_s": 12.0}]) == 5.0
+    rows = [{"time_s": 10.0, "perf/step_s": 3.0}, {"time_s": 12.0}]
+    assert wall_time_s(rows) == 5.0
+    assert wall_time_s(rows, began_s=1.0) == 11.0, "with the start-up"
+
+
+def test_the_start_of_a_run_is_that_of_its_first_start(run: RunDir) -> None:
+    next_incarnation(run, resume=False)
+    began = run.began_s()
+    assert began is not None
+    next_incarnation(run, resume=True)
+    assert run.began_s() == began
+    (run.root / "state.json").write_text('{"starts": 2, "time_s": 5.0}')
+    assert run.began_s() is None, "a run of before: nothing says when it began"
 
 
 def test_a_row_of_the_last_evaluation_alone(run: RunDir) -> None:

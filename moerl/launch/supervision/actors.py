@@ -47,7 +47,7 @@ from moerl.launch.supervision.ray_proxy import (
 from moerl.launch.supervision.reward_actors import actor_scorer
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
-from moerl.observe.metrics import MetricsWriter, SampleWriter
+from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
 from moerl.observe.sinks import open_sinks
 from moerl.runtime.trace import Tracer
 from moerl.scoring import make_scorers
@@ -282,7 +282,7 @@ class ControllerActor(ActorServer):
         context = self._run_context
         self._metrics = MetricsWriter(context.run.metrics, open_sinks(context.run, context.config))
         self._samples = SampleWriter(context.run.samples)
-        self._alerts = Alerts(context.config)
+        self._alerts = Alerts(context.config, read_rows(context.run.metrics))
         services = Services(
             model=context.model_shape(),
             engines=self._engines,
@@ -331,6 +331,8 @@ class ControllerActor(ActorServer):
 
     def _on_rewind(self, step: int) -> None:
         self._metrics.rewind(step)
+        config, metrics = self._run_context.config, self._run_context.run.metrics
+        self._alerts = Alerts(config, read_rows(metrics))
         self._samples.rewind(step)
         self._rows = [row for row in self._rows if row["step"] < step]
 
