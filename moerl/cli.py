@@ -16,12 +16,12 @@ import typer
 
 from moerl.audit import eval_command
 from moerl.core.errors import ConfigError, MoerlError, printable
-from moerl.core.json_files import read_json
 from moerl.launch.arguments import RECIPE, Overrides, Recipe, RunName
 from moerl.launch.engine_commands import engines
 from moerl.planning import data_command, shape_commands
 from moerl.runtime.process_tree import guarded as _guarded
-from moerl.runtime.run_dir import RunDir, find_run, read_manifest
+from moerl.runtime.run_dir import RunDir, find_run
+from moerl.runtime.run_lock import holder_of
 
 if TYPE_CHECKING:
     from moerl.config import Config
@@ -52,7 +52,8 @@ def train(
     allow_changed: Annotated[
         bool,
         typer.Option(
-            "--allow-changed", help="With --resume: go on with another task, seed or algorithm."
+            "--allow-changed",
+            help="With --resume: go on with another task, seed or algorithm.",
         ),
     ] = False,
     from_start: Annotated[
@@ -484,18 +485,20 @@ def _resume(
     from moerl.config import resolve
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_resumed
-    from moerl.config.resume import check_identity, check_resume
+    from moerl.config.resume import check_continues
     from moerl.launch.folder_checks import check_folders
 
+    if not dry_run and (other := holder_of(folder)) is not None and not other.is_ending:
+        raise MoerlError(f"{folder} is in use: it is {other}")
     run, config = RunDir(folder), resolve(load_resumed(folder / "config.yaml", overrides))
     check(config)
     check_model(config)
-    newest, _ = run.latest_whole_checkpoint()
-    if newest is not None:
-        reset = options["reset_optimizer"]
-        check_resume(config, read_manifest(newest), reset_optimizer=reset)
-        if not options["allow_changed"] and run.identity.exists():
-            check_identity(config, read_json(run.identity))
+    newest, torn = run.latest_whole_checkpoint()
+    changes = {name: options[name] for name in ("reset_optimizer", "allow_changed")}
+    check_continues(config, run, newest, **changes)
+    for path, cause in torn.items():
+        begin = f"moerl continues from {newest.name if newest else 'step 0'}"
+        typer.echo(f"moerl: {path.name} is damaged ({cause}): {begin}", err=True)
     check_folders(config)
     if dry_run:
         _describe(config, ["--resume", str(folder), *overrides])

@@ -22,6 +22,7 @@ from moerl.audit.verify_run import step_differences
 from moerl.config import Config, save_config
 from moerl.config.algorithms import followers_of
 from moerl.config.load import load_saved
+from moerl.config.resume import refuse_used_up
 from moerl.core.errors import ConfigError, ProtocolError, TrainerError
 from moerl.core.messages import Failed, Hello, Message, Notice, Ok, Plan, StepDone, Stop, TakePlan
 from moerl.core.rpc import Keys, RpcServer
@@ -278,6 +279,7 @@ def _config(request: RerunRequest) -> Config:
     """Settings of the source with the changed ones; nothing is published, evaluated or kept."""
     source = RunDir(request.source)
     config = load_saved(source.config, request.settings)
+    refuse_used_up(config, load_saved(source.config))
     if config.cluster.launcher != "local":
         raise ConfigError(
             "cluster.launcher",

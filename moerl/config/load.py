@@ -20,6 +20,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from moerl.config.resume import refuse_used_up
+from moerl.config.run_paths import moved
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.task_mixture import with_changes, with_finite_top_k
@@ -57,23 +59,39 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides."""
-    return _merge([_read_yaml(path), *_secrets(path), *_overrides(overrides)])
+    """Read runs/NAME/config.yaml, written by `save_config`, with key=value overrides.
+
+    A run may have been copied or moved: its name, its root and the recorded paths inside it are
+    those of the folder that holds the file.
+    """
+    return _merge([*_saved(path), *_overrides(overrides)])
 
 
 def load_resumed(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The same for a resume: derived settings are as they were asked for, so `resolve` derives
     them again from the sources that this resume may have changed.
+
+    Raises ConfigError for an override of a setting that the first start used up.
     """
-    saved, derived = _read_yaml(path), path.with_name(DERIVED)
+    saved, derived = _saved(path), path.with_name(DERIVED)
     if derived.exists():
-        _put_back(saved, _read_yaml(derived))
-    return _merge([saved, *_secrets(path), *_overrides(overrides)])
+        _put_back(saved[0], _read_yaml(derived))
+    config = _merge([*saved, *_overrides(overrides)])
+    if overrides:
+        refuse_used_up(config, _merge(saved))
+    return config
 
 
-def _secrets(path: Path) -> list[dict[str, Any]]:
-    secret = path.with_name(SECRETS)
-    return [_read_yaml(secret)] if secret.exists() else []
+def _saved(path: Path) -> list[dict[str, Any]]:
+    """Settings and secrets of a run, at its present place."""
+    saved, secret = _read_yaml(path), path.with_name(SECRETS)
+    run = saved.get("run") or {}
+    recorded = Path(str(run.get("root") or "runs"), str(run.get("name") or ""))
+    here = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
+    if not (recorded.is_dir() and recorded.samefile(here)):
+        saved = moved(saved, recorded, here)
+        saved["run"] = run | {"name": here.name, "root": str(here.parent)}
+    return [saved, _read_yaml(secret)] if secret.exists() else [saved]
 
 
 def derived_settings(config: Config) -> dict[str, Any]:
@@ -120,12 +138,18 @@ def save_config(
         atomic_write(secret, OmegaConf.to_yaml(OmegaConf.create(found)), sync=True, mode=0o600)
     else:
         secret.unlink(missing_ok=True)
-    atomic_write(path, printed(config), sync=True, mode=0o600)
+    atomic_write(path, printed(config, path.parent), sync=True, mode=0o600)
 
 
-def printed(config: Config) -> str:
-    """The resolved configuration as YAML that may be shown to others."""
-    return OmegaConf.to_yaml(OmegaConf.create(hide(asdict(config))))
+def printed(config: Config, folder: Path | None = None) -> str:
+    """The resolved configuration as YAML that may be shown to others.
+
+    folder: of its run; paths in it then begin with run.root/run.name.
+    """
+    shown = hide(asdict(config))
+    if folder is not None:
+        shown = moved(shown, folder.absolute(), Path(config.run.root) / config.run.name)
+    return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 
 def resolve(config: Config) -> Config:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.run_paths import moved
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.config.task_tables import SOURCES
 from moerl.core.errors import ConfigError
+from moerl.core.json_files import read_json
+from moerl.runtime.run_dir import RunDir, read_manifest
 
 _ENDS, _DATA_ENDS = 2**20, 2**16  # bytes of a file's begin and end that name it
 # Of a task: how it is run.  All other settings say which prompts, episodes and rewards it has.
@@ -31,6 +35,43 @@ _OPERATION = (
     *("agent.workers", "agent.port"),
 )
 _OPERATION_PARTS = ("limits.", "sampling.")
+_FOLDER = "a run is its folder: move or copy that instead"
+# What a resume does with a change of a setting, of a section or one field: "" = it uses the new
+# value, within the rules of `check_resume`; SAME = `check_identity` compares it; else why the
+# change is refused
+SAME = "same"
+AT_RESUME = {
+    "include": "its files were merged at the first start; give their settings",
+    "run.name": _FOLDER,
+    "run.root": _FOLDER,
+    "run.seed": SAME,
+    "run.steps": "",
+    "run.console": "",
+    "model.path": SAME,
+    "model.tiny": "its model was made with it; begin another run",
+    "model.fp32_lm_head": "",
+    **dict.fromkeys(("task", "tasks", "algorithm", "lora.start"), SAME),
+    "checkpoint.start": "its first weights were made of it; begin another run",
+    "sft": "only moerl sft reads it",
+    **dict.fromkeys(("lora", "checkpoint", "sampling", "rollout", "replay", "engine"), ""),
+    **dict.fromkeys(("trainer", "ref_models", "sync", "turn", "evaluation", "stream"), ""),
+    **dict.fromkeys(("supervision", "observe", "cluster"), ""),
+}
+
+
+def refuse_used_up(config: Config, before: Config) -> None:
+    """Raises ConfigError for a changed setting that nothing would read any more.
+
+    before: the settings of the run as they were saved.
+    """
+    for field, why in AT_RESUME.items():
+        ours, saved = (attrgetter(field)(one) for one in (config, before))
+        if why in ("", SAME) or ours == saved:
+            continue
+        for name, value in _settings(ours) if is_dataclass(ours) else ():
+            if value != (old := attrgetter(name)(saved)):
+                raise ConfigError(f"{field}.{name}", value, f"{_BEGUN} with {old!r}, and {why}")
+        raise ConfigError(field, ours, f"{_BEGUN} with {saved!r}, and {why}")
 
 
 def resume_facts(config: Config) -> dict[str, Any]:
@@ -47,11 +88,12 @@ def resume_facts(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Seed, tasks with fingerprints of their data, and algorithm, as plain JSON.
+    """Seed, tasks and algorithm, with fingerprints of data and models, as plain JSON.
 
     A resume that changes one of them trains something else (`check_identity`).
     """
     facts: dict[str, Any] = {"run.seed": config.run.seed}
+    facts |= {name: _weights(Path(path)) for name, path in _models(config).items() if path}
     for task in entries_of(config):
         settings = {
             name: value
@@ -62,7 +104,30 @@ def identity(config: Config) -> dict[str, Any]:
         facts[f"{_above(task)}.path"] = _data_fingerprint(task)
     facts |= {f"algorithm.{name}": value for name, value in asdict(config.algorithm).items()}
     plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
+    return moved(plain, Path(config.run.root) / config.run.name, "(run)")
+
+
+def _models(config: Config) -> dict[str, str]:
+    """Folders of weights that a run begins with."""
+    return {"model.path": config.model.path, "lora.start": config.lora.start}
+
+
+def check_continues(
+    config: Config, run: RunDir, newest: Path | None, *, reset_optimizer: bool, allow_changed: bool
+) -> None:
+    """Raises ConfigError where this configuration cannot continue the run.
+
+    newest: its checkpoint; None: it begins again, with the tiny model that its seed made.
+    """
+    if newest is not None:
+        check_resume(config, read_manifest(newest), reset_optimizer=reset_optimizer)
+    if allow_changed or not run.identity.exists():
+        return
+    saved = read_json(run.identity)
+    if newest is None:
+        seed = {name: saved[name] for name in ("run.seed",) if config.model.tiny.enabled}
+        saved = identity(config) | seed
+    check_identity(config, saved)
 
 
 def check_identity(config: Config, saved: Mapping[str, Any]) -> None:
@@ -71,7 +136,7 @@ def check_identity(config: Config, saved: Mapping[str, Any]) -> None:
     Settings that the earlier start did not know are not compared, nor data that is not here.
     """
     ours = identity(config)
-    paths = {f"{_above(task)}.path": task.path for task in entries_of(config)}
+    paths = {f"{_above(task)}.path": task.path for task in entries_of(config)} | _models(config)
     tasks, before = (
         {name.split(".")[1] for name in facts if name.startswith("tasks.")}
         for facts in (ours, saved)
@@ -103,6 +168,11 @@ def _above(task: TaskEntry) -> str:
 
 _BEGUN = "this run was begun"
 _ASK = "give --allow-changed to continue with another task, seed or algorithm"
+
+
+def _weights(folder: Path) -> str:
+    """Fingerprint of a folder's weights; empty where they are not on this machine."""
+    return fingerprint(folder) if any(folder.glob("*.safetensors")) else ""
 
 
 def _data_fingerprint(task: TaskEntry) -> str:

@@ -119,6 +119,7 @@ class RunContext:
         made_with = (config.model, config.task, config.sampling, config.replay, config.run.seed)
         settings = repr((made_with, rollout.group_size, rollout.oversample))
         settings += repr(config.tasks) if config.tasks else ""
+        settings = settings.replace(f"{self.run.root}/", "(run)/")  # a run may be moved
         folder = self.journal_folder
         fingerprint = xxhash.xxh3_64_hexdigest(settings.encode())
         return Journal(folder, self.blobs(), segments, fingerprint)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import logging
 import os
@@ -31,12 +30,12 @@ from moerl.config.checks import check, check_model
 from moerl.config.clusters import is_local, own_address, placement, starts_on_cuda
 from moerl.config.engine_context import check_context
 from moerl.config.load import derived_settings, load_config, load_resumed
-from moerl.config.resume import check_identity, check_resume, identity
+from moerl.config.resume import check_continues, identity
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming, reward_models_of
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
-from moerl.core.json_files import read_json, read_model_config
+from moerl.core.json_files import read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
 from moerl.engine.host.server_args import check_args, check_planned_layout
@@ -69,7 +68,8 @@ from moerl.runtime.process_tree import (
     leave,
 )
 from moerl.runtime.reaper import become_subreaper
-from moerl.runtime.run_dir import RunDir, next_incarnation, read_manifest, refuse_foreign
+from moerl.runtime.run_dir import RunDir, next_incarnation, refuse_foreign
+from moerl.runtime.run_lock import held
 from moerl.sandbox.limits import isolation_of
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 
@@ -143,7 +143,8 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    with _only_one(run), own_output(run) as (out, err):
+    say = partial(print, "moerl:", file=sys.stderr, flush=True)
+    with held(run.root, say) as note, own_output(run) as (out, err):
         context = replace(prepare(config, run, resume=resume, **options), scratch=scratch)
         lines = line_checks(context.config, context.tokenizer(), context.spec().max_positions)
         say = partial(print, "moerl:", file=err, flush=True)
@@ -156,7 +157,9 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         console = Console(config.run.console, config.run.steps, out)
         console.restore(read_rows(run.metrics))
         signals = SignalWatch(lambda: _end_at_once(run, err))
-        supervisor = Supervisor(context, console, scratch, signals, check=lines.raise_failure)
+        supervisor = Supervisor(
+            context, console, scratch, signals, check=lines.raise_failure, note=note
+        )
         lines.go_on()
         try:
             with _prometheus(context, console):
@@ -167,6 +170,7 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         else:
             cause = ""
         finally:
+            note("ending")
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
         kept = _tidy(
@@ -265,17 +269,6 @@ def _close(
 
 
 @contextlib.contextmanager
-def _only_one(run: RunDir) -> Iterator[None]:
-    """Lock the run directory.  Raises MoerlError when another process holds it."""
-    with (run.root / ".lock").open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise MoerlError(f"{run.root} is in use by another moerl process") from error
-        yield
-
-
-@contextlib.contextmanager
 def own_output(run: RunDir) -> Iterator[tuple[IO[str], IO[str]]]:
     """(stdout, stderr) of the terminal; output of children and libraries goes to logs/output.log.
 
@@ -318,11 +311,10 @@ def prepare(
     if resume:
         refuse_foreign(run)
     checkpoint = newest_checkpoint(run) if resume else None
-    if checkpoint is not None:
-        check_resume(config, read_manifest(checkpoint), reset_optimizer=reset_optimizer)
-        if not allow_changed and run.identity.exists():
-            check_identity(config, read_json(run.identity))
-    elif resume:
+    if resume:
+        changes = {"reset_optimizer": reset_optimizer, "allow_changed": allow_changed}
+        check_continues(config, run, checkpoint, **changes)
+    if resume and checkpoint is None:
         _refuse_lost_steps(run, from_start=from_start)
     journal_dir, blob_dir = _folders(config, run)
     incarnation = _first_incarnation(config, run, resume=resume)

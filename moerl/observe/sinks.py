@@ -115,10 +115,16 @@ class _TrackerSink(ABC):
         self._run: Any = None
         with contextlib.suppress(OSError, ValueError, KeyError):
             known = json.loads(self.state(folder).read_text(encoding="utf-8"))
+            if self._is_copy(Path(known.get("folder", folder))):
+                raise ValueError("the tracker's run is that of the folder it was copied from")
             self._number = int(known["number"])
             self._run = self._begin(str(known["name"]), str(known["id"]), resume=True)
         if self._run is None:
             self._begin_new()
+
+    def _is_copy(self, first: Path) -> bool:
+        """Whether the run is a copy of one that is still there."""
+        return first.is_dir() and not first.samefile(self._folder)
 
     @classmethod
     def state(cls, folder: Path) -> Path:
@@ -134,6 +140,7 @@ class _TrackerSink(ABC):
         name, ident = f"{self._folder.name}{suffix}", secrets.token_hex(8)
         self._run = self._begin(name, ident, resume=False)
         known = {"number": self._number, "id": ident, "name": getattr(self._run, "name", name)}
+        known["folder"] = str(self._folder.resolve())
         atomic_write(self.state(self._folder), json.dumps(known))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, ModelError, TrainerError
 from moerl.core.json_files import read_json
 from moerl.runtime.private_dir import private_dir, refuse_planted
+from moerl.runtime.run_lock import holder_of
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ def find_run(name: str, option: str) -> Path:
     for folder in (Path(name), Path("runs") / name):
         if (folder / "config.yaml").is_file():
             return folder
+        if (holder := holder_of(folder)) is not None:
+            raise ConfigError(option, name, f"its first start is {holder}, without config.yaml yet")
     raise ConfigError(option, name, "no config.yaml there; give a run's name or its folder")
 
 

@@ -56,6 +56,7 @@ def test_files_of_a_run_hide_them_and_a_resume_has_them(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     config = configured()
+    config = replace(config, run=replace(config.run, root=str(tmp_path), name="run"))
     save_config(config, run.config)
     write_report(run, config, {})
     holding = {path.name for path in run.root.iterdir() if path.is_file() and has_it(path)}

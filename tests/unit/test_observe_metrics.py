@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,26 @@ def test_a_tracker_goes_on_and_loses_the_steps_that_are_trained_again(
     forget_sinks(run)
     start()
     assert calls[1:] == [("p", "r1")]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_copied_run_is_a_run_of_its_own_in_a_tracker(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, fake = fake_tracker()
+    monkeypatch.setitem(sys.modules, package, fake)
+    observe: dict[str, Any] = {f"{package}_project": "p"}
+    config = Config(observe=ObserveConfig(**observe))
+    (tmp_path / "r1").mkdir()
+    for name in ("r1", "r1"):
+        open_sinks(RunDir(tmp_path / name), config)
+    state = (tmp_path / "r1" / f"{package}.json").read_bytes()
+    shutil.copytree(tmp_path / "r1", tmp_path / "r2")
+    open_sinks(RunDir(tmp_path / "r2"), config)
+    (tmp_path / "r1").rename(tmp_path / "r3")
+    open_sinks(RunDir(tmp_path / "r3"), config)  # control: a moved run goes on
+    assert calls == [("p", "r1"), ("p", "r1"), ("p", "r2"), ("p", "r1")]
+    assert (tmp_path / "r3" / f"{package}.json").read_bytes() == state
 
 
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:

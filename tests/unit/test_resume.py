@@ -103,7 +103,8 @@ def test_a_crash_while_a_start_is_counted_keeps_the_count(
 # --- settings that follow others, and those that a resume must share ------------------------------
 def _resumed(folder: Path, asked: list[str], *overrides: str) -> Config:
     """The settings of a resume of a run with `asked`."""
-    config = _config(asked)
+    place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
+    config = _config([*asked, *place])
     save_config(resolve(config), folder / "config.yaml", derived_settings(config))
     assert load_saved(folder / "config.yaml") == resolve(config), "processes read the resolved ones"
     return resolve(load_resumed(folder / "config.yaml", overrides))
@@ -124,6 +125,7 @@ def _resumed(folder: Path, asked: list[str], *overrides: str) -> Config:
 def test_a_derived_setting_follows_its_source_on_resume(
     asked: list[str], source: str, whole: list[str], tmp_path: Path
 ) -> None:
+    whole = [*whole, f"run.root={tmp_path.parent}", f"run.name={tmp_path.name}"]
     assert _resumed(tmp_path, asked, source) == resolve(_config(whole))
     (tmp_path / "derived.yaml").unlink()
     kept = resolve(load_resumed(tmp_path / "config.yaml", [source]))

@@ -6,7 +6,6 @@ works from any node that mounts the run directory; the folder's mode (0700) is t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import secrets
@@ -18,6 +17,7 @@ from typing import Any
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import MoerlError
 from moerl.runtime.run_dir import RunDir
+from moerl.runtime.run_lock import holder_of
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +58,21 @@ def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
 
     Raises MoerlError when the run is not running, does not answer in time, or refuses.
     """
-    if not is_running(run):
-        raise MoerlError(f"{run.root} is not being trained now")
+    _refuse_silent(run)
     name = f"{time.time():.6f}-{secrets.token_hex(4)}"
-    atomic_write(run.control_api / f"{name}.question", json.dumps(question))
-    answer = run.control_api / f"{name}.answer"
+    asked, answer = (run.control_api / f"{name}.{kind}" for kind in ("question", "answer"))
+    atomic_write(asked, json.dumps(question))
     deadline = time.monotonic() + timeout_s
-    while not answer.exists():
-        if time.monotonic() > deadline:
-            (run.control_api / f"{name}.question").unlink(missing_ok=True)
-            raise MoerlError(f"{run.root} did not answer within {timeout_s:g} s: is it starting?")
-        time.sleep(_POLL_S)
+    try:
+        while not answer.exists():
+            _refuse_silent(run)
+            if time.monotonic() > deadline:
+                raise MoerlError(
+                    f"{run.root} is {holder_of(run.root)} and did not answer within {timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+    finally:
+        asked.unlink(missing_ok=True)
     found = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()
     if "refused" in found:
@@ -76,13 +80,14 @@ def request(run: RunDir, timeout_s: float, **question: Any) -> Any:
     return found["answer"]
 
 
+def _refuse_silent(run: RunDir) -> None:
+    """Raises MoerlError where no process polls the control API, with the state of the run."""
+    holder = holder_of(run.root)
+    if holder is None or holder.is_ending or holder.state != "training":
+        state = f": it is {holder}" if holder else ""
+        raise MoerlError(f"{run.root} is not being trained now{state}")
+
+
 def is_running(run: RunDir) -> bool:
-    """True if a process holds the run's lock and polls its control API."""
-    if not run.control_api.is_dir():
-        return False
-    with (run.root / ".lock").open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    """True if a process holds the run."""
+    return holder_of(run.root) is not None

@@ -56,6 +56,7 @@ from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
 from moerl.runtime.process_tree import Orphans, SignalWatch
 from moerl.runtime.run_dir import write_pids
+from moerl.runtime.run_lock import State
 from moerl.runtime.trace import Tracer
 
 
@@ -71,13 +72,15 @@ class Supervisor:
         actors: RayActors | None = None,
         clock: Callable[[], float] = time.monotonic,
         check: Callable[[], None] = lambda: None,
+        note: Callable[[State], None] = lambda _: None,
     ) -> None:
         """Start nothing yet.
 
         actors: None = Ray's.  clock: monotonic seconds.  check: raises what must end the run.
+        note: tells others what the run is doing.
         """
         self._scratch, self._signals, self._clock = scratch, signals, clock
-        self._check = check
+        self._check, self._note = check, note
         self._context = _context(run_context, console, actors or RayActors(), clock)
         lease_s = run_context.config.supervision.lease_s
         self._lease = LeaseKeeper(run_context.run.endpoints.lease, lease_s, clock)
@@ -107,6 +110,7 @@ class Supervisor:
         self._signals.install()
         self._place()
         self._start()
+        self._note("training")
         self._loop(self.trainer.is_done, self._watch_run)
         self.trainer.show_last_rows()
         return self._measure()

@@ -24,7 +24,7 @@ from moerl.launch.supervision.supervisor_context import SupervisorContext
 from moerl.observe.metrics import read_rows
 from moerl.runtime.process_tree import end_descendants, ending_of, serving
 from moerl.runtime.run_dir import next_incarnation
-from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
+from moerl.trainer.checkpoints.checkpoint_files import damaged_in, newest_checkpoint
 
 _GRACE_S = 0.5  # for ranks of a trainer that died
 _CLOSED_S = 1.0  # until a controller that is down is asked again
@@ -43,6 +43,7 @@ class TrainerSupervisor:
         self._ref_models: RefModelRanks | None = None
         self._shown = max((row["step"] for row in read_rows(run_context.run.metrics)), default=-1)
         self._ended_at: float | None = None  # clock seconds; its death is not counted yet
+        self._set_aside = damaged_in(run_context.run)  # the user knows of these
 
     def start(self) -> None:
         self._start_ranks()
@@ -167,11 +168,19 @@ class TrainerSupervisor:
             self._fell(failure)
         if self._ranks.says_hello(int(status["trainer/incarnation"])):
             self._context.restarts.is_back("trainer")
+            self._say_set_aside()
         refs = self._ref_models  # a dead one has no pid; keep its last number
         if refs and refs.pid and status["ref_models/start"] == refs.starts - 1:
             self._context.restarts.is_back("ref_models")
         for row in rows:
             self._count(row)
+
+    def _say_set_aside(self) -> None:
+        """A line for each checkpoint that a rank found damaged: an earlier one is loaded."""
+        found = damaged_in(self.run_context.run)
+        for path in sorted(found - self._set_aside):
+            self._context.say(f"a checkpoint is damaged, an earlier one is loaded: see {path}")
+        self._set_aside = found
 
     def _count(self, row: dict[str, Any]) -> None:
         """A step: the trainer is up."""

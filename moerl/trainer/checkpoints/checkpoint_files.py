@@ -87,6 +87,11 @@ def newest_checkpoint(run: RunDir) -> Path | None:
     return whole
 
 
+def damaged_in(run: RunDir) -> set[Path]:
+    """Checkpoints of a run that were set aside."""
+    return set(run.checkpoints.glob(".step-*.bad*"))
+
+
 def set_aside(folder: Path, cause: str) -> None:
     """Rename a damaged checkpoint, so that its predecessor is the newest.  Raises OSError."""
     name = f".{folder.name.lstrip('.')}.bad"

@@ -49,9 +49,7 @@ def model_of(checkpoint: Path) -> Path:
         return checkpoint
     settings = checkpoint.resolve().parents[1] / "config.yaml"
     if settings.is_file():
-        folder = Path(load_saved(settings).model.path)
-        # a run may have been moved with the model that it made
-        return folder if folder.is_dir() else settings.parent / "model"
+        return Path(load_saved(settings).model.path)
     raise ModelError(
         f"{checkpoint}: has no config.json and belongs to no run; name the model's folder "
         "(config.json and tokenizer)"
