@@ -23,7 +23,18 @@ from moerl.config import Config, save_config
 from moerl.config.algorithms import followers_of
 from moerl.config.load import load_saved
 from moerl.core.errors import ConfigError, ProtocolError, TrainerError
-from moerl.core.messages import Failed, Hello, Message, Notice, Ok, Plan, StepDone, Stop, TakePlan
+from moerl.core.messages import (
+    BadStep,
+    Failed,
+    Hello,
+    Message,
+    Notice,
+    Ok,
+    Plan,
+    StepDone,
+    Stop,
+    TakePlan,
+)
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import BatchPlan, PolicyVersion, RefScores
 from moerl.data.batching import plan_batch
@@ -152,7 +163,7 @@ class RecordedRun:
             case Failed():
                 self.failure = f"rank {message.rank}: {message.cause}"
                 return Ok()
-            case Notice():
+            case Notice() | BadStep():
                 _say(message.text)
                 return Ok()
             case _:
