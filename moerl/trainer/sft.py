@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from moerl.trainer.model.parallel import Parallel
 
 STEP = "STEP "  # prefix of rank 0's line with a step's metrics
-_KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
+_KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/skip", "loss/tokens", "perf/")
 
 
 def supervised(config: Config) -> Config:
