@@ -158,8 +158,10 @@ def take_step(optimizer: MegatronOptimizer, agree: Callable[[bool], bool]) -> li
 
     def measured() -> Any:
         norm = measure()
-        if not agree(norm is None or math.isfinite(norm)):
-            raise NotFiniteError(f"the gradient norm is {norm}")
+        is_finite = norm is None or math.isfinite(norm)
+        if not agree(is_finite):
+            found = "not finite on another rank" if is_finite else norm
+            raise NotFiniteError(f"the gradient norm is {found}")
         return norm
 
     # Megatron's step asks for it before it clips

@@ -403,6 +403,7 @@ class Learner:
     def _seek(
         self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs
     ) -> list[int]:
+        self.optimizer.zero_grad()  # its step has put the sums where the backward pass adds
         step = partial(self._forward_step, self._no_sums(), reference, False)
         run = partial(self._pass, part, advantages, reference)
         return bad_gradients(self.model, self.ddp, step, run)
