@@ -50,11 +50,11 @@ class LiveReport:
             self._ended(code)
         if now >= self._due:
             self._begun, self._due = now, now + self._interval_s
-            self._beside.call(self._begin)
-
-    def _begin(self) -> None:
-        root = str(self._context.run.root)
-        self._writer = self._start([sys.executable, "-m", "moerl", "report", root])
+            root = str(self._context.run.root)
+            try:
+                self._writer = self._start([sys.executable, "-m", "moerl", "report", root])
+            except OSError as error:  # no process, no memory
+                self._beside.failed(error)
 
     def _ended(self, code: int) -> None:
         if code:
