@@ -24,7 +24,18 @@ from moerl.config.algorithms import followers_of
 from moerl.config.load import load_saved
 from moerl.config.resume import refuse_used_up
 from moerl.core.errors import ConfigError, ProtocolError, TrainerError
-from moerl.core.messages import Failed, Hello, Message, Notice, Ok, Plan, StepDone, Stop, TakePlan
+from moerl.core.messages import (
+    BadStep,
+    Failed,
+    Hello,
+    Message,
+    Notice,
+    Ok,
+    Plan,
+    StepDone,
+    Stop,
+    TakePlan,
+)
 from moerl.core.rpc import Keys, RpcServer
 from moerl.core.types import BatchPlan, PolicyVersion, RefScores
 from moerl.data.batching import plan_batch
@@ -153,7 +164,7 @@ class RecordedRun:
             case Failed():
                 self.failure = f"rank {message.rank}: {message.cause}"
                 return Ok()
-            case Notice():
+            case Notice() | BadStep():
                 _say(message.text)
                 return Ok()
             case _:

@@ -31,7 +31,7 @@ DDP_REFUSED = {  # patterns of fields -> the reason
     "param_name_patterns_for_fp32_local_accumulation": "moerl sums gradients in fp32, in "
     "megatron-core's own buffers",
     "use_distributed_optimizer": "use trainer.optimizer.distributed",
-    "check_for_*": "moerl ends a step whose gradient is not finite",
+    "check_for_*": "use trainer.skip_bad_steps",
     "num_buckets": "DistributedDataParallel does not read it; use bucket_size",
     "align_param_gather": "each pipeline stage gathers when it needs its parameters",
     "num_distributed_optimizer_instances": "the optimizer is cut over all data-parallel ranks",

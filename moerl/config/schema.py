@@ -350,6 +350,9 @@ class TrainerConfig:
     max_tokens_per_microbatch: Count = 8192  # per data-parallel rank, padding counted
     minibatches: Count = 1  # optimizer steps per batch; it divides rollout.groups_per_step
     packing: bool = False  # rollouts end to end (THD) instead of padded rows
+    # Batches in a row whose loss or gradient is not finite: their optimizer step is not taken; one
+    # more ends the run
+    skip_bad_steps: Natural = 0
     # With packing: a prompt, or first turns, that rows of a group share are forwarded once
     share_prompts: bool = False
     dispatcher: Dispatcher = "alltoall"

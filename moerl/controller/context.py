@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from moerl.config import Config
@@ -48,6 +49,7 @@ class Services:
     blobs: BlobStore
     journal: Journal
     stream: StreamWriter | None = None  # keeps what is trained
+    bad_steps: Path = Path("bad_steps")  # folder of what an optimizer step was not taken for
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void

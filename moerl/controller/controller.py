@@ -152,7 +152,7 @@ class Controller:
         """Sentences for the console since the last call."""
         metrics = self.context.step_metrics
         notices = list(metrics.notices)
-        metrics.notices.clear()  # not replaced: waiting writes hold its `append`
+        del metrics.notices[: len(notices)]  # not replaced: waiting writes hold its `append`
         return notices
 
     # --- engines ----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from moerl.core.ids import IdSet
 from moerl.core.messages import (
     AbortUpdate,
     AskEngine,
+    BadStep,
     CommitUpdate,
     Failed,
     Hello,
@@ -48,6 +49,8 @@ from moerl.core.messages import (
 )
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.data.batching import plan_batch
+from moerl.records.stream_files import write_groups
+from moerl.runtime.beside import Beside
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class TrainerHandler:
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
         self._availability, self._ref_models = availability, ref_models
         self._turns = context.turns
+        self._keeping = Beside("the records of a bad step", self._step_metrics.notices.append)
+        self._sampling = Beside("the text of sample rollouts", self._step_metrics.notices.append)
         self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
         self.failure = ""  # last error reported by a rank of the trainer
         self._dp_size, self._pair_cost = 0, 0.0
@@ -124,8 +129,25 @@ class TrainerHandler:
             case Notice():
                 self._step_metrics.notices.append(message.text)
                 return Ok()
+            case BadStep():
+                await asyncio.to_thread(self._keep, message)
+                return Ok()
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a message for the controller")
+
+    def _keep(self, bad: BadStep) -> None:
+        """Keep the groups of a step that is not finite, and say so."""
+        groups = self._batches.planned.get(bad.step, [])
+        wanted = set(bad.rollouts)
+        found = [g for g in groups if wanted & {r.rollout_id for r in g.rollouts()}] or groups
+        name = f"{self._pool.incarnation}.{bad.step:06d}.{bad.number}.step"
+        path = self._services.bad_steps / name
+
+        def write() -> None:
+            write_groups(path, found, self._services.blobs.read)
+
+        kept = f"; for `moerl mismatch --records`: {path}" if self._keeping.call(write) else ""
+        self._step_metrics.notices.append(f"{bad.text}{kept}")
 
     def _failed(self, failed: Failed) -> Ok:
         error = TrainerError(f"{failed.job} rank {failed.rank}: {failed.cause}")
@@ -454,7 +476,12 @@ class TrainerHandler:
         """Metrics and shown samples of a batch.  In a thread: text of a long row takes a while."""
         if not groups:
             return {}, []
-        samples = samples_of(self._config, groups, step, self._services.decode)
+        samples: list[dict[str, object]] = []
+
+        def describe() -> None:
+            samples.extend(samples_of(self._config, groups, step, self._services.decode))
+
+        self._sampling.call(describe)
         return batch_metrics(groups, step), samples
 
     async def _add_row(self, report: StepReport) -> None:

@@ -152,8 +152,9 @@ class ProtocolError(MoerlError):
 
 
 def cause_of(error: BaseException) -> str:
-    """One sentence for the user: our own errors unchanged, others with their type."""
-    return str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+    """One sentence for the user: our own errors unchanged, others with their type; then notes."""
+    text = str(error) if isinstance(error, MoerlError) else f"{type(error).__name__}: {error}"
+    return "; ".join((text, *getattr(error, "__notes__", ())))
 
 
 def nearest(name: str, known: Iterable[str], before: str = "") -> str:

@@ -267,6 +267,19 @@ class Notice:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """An optimizer step has a loss or a gradient that is not finite.
+
+    Reply: Ok, when its records are kept.
+    """
+
+    step: int
+    number: int  # of such optimizer steps of the batch, from 1
+    text: str  # a sentence that names cause, microbatches and rollouts
+    rollouts: tuple[str, ...]  # ids; empty: unknown, so those of the whole batch are kept
+
+
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TakeRecords:
@@ -444,6 +457,7 @@ Message = (
     | StepDone
     | Failed
     | Notice
+    | BadStep
     | TakeRecords
     | Scored
     | Values

@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,8 @@ from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.prometheus import PrometheusServer
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.observe.sinks import forget_sinks
+from moerl.observe.sinks import check_sinks, forget_sinks
+from moerl.runtime.beside import Beside
 from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
@@ -187,13 +188,14 @@ def _prometheus(context: RunContext, console: Console) -> Iterator[None]:
         yield
         return
     server = PrometheusServer(context.run, own_address(cluster), port, context.token)
+    beside = Beside("Prometheus", console.event)
     try:
-        context.run.endpoints.post_metrics(server.url, context.token)
+        beside.call(lambda: context.run.endpoints.post_metrics(server.url, context.token))
         token = context.run.endpoints.folder / "token"
         console.event(f"Prometheus: {server.url}, Authorization: Bearer with {token}")
         yield
     finally:
-        server.close()
+        beside.call(server.close)
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
@@ -238,12 +240,16 @@ def _close(
 ) -> int:
     """Write the report and print the summary.  kept: a sentence about files for a resume."""
     run = context.run
-    try:
-        write_report(run, context.config, numbers)
-        write_trace(run)
-    except (OSError, MoerlError) as error:  # what was trained is not lost by it
-        log.exception("report and timeline")
-        print(f"moerl: the report or timeline was not written: {cause_of(error)}", file=err)
+    writes: dict[str, Callable[[], object]] = {
+        "report": lambda: write_report(run, context.config, numbers),
+        "timeline": lambda: write_trace(run),
+    }
+    for name, write in writes.items():
+        try:
+            write()
+        except Exception as error:  # what was trained is not lost by it
+            log.exception("the %s", name)
+            print(f"moerl: the {name} was not written: {cause_of(error)}", file=err)
     rows = read_rows(run.metrics)
     words: dict[str, object] = {}
     if gain := reward_gain(rows):
@@ -355,7 +361,7 @@ def _refuse_lost_steps(run: RunDir, *, from_start: bool) -> None:
             f"{row['step'] + 1} steps were trained and no checkpoint was written; give "
             "--from-start to train them again from step 0",
         )
-    for path in (run.metrics, run.samples, run.expert_load):
+    for path in (run.metrics, run.samples, run.expert_load, run.notices):
         path.unlink(missing_ok=True)
     forget_sinks(run)
 
@@ -366,6 +372,7 @@ def _checked(
     """Settings as they will be used, and the model's config.json."""
     config = resolve(config)
     check(config)
+    check_sinks(config.observe)
     refuse_hidden(config)
     check_args(config.engine.args, replay=config.replay.routing == "R3")
     if reset_optimizer and not is_local(config.cluster):

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moerl.core.errors import ConfigError
+from moerl.runtime.beside import Beside
 
 MODES = ("auto", "panel", "lines", "quiet")
 STILL_WAITING_S = 5.0  # seconds between two "still waiting" lines
@@ -83,6 +84,7 @@ class Console:
         if mode == "auto":
             mode = "panel" if terminal.is_terminal and not terminal.is_dumb_terminal else "lines"
         self._mode = mode
+        self._beside = Beside("standard output")  # a pipe that closed, a full disk
         self._status = _Status(total_steps)
         self._lock = threading.RLock()
         self._last_line_s = time.monotonic()
@@ -162,8 +164,7 @@ class Console:
             self._print(text)
 
     def _print(self, line: str) -> None:
-        self._out.write(line + "\n")
-        self._out.flush()
+        self._beside.call(lambda: print(line, file=self._out, flush=True))
         self._last_line_s = time.monotonic()
 
 

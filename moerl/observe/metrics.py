@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per optimizer step, and optional sinks that mirror it.
+"""metrics.jsonl: one JSON object per optimizer step, which mirrors follow.
 
 The file has each step of the run exactly once and in order.  A row is complete when its newline is
 written.  Every row goes to the operating system in one call, so it survives the death of the
@@ -12,50 +12,41 @@ has no NaN: non-finite values are omitted and their names are listed under "nonf
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moerl.core.errors import ProtocolError, RecordError
 from moerl.core.types import PolicyVersion
-from moerl.runtime.line_file import LineFile
-
-log = logging.getLogger(__name__)
+from moerl.observe.mirrors import Mirror
+from moerl.observe.mirrors import Row as Row
+from moerl.runtime.line_file import LineFile, json_values
 
 _TAIL = 1 << 20  # bytes at the end of the file that hold its last row
-
-Row = dict[str, Any]  # step: int, version: str, time_s: float, nonfinite: list[str], name: float
-
-
-class Sink(Protocol):
-    """A second destination for the metrics, such as TensorBoard (`moerl.observe.sinks`)."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def rewind(self, step: int, rows: Sequence[Row]) -> None:
-        """Steps from `step` on are trained again.  rows: the rows before it."""
-
-    def close(self) -> None: ...
+_ROWS_AT_ONCE = 1000
 
 
 class MetricsWriter:
-    """Appends one row per optimizer step to metrics.jsonl and mirrors it to the sinks.
+    """Appends one row per optimizer step to metrics.jsonl and wakes its mirrors.
 
     Opening the file cuts a torn last line of a killed process.
     """
 
-    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, path: Path, mirrors: Sequence[Mirror] = ()) -> None:
         """Raises RecordError when an existing file is not a metrics file."""
         rows = [(row["step"], end) for row, end in _rows(path)]
         # Step and end of each row, so that `rewind` does not read the whole file.
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
         self._file = LineFile(path, self._end)
-        self._path, self._sinks = path, tuple(sinks)
+        self._path, self._mirrors = path, tuple(mirrors)
+        self._lock = threading.Lock()  # of the file and what is known of it
+        for mirror in mirrors:
+            mirror.follow(self.rows_from)
 
     def write(
         self,
@@ -82,13 +73,11 @@ class MetricsWriter:
             row["nonfinite"] = [name for name in values if name not in finite]
         row |= finite
         line = json.dumps(row) + "\n"  # ASCII
-        self._ends.append(self._file.append(line.encode()))
-        self._steps.append(step)
-        for sink in self._sinks:
-            try:
-                sink.write(step, finite)
-            except OSError as error:  # the row itself is written: a mirror may lack it
-                log.error("step %d is missing in %s: %s", step, type(sink).__name__, error)
+        with self._lock:
+            self._ends.append(self._file.append(line.encode()))
+            self._steps.append(step)
+        for mirror in self._mirrors:
+            mirror.wake()
         return row
 
     @property
@@ -101,59 +90,33 @@ class MetricsWriter:
         """Size of all rows in bytes."""
         return self._ends[-1] if self._ends else 0
 
+    def rows_from(self, step: int) -> list[Row]:
+        """The next rows from `step` on, a thousand at most.  In any thread.  Raises OSError."""
+        with self._lock, self._path.open("rb") as file:
+            first = bisect_left(self._steps, step)
+            ends = [0, *self._ends][first : first + _ROWS_AT_ONCE + 1]
+            file.seek(ends[0])
+            lines = file.read(ends[-1] - ends[0]).splitlines()
+        return [json.loads(line) for line in lines]
+
     def rewind(self, step: int) -> None:
         """Cut the rows from `step` on, because these steps are trained again.
 
-        Sinks come first: where this is interrupted, it is done again.  Raises OSError; it may be
+        Mirrors come first: where this is interrupted, it is done again.  Raises OSError; it may be
         called again then.
         """
-        kept = bisect_left(self._steps, step)
-        if self._sinks and kept < len(self._steps):
-            rows = read_rows(self._path)[:kept]
-            for sink in self._sinks:
-                try:
-                    sink.rewind(step, rows)
-                except Exception:  # a mirror never ends the run
-                    log.exception("steps from %d on stay in %s", step, type(sink).__name__)
-        self._file.cut(self._ends[kept - 1] if kept else 0)
-        del self._steps[kept:], self._ends[kept:]
+        with self._lock:
+            kept = bisect_left(self._steps, step)
+            for mirror in self._mirrors:
+                mirror.rewind(step)
+            self._file.cut(self._ends[kept - 1] if kept else 0)
+            del self._steps[kept:], self._ends[kept:]
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 10.0) -> None:
+        """limit_s: longest wait for each mirror."""
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
-
-
-class SampleWriter:
-    """Appends sample rollouts to samples.jsonl, without ever ending the run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            end = max((end for _, end in _values(path)), default=0)
-        except RecordError as error:
-            aside = path.with_suffix(".damaged")
-            log.error("%s; it is now %s", error, aside)
-            path.replace(aside)
-            end = 0
-        self._file = LineFile(path, end)
-
-    def write(self, samples: Sequence[object]) -> None:
-        """Samples that cannot be written are logged and missing in the report."""
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        try:
-            # text of a policy may hold halves of surrogate pairs
-            self._file.append(lines.encode("utf-8", "replace"))
-        except OSError as error:
-            log.error("%d samples are missing in %s: %s", len(samples), self._path, error)
-
-    def rewind(self, step: int) -> None:
-        """Cut the samples from `step` on.  Raises OSError."""
-        ends = [end for sample, end in _values(self._path) if sample["step"] < step]
-        self._file.cut(max(ends, default=0))
-
-    def close(self) -> None:
-        self._file.close()
+        for mirror in self._mirrors:
+            mirror.close(limit_s)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -179,13 +142,13 @@ def newest_row(path: Path) -> Row | None:
 
 def read_lines(path: Path) -> list[Any]:
     """JSON values of a line file that another process may append to, without a torn last line."""
-    return [value for value, _ in _values(path)]
+    return [value for value, _ in json_values(path)]
 
 
 def _rows(path: Path) -> Iterator[tuple[Row, int]]:
     """Each row and the byte at which it ends."""
     last: int | None = None
-    for number, (row, end) in enumerate(_values(path), start=1):
+    for number, (row, end) in enumerate(json_values(path), start=1):
         step = row.get("step") if isinstance(row, dict) else None
         if not isinstance(step, int) or (last is not None and step <= last):
             raise RecordError(
@@ -193,25 +156,3 @@ def _rows(path: Path) -> Iterator[tuple[Row, int]]:
             )
         last = step
         yield row, end
-
-
-def _values(path: Path) -> Iterator[tuple[Any, int]]:
-    """The value of each line with a newline and the byte at which it ends, without a torn line."""
-    if not path.exists():
-        return
-    end = 0
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for number, line in enumerate(file, start=1):
-            end += len(line)
-            if not line.endswith(b"\n"):
-                return
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                if end >= size:
-                    return  # a machine that lost power can leave zeros before the newline
-                raise RecordError(
-                    "metrics_row", f"{path} line {number} is not JSON: {error}"
-                ) from None
-            yield value, end

@@ -43,7 +43,7 @@ from moerl.observe.page import (
     visible,
     write_html,
 )
-from moerl.observe.report_sections import chart_sections, scorer_section
+from moerl.observe.report_sections import chart_sections, notice_section, scorer_section
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.trace import read_spans
 
@@ -103,6 +103,7 @@ def write_report(
         cards=_cards(rows, spans, summary or {}, num_done, config.rollout.max_lag, run.began_s()),
         sections=[
             *chart_sections(rows, loads, labels, roles, has_agent=has_agent),
+            *notice_section(read_lines(run.notices)),
             *scorer_section(rows),
             *_timeline(spans),
             *episode_section(samples),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -197,6 +198,21 @@ def _scorer(rows: Sequence[Row], name: str) -> list[str]:
     ]
     numbers = [*(f"{one:,.0f}" for one in (*sums, max(values("waiting_max"))))]
     return [name, *numbers, *(f"{mean:.3f}" for mean in means), f"{sum(values('cost')):g}"]
+
+
+def notice_section(notices: Sequence[Row]) -> list[PageSection]:
+    """The sentences of `RunDir.notices`; [] without one."""
+    text = (
+        "What failed beside the training, waited for a disk, or was not taken: sentences of the "
+        "console, with the number of finished steps."
+    )
+    lines = [[str(one["step"]), _hour(one["time_s"]), one["text"]] for one in notices]
+    columns = [Column("Steps", "number"), Column("Time (UTC)"), Column("Event", "long")]
+    return [PageSection("What happened", text, Table(columns, lines))] if lines else []
+
+
+def _hour(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time_s))
 
 
 def router_heatmaps(rows: Sequence[Row], loads: Sequence[Row]) -> list[Heatmap]:

@@ -12,34 +12,56 @@ import contextlib
 import importlib
 import json
 import secrets
+import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moerl.config.schema import Config
+from moerl.config.schema import Config, ObserveConfig
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError
-from moerl.observe.metrics import Row, Sink
+from moerl.observe.mirrors import Mirror, Sink
 from moerl.runtime.run_dir import RunDir
 
-_NOT_METRICS = ("step", "version", "time_s", "nonfinite")
+
+def check_sinks(observe: ObserveConfig) -> None:
+    """Raises ConfigError with setting and package when the package of a sink is not installed."""
+    for field, value, module in (
+        ("tensorboard", observe.tensorboard, TensorBoardSink.module),
+        ("wandb_project", observe.wandb_project, WandbSink.name),
+        ("trackio_project", observe.trackio_project, TrackioSink.name),
+    ):
+        if value and not _is_there(module):
+            package = module.partition(".")[0]
+            allowed = f"it needs the package {package} (pip install {package})"
+            raise ConfigError(f"observe.{field}", value, allowed)
 
 
-def open_sinks(run: RunDir, config: Config) -> list[Sink]:
-    """The sinks that the settings `observe` enable.
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
-    Raises ConfigError with the setting and the package when a sink's package is not installed.
-    """
-    sinks: list[Sink] = []
-    if config.observe.tensorboard:
-        sinks.append(TensorBoardSink(run.tensorboard))
-    if config.observe.wandb_project:
-        sinks.append(WandbSink(config.observe.wandb_project, run.root))
-    if config.observe.trackio_project:
-        sinks.append(TrackioSink(config.observe.trackio_project, run.root))
-    return sinks
+
+def mirrors_of(run: RunDir, config: Config, tell: Callable[[str], object]) -> list[Mirror]:
+    """The mirrors that the settings `observe` enable.  tell: takes sentences about failures."""
+
+    observe, makers = config.observe, dict[str, Callable[[int], Sink]]()
+    if observe.tensorboard:
+        makers["tensorboard"] = partial(TensorBoardSink, run.tensorboard)
+    for kind, project in (
+        (WandbSink, observe.wandb_project),
+        (TrackioSink, observe.trackio_project),
+    ):
+        if project:
+            makers[kind.name] = partial(kind, project, run.root)
+    places = {name: run.mirrors / f"{name}.json" for name in makers}
+    return [Mirror(name, make, places[name], tell) for name, make in makers.items()]
 
 
 def forget_sinks(run: RunDir) -> None:
@@ -48,37 +70,42 @@ def forget_sinks(run: RunDir) -> None:
         path.unlink(missing_ok=True)
     for kind in (WandbSink, TrackioSink):
         kind.state(run.root).unlink(missing_ok=True)
+    shutil.rmtree(run.mirrors, ignore_errors=True)
 
 
 class TensorBoardSink:
     """Writes TensorBoard event files with TensorBoard's own writer, without torch."""
 
-    def __init__(self, folder: Path) -> None:
-        self._module = _load("tensorboard.summary", "observe.tensorboard", True, "tensorboard")
-        self._folder = folder
-        self._open()
+    module = "tensorboard.summary"
 
-    def _open(self) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
+        """step: the first one that comes: the files are cut there."""
+        self._module = importlib.import_module(self.module)
+        self._folder = folder
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        """Cut the files, and mark the start of a session, from which `step` comes again."""
+        from tensorboard.compat.proto import event_pb2
+
+        is_cut = [_cut(path, step, event_pb2.Event) for path in event_files(self._folder)]
         self._output = self._module.DirectoryOutput(str(self._folder))
         self._writer = self._module.Writer(self._output)
+        if any(is_cut):
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            event = event_pb2.Event(wall_time=time.time(), step=step, session_log=start)
+            self._output._ev_writer.add_event(event)  # `Writer` has no call for it
+            self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step=step)
         self._writer.flush()
 
-    def rewind(self, step: int, rows: Sequence[Row]) -> None:
-        """Cut the files, and mark the start of a session, from which `step` comes again."""
-        from tensorboard.compat.proto import event_pb2
-
+    def rewind(self, step: int) -> int:
         self._writer.close()
-        for path in event_files(self._folder):
-            _cut(path, step, event_pb2.Event)
-        self._open()
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        event = event_pb2.Event(wall_time=time.time(), step=step, session_log=start)
-        self._output._ev_writer.add_event(event)  # `Writer` has no call for it
-        self._writer.flush()
+        self._open(step)
+        return step
 
     def close(self) -> None:
         self._writer.close()
@@ -89,18 +116,21 @@ def event_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("events.out.tfevents.*"))
 
 
-def _cut(path: Path, step: int, event: Any) -> None:
-    """Cut a file before its first value of `step` or a later one.
+def _cut(path: Path, step: int, event: Any) -> bool:
+    """Cut a file before its first value of `step` or a later one; whether it had one.
 
     A record is its length in 8 bytes, a checksum of 4, a serialized `event`, a checksum of 4.
     """
     with path.open("r+b") as file:
         while len(head := file.read(12)) == 12:
             size = int.from_bytes(head[:8], "little")
-            found = event.FromString(file.read(size + 4)[:size])
-            if found.HasField("summary") and found.step >= step:
-                file.truncate(file.tell() - size - 16)
-                return
+            body = file.read(size + 4)
+            is_torn = len(body) < size + 4  # its process was killed
+            found = None if is_torn else event.FromString(body[:size])
+            if found is None or (found.HasField("summary") and found.step >= step):
+                file.truncate(file.tell() - len(body) - 12)
+                return not is_torn
+    return False
 
 
 class _TrackerSink(ABC):
@@ -108,9 +138,9 @@ class _TrackerSink(ABC):
 
     name: str  # of the package
 
-    def __init__(self, project: str, folder: Path) -> None:
-        setting = f"observe.{self.name}_project"
-        self._module = _load(self.name, setting, project, self.name)
+    def __init__(self, project: str, folder: Path, step: int) -> None:
+        """step: as for TensorBoard; a tracker's run goes on where it is."""
+        self._module = importlib.import_module(self.name)
         self._project, self._folder, self._number = project, folder, 1
         self._run: Any = None
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -146,13 +176,12 @@ class _TrackerSink(ABC):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def rewind(self, step: int, rows: Sequence[Row]) -> None:
+    def rewind(self, step: int) -> int:
+        """Begin another run, which gets all rows again."""
         self._run.finish()
         self._number += 1
         self._begin_new()
-        for row in rows:
-            values = {name: value for name, value in row.items() if name not in _NOT_METRICS}
-            self.write(row["step"], values)
+        return 0
 
     def close(self) -> None:
         self._run.finish()
@@ -186,12 +215,3 @@ class TrackioSink(_TrackerSink):
         return self._module.init(
             project=self._project, name=name, group=self._folder.name, resume=how, embed=False
         )
-
-
-def _load(module: str, field: str, value: object, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            field, value, f"it needs the package {package} (pip install {package}): {error}"
-        ) from None

@@ -173,9 +173,22 @@ def write_step(
     path: Path, plan: BatchPlan, read: Callable[[str], bytes], *, sync: bool = False
 ) -> None:
     """Seal the file of a step.  read: the sealed bytes of a blob.  Raises OSError, BlobError."""
+    first = [(_PLAN, encode_value(replace(plan, groups=())))]
+    write_groups(path, plan.groups, read, first, sync=sync)
+
+
+def write_groups(
+    path: Path,
+    groups: Iterable[EpisodeGroup],
+    read: Callable[[str], bytes],
+    first: Iterable[tuple[str, bytes]] = (),
+    *,
+    sync: bool = False,
+) -> None:
+    """The same of some groups, for `groups_in`.  first: parts before them."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-    parts = [(_PLAN, compressor.compress(encode_value(replace(plan, groups=()))))]
-    for group in plan.groups:
+    parts = [(name, compressor.compress(data)) for name, data in first]
+    for group in groups:
         content = GroupContent(group, {uri: read(uri) for uri in sorted(group_uris(group))})
         data = encode_value((content.group, content.blobs))
         parts.append((f"{_GROUP}{group.group_id}", compressor.compress(data)))

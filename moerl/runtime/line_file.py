@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from moerl.core.errors import RecordError
 from moerl.runtime.private_dir import private_opener
 
 
@@ -55,3 +59,25 @@ class LineFile:
             os.fsync(self._handle)
         finally:
             os.close(self._handle)
+
+
+def json_values(path: Path) -> Iterator[tuple[Any, int]]:
+    """The value of each line with a newline and the byte at which it ends, without a torn line."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                if end >= size:
+                    return  # a machine that lost power can leave zeros before the newline
+                raise RecordError(
+                    "metrics_row", f"{path} line {number} is not JSON: {error}"
+                ) from None
+            yield value, end

@@ -64,6 +64,10 @@ class RunDir:
     logs = _Below("logs")
     trace = _Below("trace")
     tensorboard = _Below("tensorboard")
+    mirrors = _Below("mirrors")  # place of each mirror in metrics.jsonl
+    # sentences of the console about failures, one JSON object each, for the report
+    notices = _Below("notices.jsonl")
+    bad_steps = _Below("bad_steps")  # records of steps whose loss or gradient was not finite
     perfetto = _Below("trace.json")  # the spans of `trace`, for Perfetto and chrome://tracing
     # requests of users to a running run, and answers (`moerl.launch.nodes.control_api`)
     control_api = _Below("control")

@@ -10,10 +10,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from moerl.runtime.beside import Beside
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +28,19 @@ class Tracer:
     Counters are lines {"process", "counter", "time_s", "value"}.  May be used from any thread.
     """
 
-    def __init__(self, folder: Path, process: str, limit_bytes: int = _LIMIT_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        process: str,
+        limit_bytes: int = _LIMIT_BYTES,
+        tell: Callable[[str], object] = log.warning,
+    ) -> None:
+        """tell: takes sentences about spans that are lost."""
         self.process = process
         self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
-        self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._file: IO[str] | None = None
         self._lock = threading.Lock()
-        self._is_lossy = False  # a loss was logged
+        self._beside = Beside(f"the trace of {process}", tell, after="; its spans are lost")
 
     def add(self, name: str, start_s: float, end_s: float, **fields: float | str) -> None:
         span = {"process": self.process, "name": name, "start_s": start_s, "end_s": end_s}
@@ -54,15 +62,11 @@ class Tracer:
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._lock:
-            try:
-                self._append(json.dumps(line) + "\n")
-            except (OSError, ValueError) as error:  # disk full: tracing must not fail the run
-                if not self._is_lossy:
-                    log.warning("spans of %s are lost: %s", self.process, error)
-                self._is_lossy = True
+            self._beside.call(lambda: self._append(json.dumps(line) + "\n"))
 
     def _append(self, line: str) -> None:
-        if self._file.closed:  # it could not be reopened
+        if self._file is None or self._file.closed:  # it could not be opened
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(line)
         if self._file.tell() > self._limit_bytes // 2:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from moerl.trainer.model.parallel import Parallel
 
 STEP = "STEP "  # prefix of rank 0's line with a step's metrics
-_KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/tokens", "perf/")
+_KEPT = ("loss/grad_norm", "loss/lr", "loss/entropy", "loss/skip", "loss/tokens", "perf/")
 
 
 def supervised(config: Config) -> Config:
@@ -100,12 +100,14 @@ def _train(config: Config, run: RunDir) -> None:
     }
     if kind == "off":
         learner = _learner(config, source, ranks, store)
-        model = learner.model
+        model, bad = learner.model, learner.bad
     else:
         loss = bce_loss if kind == "bce" else value_loss
         rate = trainer.optimizer.lr
         critic = Critic(config, ranks, store, loss=loss, bias=True, lr=rate)
-        model = critic.model
+        model, bad = critic.model, critic.bad
+    if ranks.is_first:
+        bad.report = lambda step: print(step.text, file=sys.stderr, flush=True)
 
     def train(step: int, prompts: Sequence[Prompt]) -> dict[str, float]:
         if kind == "off":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import random
@@ -39,6 +38,7 @@ from moerl.core.errors import (
 )
 from moerl.core.ids import IdSet
 from moerl.core.messages import (
+    BadStep,
     Failed,
     Hello,
     Message,
@@ -61,6 +61,7 @@ from moerl.distributed.object_collectives import broadcast_value
 from moerl.records.blob_store import BlobStore
 from moerl.records.read_ahead import ReadAhead
 from moerl.records.remote_blobs import cluster_reader
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.disk_wait import DiskPatience
 from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer
@@ -152,6 +153,7 @@ class TrainLoop:
         self.handed: dict[str, float] = {}  # metrics of the last hand-over
         # half of it, as for the journal: peers and the controller wait no longer
         self.patience = DiskPatience(config.trainer.step_timeout_s / 2, self._tell)
+        self.expert_load = LineWriter(context.run.expert_load, self._tell)
         self.writer = CheckpointWriter(
             context.run,
             config.checkpoint,
@@ -180,6 +182,7 @@ class TrainLoop:
                 self.patience,
             )
         self.learner.before_update = self._before_update
+        self.learner.bad.report = self._report_bad
         self.parked: Parked | None = None
         if takes_turns(config.cluster):
             self.parked = Parked(self.learner, parallel.device)
@@ -393,12 +396,16 @@ class TrainLoop:
         if not (last or probe.due(self.config, step)):
             return
         counts = self.learner.load.long().tolist()
-        row = {"step": step, "layers": self.model.spec.moe_layers, "counts": counts}
-        try:
-            with self.context.run.expert_load.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:  # only the report needs this file
-            log.error("cannot write the load of the experts in step %d: %s", step, error)
+        self.expert_load.write(
+            [{"step": step, "layers": self.model.spec.moe_layers, "counts": counts}]
+        )
+
+    def _report_bad(self, bad: BadStep) -> None:
+        """Let the controller keep the records; without an answer the trainer goes on."""
+        log.error("%s", bad.text)
+        if self.client is not None:
+            with contextlib.suppress(MoerlError):
+                self.client.expect(bad, Ok)
 
     def _publish(self) -> dict[str, float]:
         """Copy the weights and start to publish them; returns metrics of the previous publish."""

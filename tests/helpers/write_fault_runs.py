@@ -39,9 +39,10 @@ from moerl.core.messages import Hello, Ok, Plan, Refresh, StepDone, TakePlan
 from moerl.core.types import ModelShape, PolicyVersion
 from moerl.layout import hf_shapes, model_spec
 from moerl.observe import metrics as metrics_module
-from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
+from moerl.observe.metrics import MetricsWriter, read_rows
 from moerl.records import BlobStore
 from moerl.runtime import disk_wait
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.run_dir import RunDir, next_incarnation, write_pids
 from moerl.trainer.checkpoints.checkpoint_files import damage, newest_checkpoint, set_aside
 from moerl.trainer.checkpoints.checkpoint_store import CheckpointStore
@@ -165,7 +166,7 @@ def live(root: Path, at: Callable[[int], None]) -> None:
 
 
 async def _train(root: Path, run: RunDir, trainer: StubTrainer, at: Callable[[int], None]) -> None:
-    metrics, samples = MetricsWriter(run.metrics), SampleWriter(run.samples)
+    metrics, samples = MetricsWriter(run.metrics), LineWriter(run.samples)
     blobs = BlobStore(root / "blobs", "n")
 
     def add(report: StepReport) -> None:

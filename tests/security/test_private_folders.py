@@ -25,11 +25,11 @@ from moerl.engine.host.scratch_dir import Scratch, remove_abandoned
 from moerl.launch import train
 from moerl.launch.nodes import engine_node
 from moerl.launch.train import outside_folder, prepare
-from moerl.observe.metrics import SampleWriter
 from moerl.observe.page import Page, write_html
 from moerl.records import BlobStore
 from moerl.records.range_server import RangeServer
 from moerl.records.remote_blobs import ClusterBlobs
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.private_dir import private_dir, private_opener, refuse_planted
 from moerl.runtime.run_dir import RunDir
 
@@ -200,7 +200,7 @@ def test_what_a_run_writes_is_for_its_user_only(tmp_path: Path) -> None:
         run.endpoints.open("tcp://127.0.0.1:1", "token")
         save_config(load_config("quickstart-smoke", []), run.config)
         write_html(run.report, Page("run", "", ""))
-        SampleWriter(run.samples).write([{"text": "x"}])
+        LineWriter(run.samples).write([{"step": 0, "text": "x"}])
         blobs = BlobStore(tmp_path / "blobs", "local")
         (ref,) = blobs.seal("a", [np.zeros(4, np.uint8)])
         data = blobs.read(ref.uri)

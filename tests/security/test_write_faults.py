@@ -209,6 +209,93 @@ def test_a_real_run_falls_back_from_a_damaged_checkpoint(tmp_path: Path) -> None
     assert words in (run.dir.logs / "trainer-0.log").read_text()
 
 
+# --- everything at once ---------------------------------------------------------------------------
+BAD = {7: "loss", 20: "gradient"}
+STUBS = {
+    "wandb.py": """
+class Settings:
+    def __init__(self, **given): pass
+def init(**given): return Run()
+class Run:
+    name = "x"
+    def log(self, values, step): raise RuntimeError(f"503 from api.example.invalid at {step}")
+    def finish(self): raise RuntimeError("503 from api.example.invalid")
+""",
+    "my_objective.py": f"""
+from pathlib import Path
+import torch.distributed as dist
+from tests.helpers import bad_objective
+ROWS, BAD = Path(__file__).parents[1] / "x" / "metrics.jsonl", {BAD}
+armed = set()
+def objective(t, old, s):
+    step = ROWS.read_bytes().count(b"\\n") if ROWS.exists() else 0
+    if step not in armed:
+        bad_objective.arm(BAD.get(step, "") if dist.get_rank() == 0 else "")
+        armed.add(step)
+    return bad_objective.objective(t, old, s)
+""",
+}
+
+
+@pytest.fixture
+def run_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    if os.geteuid():
+        pytest.skip("to mount a small file system needs root")
+    disk = SmallDisk(tmp_path / "x", ROOM)
+    yield disk
+    disk.unmount()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_run_under_a_broken_mirror_bad_steps_and_a_full_disk(
+    tmp_path: Path, run_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in STUBS.items():
+        (tmp_path / "stubs").mkdir(exist_ok=True)
+        (tmp_path / "stubs" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/stubs{os.pathsep}{ROOT}")
+    settings = [*SETTINGS, "run.steps=40", "checkpoint.every=10", "trainer.skip_bad_steps=1"]
+    settings += ["algorithm.objective=my_objective:objective", "observe.wandb_project=p"]
+    settings += [f"rollout.journal_dir={tmp_path}/journal", f"cluster.blob_dir={tmp_path}/blobs"]
+    run = start(tmp_path, "quickstart-smoke", *settings, name="x")
+    try:
+        run.wait_for(lambda: len(run.rows()) >= 12)
+        run_disk.fill()
+        time.sleep(30)
+        waiting = len(run.rows())
+        assert run.process.poll() is None, run.text()
+        run_disk.free()
+        assert run.finish() == 0, run.text()
+        rows = run.rows()
+        page, output = run.dir.report.read_text(), run.text()
+        kept = sorted(path.name for path in run.dir.bad_steps.glob("*.step"))
+        latest = run.dir.latest_checkpoint()
+        assert latest is not None
+        consumed = read_manifest(latest[1])["consumed_groups"]
+    finally:
+        run.end()
+    assert waiting < 20, "control: the disk was full in between"
+    assert [row["step"] for row in rows] == list(range(40))
+    assert {row["version"].split(".")[0] for row in rows} == {"0"}, "no process began again"
+    skipped = [row["step"] for row in rows if row["loss/skipped_steps"]]
+    assert skipped == list(BAD), "the others were taken"
+    assert consumed == 40 * GROUPS_PER_STEP, "groups of a step that was not taken are consumed once"
+    assert kept == ["0.000007.1.step", "0.000020.1.step"]
+    lines = [line for line in output.splitlines() if "503 from api.example.invalid" in line]
+    assert len(lines) == 1, lines
+    for words in (
+        "wandb failed: RuntimeError: 503 from api.example.invalid",
+        "step 7: the loss is nan in microbatch",
+        "step 20: the gradient norm is",
+        "waits for room on the disk",
+        "without room",
+        "wandb lacks the steps from 0",
+    ):
+        assert words in output, words
+        assert words in page, words
+
+
 def _wait_for_words(run: Run, words: str) -> None:
     limit = Patience(120)
     while not limit.over():

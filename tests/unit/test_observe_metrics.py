@@ -9,7 +9,9 @@ import os
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +24,16 @@ from moerl.core.types import PolicyVersion
 from moerl.observe import metrics
 from moerl.observe.metrics import (
     MetricsWriter,
-    SampleWriter,
     newest_row,
     read_lines,
     read_rows,
 )
-from moerl.observe.sinks import TensorBoardSink, forget_sinks, open_sinks
+from moerl.observe.mirrors import Mirror
+from moerl.observe.sinks import TensorBoardSink, check_sinks, forget_sinks, mirrors_of
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.documented_metrics import undocumented
+from tests.helpers.patience import Patience
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -96,7 +100,7 @@ def test_a_rewind_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (3, 4):
         writer.write(step, "0.4", {"loss/pg": 0.5}, time_s=1.0)
     rows = read_rows(path)
-    monkeypatch.setattr(metrics, "_values", None)
+    monkeypatch.setattr(metrics, "json_values", None)
     for step, left in ((7, 5), (4, 4), (2, 2)):
         writer.rewind(step)
         assert len(path.read_bytes().splitlines()) == left
@@ -180,7 +184,8 @@ def test_undocumented_finds_what_is_missing() -> None:
 
 # --- sinks ---------------------------------------------------------------------------------------
 def test_sinks_are_off_by_default(tmp_path: Path) -> None:
-    assert open_sinks(RunDir(tmp_path), Config()) == []
+    assert mirrors_of(RunDir(tmp_path), Config(), print) == []
+    check_sinks(ObserveConfig())
 
 
 @pytest.mark.parametrize(
@@ -192,15 +197,20 @@ def test_sinks_are_off_by_default(tmp_path: Path) -> None:
     ],
 )
 def test_missing_sink_package_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    observe: ObserveConfig,
-    module: str,
-    field: str,
+    monkeypatch: pytest.MonkeyPatch, observe: ObserveConfig, module: str, field: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # makes the import fail
     with pytest.raises(ConfigError, match=f"{field}.*pip install {module.partition('.')[0]}"):
-        open_sinks(RunDir(tmp_path), Config(observe=observe))
+        check_sinks(observe)
+
+
+def settle(writer: MetricsWriter) -> None:
+    """Until every mirror has every row."""
+    limit = Patience(20)
+    for mirror in writer._mirrors:
+        while mirror._asked_s is not None or mirror._woken.is_set():
+            assert not limit.over()
+            time.sleep(0.005)
 
 
 def fake_tracker() -> tuple[list[tuple[object, ...]], Any]:
@@ -227,24 +237,30 @@ def test_a_tracker_goes_on_and_loses_the_steps_that_are_trained_again(
     run.root.mkdir()
 
     def start() -> MetricsWriter:
-        return MetricsWriter(run.metrics, open_sinks(run, config))
+        writer = MetricsWriter(run.metrics, mirrors_of(run, config, print))
+        settle(writer)
+        return writer
 
     first = start()
     for step in range(3):
         first.write(step, "0.1", {"x": float(step)})
+    settle(first)
     calls.clear()
     again = start()  # as after a kill
     again.rewind(3)
     again.write(3, "1.4", {"x": 3.0})
+    settle(again)
     assert calls == [("p", "r1"), (3, {"x": 3.0})], "nothing is lost: the same run goes on"
     calls.clear()
     again.rewind(1)
     again.write(1, "2.2", {"x": 9.0})
+    settle(again)
     assert calls == [("end",), ("p", "r1-2"), (0, {"x": 0.0}), (1, {"x": 9.0})]
     calls.clear()
     start()
     assert calls == [("p", "r1-2")]
     forget_sinks(run)
+    run.metrics.unlink()
     start()
     assert calls[1:] == [("p", "r1")]
 
@@ -273,7 +289,9 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def start() -> MetricsWriter:
-        return MetricsWriter(tmp_path / "m.jsonl", [TensorBoardSink(tmp_path / "tb")])
+        open_sink = partial(TensorBoardSink, tmp_path / "tb")
+        mirror = Mirror("tensorboard", open_sink, tmp_path / "place.json", print)
+        return MetricsWriter(tmp_path / "m.jsonl", [mirror])
 
     def curve() -> list[tuple[int, float]]:
         events = EventAccumulator(str(tmp_path / "tb"))
@@ -286,6 +304,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     first.close()
     again = start()
     again.write(5, "0.6", {"x": 5.0})
+    settle(again)
     assert curve() == [(step, float(step)) for step in range(6)], "control: nothing was cut"
     again.rewind(3)
     for step in (3, 4):
@@ -300,15 +319,16 @@ def test_sinks_get_the_finite_values_of_each_step(
     responses, fake = fake_tracker()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (tmp_path / "r1").mkdir()
-    sinks = open_sinks(RunDir(tmp_path / "r1"), Config(observe=ObserveConfig(wandb_project="p")))
-    writer = MetricsWriter(tmp_path / "m.jsonl", sinks)
+    config = Config(observe=ObserveConfig(wandb_project="p"))
+    mirrors = mirrors_of(RunDir(tmp_path / "r1"), config, print)
+    writer = MetricsWriter(tmp_path / "m.jsonl", mirrors)
     writer.write(4, "0.5", {"x": 1.0, "y": float("nan")})
     writer.close()
     assert responses == [("p", "r1"), (4, {"x": 1.0}), ("end",)]
 
 
 def test_tensorboard_event_file_holds_the_values(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path / "tb")
+    sink = TensorBoardSink(tmp_path / "tb", 0)
     sink.write(7, {"reward/mean": 0.25})
     sink.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -372,15 +392,15 @@ def test_half_a_row_that_could_not_be_cut_is_cut_before_the_next(
 
 def test_samples_never_end_a_run(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    samples = SampleWriter(path)
+    samples = LineWriter(path)
     samples.write([{"step": 0, "response": "half of a pair \ud83d, or \u00e9"}])
     with no_room_after(path.stat().st_size + 5):
         samples.write([{"step": 1, "response": "does not fit"}])
     samples.write([{"step": 2, "response": "x"}, {"step": 2, "response": "y"}])
-    assert [one["step"] for one in read_lines(path)] == [0, 2, 2]
+    assert [one["step"] for one in read_lines(path)] == [0, 1, 2, 2], "it waited for room"
     samples.rewind(2)
     samples.close()
     path.write_bytes(b"{\n" + path.read_bytes())
-    SampleWriter(path).write([{"step": 2}])
+    LineWriter(path).write([{"step": 2}])
     assert read_lines(path) == [{"step": 2}], "a damaged file is set aside"
     assert (tmp_path / "samples.damaged").exists()

@@ -22,6 +22,7 @@ from moerl.launch.supervision import supervisor_context, trainer_supervisor
 from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.live_report import LiveReport
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout
+from moerl.observe.metrics import read_lines
 from moerl.runtime.process_tree import Interrupted
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.scripted_actors import UNSET, Scene, death
@@ -573,6 +574,7 @@ def test_notices_of_the_trainer_are_shown(tmp_path: Path) -> None:
     answer = ({"trainer/incarnation": -1.0, "ref_models/start": -1.0}, [], "", ["hf/ waits"])
     scene.supervisor.trainer.hear(answer)
     assert "hf/ waits" in scene.panel.events
+    assert [one["text"] for one in read_lines(scene.run.notices)] == ["hf/ waits"], "on the page"
 
 
 # --- the page of a running run --------------------------------------------------------------------
@@ -608,3 +610,26 @@ def test_the_report_follows_the_run(tmp_path: Path) -> None:
     scene.supervisor, count = silent.supervisor, len(begun)
     silent.go_on(300.0)
     assert len(begun) == count, "control: observe.report_s=0"
+
+
+def test_a_page_that_fails_is_said_once_and_tried_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "observe.report_s=60")
+    outcomes: list[Any] = [OSError(11, "no process"), 1, 1, 0]
+
+    def start(command: list[str]) -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, OSError):
+            raise outcome
+        return SimpleNamespace(poll=lambda: outcome)
+
+    scene.supervisor._report = LiveReport(scene.supervisor._context, start)
+    scene.start()
+    scene.step(39)
+    scene.go_on(4000.0, lambda: not outcomes)
+    scene.go_on(5.0)
+    said = [event for event in scene.panel.events if "the live report" in event]
+    assert len(said) == 3, said
+    assert "no process" in said[0]
+    assert "ended with status 1" in said[1]
+    assert "works again" in said[2]
+    assert [one["text"] for one in read_lines(scene.run.notices)] == said

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +48,9 @@ from moerl.launch.supervision.ray_proxy import (
 from moerl.launch.supervision.reward_actors import actor_scorer
 from moerl.launch.task_agents import task_agents
 from moerl.observe.alerts import Alerts
-from moerl.observe.metrics import MetricsWriter, SampleWriter, read_rows
-from moerl.observe.sinks import open_sinks
+from moerl.observe.metrics import MetricsWriter, read_rows
+from moerl.observe.sinks import mirrors_of
+from moerl.runtime.beside import Beside, LineWriter
 from moerl.runtime.trace import Tracer
 from moerl.scoring import make_scorers
 
@@ -271,7 +273,9 @@ class ControllerActor(ActorServer):
         self._rows: list[dict[str, Any]] = []
         self._looked_at: StepReport | None = None  # by the alerts
         self._found: dict[str, float] = {}
-        self._tracer = Tracer(context.run.trace, "controller")
+        self._said: deque[str] = deque()  # by writers beside the training, in any thread
+        self._tracer = Tracer(context.run.trace, "controller", tell=self._said.append)
+        self._beside = Beside("the search for alerts", self._said.append)
 
     async def open(self, endpoint: str = "", lost: Collection[int] = ()) -> str:
         """Bind the trainer server; returns its endpoint.  Must be called once, first.
@@ -280,8 +284,9 @@ class ControllerActor(ActorServer):
         that are being restarted.
         """
         context = self._run_context
-        self._metrics = MetricsWriter(context.run.metrics, open_sinks(context.run, context.config))
-        self._samples = SampleWriter(context.run.samples)
+        mirrors = mirrors_of(context.run, context.config, self._said.append)
+        self._metrics = MetricsWriter(context.run.metrics, mirrors)
+        self._samples = LineWriter(context.run.samples, self._said.append)
         self._alerts = Alerts(context.config, read_rows(context.run.metrics))
         services = Services(
             model=context.model_shape(),
@@ -295,6 +300,7 @@ class ControllerActor(ActorServer):
             blobs=context.blobs(),
             journal=context.journal(),
             stream=context.stream(),
+            bad_steps=context.run.bad_steps,
             saved_steps=lambda: (context.run.latest_checkpoint() or (0,))[0],
             on_step=self._on_step,
             on_rewind=self._on_rewind,
@@ -323,7 +329,16 @@ class ControllerActor(ActorServer):
         open_episodes = (name for name in status if name.startswith("agent/open/"))
         for name in ("async/buffer_depth", "async/in_flight", *open_episodes):
             self._tracer.count(name, status[name])
-        return status, rows, failure, self._controller.take_notices()
+        return status, rows, failure, self._notices()
+
+    async def finish(self) -> list[str]:
+        """Close metrics.jsonl and its mirrors; the last notices."""
+        await asyncio.to_thread(self._metrics.close)
+        return self._notices()
+
+    def _notices(self) -> list[str]:
+        said = [self._said.popleft() for _ in range(len(self._said))]
+        return [*self._controller.take_notices(), *said]
 
     async def _handle(self, message: Message) -> Message:
         with self._tracer.span(type(message).__name__):
@@ -338,7 +353,8 @@ class ControllerActor(ActorServer):
 
     def _on_step(self, report: StepReport) -> None:
         if report is not self._looked_at:  # a row that did not fit is written again
-            self._looked_at, self._found = report, self._alerts.look(report.metrics)
+            self._looked_at, self._found = report, {}
+            self._beside.call(lambda: self._found.update(self._alerts.look(report.metrics)))
         metrics = report.metrics | self._found
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)

@@ -113,6 +113,14 @@ class ControllerSupervisor:
             self._next_poll = float("inf")
             self._ask_in_time(self._actor.poll.remote(), polled)
 
+    def finish(
+        self, then: Callable[[list[str]], None], failed: Callable[[MoerlError], None]
+    ) -> None:
+        """Close metrics and mirrors; `then` gets the last notices."""
+        self._context.calls.send(
+            self._actor.finish.remote(), "controller", then, failed, self._context.answer_s
+        )
+
     def measure_engines(
         self, seconds: float, then: Callable[[float], None], failed: Callable[[MoerlError], None]
     ) -> None:

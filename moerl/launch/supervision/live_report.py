@@ -12,7 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from moerl.core.errors import MoerlError
 from moerl.launch.supervision.supervisor_context import SupervisorContext
+from moerl.runtime.beside import Beside
 
 _SHARE = 5  # seconds of pause per second of writing
 _NICE = 19
@@ -31,6 +33,7 @@ class LiveReport:
         self._begun = 0.0  # clock seconds
         self._writer: subprocess.Popen[bytes] | None = None
         self._is_told = False
+        self._beside = Beside("the live report", context.note)
 
     def poll(self, has_steps: bool) -> None:
         """Begin a page when it is time."""
@@ -44,17 +47,26 @@ class LiveReport:
                 return
             self._writer = None
             self._due = max(self._due, now + _SHARE * (now - self._begun))
-            if not code and not self._is_told:
-                self._is_told = True
-                self._context.say(f"{self._context.run.report} follows the run")
+            self._ended(code)
         if now >= self._due:
             self._begun, self._due = now, now + self._interval_s
             root = str(self._context.run.root)
-            self._writer = self._start([sys.executable, "-m", "moerl", "report", root])
+            try:
+                self._writer = self._start([sys.executable, "-m", "moerl", "report", root])
+            except OSError as error:  # no process, no memory
+                self._beside.failed(error)
+
+    def _ended(self, code: int) -> None:
+        if code:
+            return self._beside.failed(MoerlError(f"`moerl report` ended with status {code}"))
+        self._beside.worked()
+        if not self._is_told:
+            self._is_told = True
+            self._context.say(f"{self._context.run.report} follows the run")
 
 
 def start_nice(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a command behind all other processes, without output."""
+    """Start a command behind all other processes, without output.  Raises OSError."""
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
     with contextlib.suppress(ProcessLookupError):  # it has ended

@@ -54,6 +54,7 @@ from moerl.launch.supervision.supervisor_context import (
 from moerl.launch.supervision.trainer_supervisor import TrainerSupervisor
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.process_tree import Orphans, SignalWatch
 from moerl.runtime.run_dir import write_pids
 from moerl.runtime.run_lock import State
@@ -113,6 +114,7 @@ class Supervisor:
         self._note("training")
         self._loop(self.trainer.is_done, self._watch_run)
         self.trainer.show_last_rows()
+        self._finish_metrics()
         return self._measure()
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -232,6 +234,21 @@ class Supervisor:
         write_pids(self._context.run, pids)
 
     # --- the end --------------------------------------------------------------------------------
+    def _finish_metrics(self) -> None:
+        """Let the mirrors get the last rows; a controller that dies now leaves them behind."""
+        self._context.calls.drop()  # the run has succeeded: a death is no failure now
+        if not self.controller.is_up:
+            return
+        over: list[object] = []
+
+        def told(notices: list[str]) -> None:
+            over.append(notices)
+            for notice in notices:
+                self._context.note(notice)
+
+        self.controller.finish(told, over.append)
+        self._loop(lambda: bool(over), lambda: None)
+
     def _measure(self) -> dict[str, float]:
         """Engine tokens/s while training, from the metrics, and alone, measured after training."""
         rows = read_rows(self._context.run.metrics)
@@ -245,7 +262,6 @@ class Supervisor:
         return numbers
 
     def _measure_alone(self, seconds: float) -> dict[str, float]:
-        self._context.calls.drop()  # the run has succeeded: a death is no failure now
         self._context.console.wait("speed of the idle engine")
         rates: list[float] = []
         failures: list[MoerlError] = []
@@ -264,7 +280,7 @@ def _raise(error: MoerlError) -> NoReturn:
 def _context(
     run_context: RunContext, console: Console, actors: RayActors, clock: Callable[[], float]
 ) -> SupervisorContext:
-    tracer = Tracer(run_context.run.trace, "supervisor")
+    tracer = Tracer(run_context.run.trace, "supervisor", tell=console.event)
     return SupervisorContext(
         config=run_context.config,
         run=run_context.run,
@@ -281,6 +297,7 @@ def _context(
         ),
         hangs=HangReports(console, run_context.run.logs),
         pids={"root": os.getpid()},
+        notices=LineWriter(run_context.run.notices, console.event),
     )
 
 

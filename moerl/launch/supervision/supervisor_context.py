@@ -11,6 +11,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from moerl.launch.supervision.actors import RayActors
 from moerl.launch.supervision.ray_proxy import CallTimeout
 from moerl.launch.supervision.restarts import Restarts
 from moerl.observe.console import Console
+from moerl.observe.metrics import newest_row
+from moerl.runtime.beside import LineWriter
 from moerl.runtime.run_dir import RunDir
 from moerl.runtime.stack_dump import stacks
 
@@ -137,6 +140,7 @@ class SupervisorContext:
     restarts: Restarts
     hangs: HangReports
     pids: dict[str, int]  # of the processes, by name
+    notices: LineWriter  # what the report says of failures
 
     @property
     def is_local(self) -> bool:
@@ -167,3 +171,9 @@ class SupervisorContext:
     def say(self, text: str) -> None:
         log.info("%s", text)
         self.console.event(text)
+
+    def note(self, text: str) -> None:
+        """Say it, also on the page of the run."""
+        self.say(text)
+        row = newest_row(self.run.metrics) or {"step": -1}
+        self.notices.write([{"step": row["step"] + 1, "time_s": time.time(), "text": text}])

@@ -162,7 +162,7 @@ class TrainerSupervisor:
         """
         status, rows, failure, notices = polled
         for notice in notices:
-            self._context.say(notice)
+            self._context.note(notice)
         self._context.console.status(status)
         if failure and not self._context.is_local and self._ranks.fell():
             self._fell(failure)

@@ -38,7 +38,9 @@ from moerl.data.packing import LossInputs, by_row
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.hf_io.hf_folder import HfFolder
+from moerl.trainer.learner.bad_steps import BadSteps
 from moerl.trainer.learner.optimizer import (
+    NotFiniteError,
     connect,
     gather_parameters,
     make_optimizer,
@@ -104,6 +106,7 @@ class Critic:
         `algorithm.critic_lr`.
         """
         self._value_loss = loss
+        self.bad = BadSteps(config.trainer.skip_bad_steps, parallel)  # a learner shares its own
         self.config, self.parallel, self.store = config, parallel, store
         source = HfFolder(config.model.path)
         trainer = without_router_losses(config.trainer)
@@ -141,12 +144,12 @@ class Critic:
     def fit(self, plan: BatchPlan, targets: list[Array]) -> dict[str, float]:
         """One optimizer step towards these values of the sampled tokens, by row of the plan."""
         self._returns = targets
-        return self.update([Minibatch.whole(plan)])
+        return self.update([Minibatch.whole(plan)]) | self.bad.end()
 
     def update(self, minibatches: Sequence[Minibatch]) -> dict[str, float]:
         """Take one optimizer step per part towards the returns of the last `advantages`; metrics.
 
-        Raises TrainerError when a gradient is not finite.
+        Raises NonRetryableError as `BadSteps.skip` does.
         """
         begin, norms = time.perf_counter(), []
         self.schedule.step(1)
@@ -163,7 +166,10 @@ class Critic:
                 batches,
                 partial(value_step, self.model, partial(self._loss, sums)),
             )
-            norms += take_step(self.optimizer, f"step {part.plan.step}: the critic")
+            try:
+                norms += take_step(self.optimizer, self.bad.agree)
+            except NotFiniteError as error:
+                self.bad.skip(part.plan, f"the critic: {error}", ())
         gather_parameters(self.ddp)
         sums.values = sums.values.cpu()
         dist.all_reduce(sums.values, group=self.parallel.control)

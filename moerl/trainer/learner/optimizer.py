@@ -6,7 +6,7 @@ The schedule counts batches: all optimizer steps of a batch (`trainer.minibatche
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import OptimizerConfig, TrainerConfig
-from moerl.core.errors import ConfigError, NonRetryableError
+from moerl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model
@@ -144,16 +144,30 @@ def _floor(settings: OptimizerConfig) -> float:
     return min(settings.min_lr, settings.lr)
 
 
-def take_step(optimizer: MegatronOptimizer, whose: str) -> list[float]:
+class NotFiniteError(Exception):
+    """The gradient norm is not finite; the optimizer step was not taken."""
+
+
+def take_step(optimizer: MegatronOptimizer, agree: Callable[[bool], bool]) -> list[float]:
     """Take one optimizer step; returns the gradient norm before clipping if Megatron computed one.
 
-    whose: for the error.  Raises NonRetryableError when the norm is not finite: the weights must
-    then not be used, and the same batch would give it again.
+    agree: whether the norm is finite on all ranks.  Raises NotFiniteError on all of them if it is
+    not; weights and optimizer state are then unchanged.
     """
-    _, grad_norm, _ = optimizer.step()
-    if grad_norm is None:
-        return []
-    norm = float(grad_norm)
-    if not math.isfinite(norm):
-        raise NonRetryableError(f"{whose}: the gradient norm is {norm}")
-    return [norm]
+    measure = optimizer.get_grad_norm
+
+    def measured() -> Any:
+        norm = measure()
+        is_finite = norm is None or math.isfinite(norm)
+        if not agree(is_finite):
+            found = "not finite on another rank" if is_finite else norm
+            raise NotFiniteError(f"the gradient norm is {found}")
+        return norm
+
+    # Megatron's step asks for it before it clips
+    optimizer.get_grad_norm = measured
+    try:
+        _, grad_norm, _ = optimizer.step()
+    finally:
+        optimizer.get_grad_norm = measure
+    return [] if grad_norm is None else [float(grad_norm)]

@@ -48,7 +48,7 @@ from moerl.config.algorithms import (
 )
 from moerl.config.schema import Config
 from moerl.config.task_mixture import by_label
-from moerl.core.errors import NonRetryableError, TrainerError
+from moerl.core.errors import TrainerError
 from moerl.core.types import Array, BatchPlan, PolicyVersion
 from moerl.data.batching import Minibatch, split_plan
 from moerl.data.packing import LossInputs, Microbatch
@@ -56,7 +56,9 @@ from moerl.data.ref_scores import check_teachers, received
 from moerl.data.row_cost import pair_cost
 from moerl.data.shared_prefix import count_apart
 from moerl.records.blob_store import RecordReads
+from moerl.trainer.learner.bad_steps import BadSteps, bad_gradients
 from moerl.trainer.learner.optimizer import (
+    NotFiniteError,
     connect,
     gather_parameters,
     make_optimizer,
@@ -80,6 +82,7 @@ from moerl.trainer.passes.proximal import ReferenceLogprobs
 from moerl.trainer.passes.router_losses import NAMES, RouterLosses
 from moerl.trainer.passes.schedule import (
     Batches,
+    ForwardStep,
     LoadRoutes,
     LossOf,
     ScheduledPass,
@@ -121,6 +124,9 @@ class Learner:
         critic: computes the advantages and trains with the policy (`moerl.trainer.learner.critic`).
         """
         self.critic = critic
+        self.bad = BadSteps(config.trainer.skip_bad_steps, parallel)
+        if critic is not None:
+            critic.bad = self.bad
         self.before_update: Callable[[], None] = lambda: None  # called before weights change
         self.load = torch.zeros(0, 0)  # load of the experts in the last step, see `StepSums.load`
         self.changed_frac = 0.0  # share of adapted weights that the last optimizer step changed
@@ -156,8 +162,8 @@ class Learner:
         """Train one plan; returns the metrics of the step, which are equal on all ranks.
 
         Raises RecordError for a record that breaks replay, ConfigError if the groups do not divide
-        into minibatches, and NonRetryableError if the loss or the gradient is not finite, after
-        which the weights must not be used.
+        into minibatches, and NonRetryableError if the loss or the gradient is not finite in more
+        than `trainer.skip_bad_steps` batches in a row; that optimizer step is not taken.
         """
         begin, times = time.perf_counter(), _Times()
         parts = self._parts(plan)
@@ -165,12 +171,15 @@ class Learner:
         advantages, metrics = self._advantages(plan, parts, known)
         times.score = time.perf_counter() - begin
         self.schedule.step(1)  # before the updates, so the first batch has the first warm-up rate
-        total, norms, routers = StepSums(), [], []
+        total, norms, routers = StepSums(), list[float](), list[float]()
+        self.changed_frac = 0.0
         for part, scores in zip(parts, known, strict=True):
-            total += self._accumulate(part, part.of(advantages), scores, times)
-            if self.watches_routers:
-                routers.append(router_grad_norm(self.model, self.parallel))
-            norms += self._update(plan.step, times)
+            given = part, part.of(advantages), scores
+            sums = self._accumulate(*given, times)
+            router = [router_grad_norm(self.model, self.parallel)] if self.watches_routers else []
+            if taken := self._update(part, sums, times, partial(self._seek, *given)):
+                norms, routers = norms + taken, routers + router
+            total += sums
         gather_parameters(self.ddp)
         metrics |= self._performance(total, times, time.perf_counter() - begin)
         metrics |= self._metrics(total, len(parts)) | advantage_metrics(advantages)
@@ -184,7 +193,8 @@ class Learner:
             metrics["lora/base_swap_s"] = self.borrowed["reference"].swap_s
         if routers:
             metrics["loss/grad_norm_router"] = max(routers)
-        return metrics if self.critic is None else metrics | self.critic.update(parts)
+        metrics |= {} if self.critic is None else self.critic.update(parts)
+        return metrics | self.bad.end()
 
     def take_teachers(
         self, teachers: Mapping[str, PolicyVersion], folder: Callable[[str, PolicyVersion], Path]
@@ -306,37 +316,36 @@ class Learner:
     def _accumulate(
         self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs, times: _Times
     ) -> StepSums:
-        """Run forward and backward of this rank's microbatches; returns the joined sums.
-
-        Raises NonRetryableError if the loss is not finite.
-        """
+        """Run forward and backward of this rank's microbatches; returns the joined sums."""
         begin, sums = time.perf_counter(), self._no_sums()
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        batches = Batches(
-            part.plan,
-            self.config,
-            self.parallel,
-            self.store,
-            loss=LossInputs(
-                advantages, plan_weights(self.config.algorithm, part.plan, self._roles)
-            ),
-        )
         every = self.config.observe.full_entropy
         wide = every > 0 and part.plan.step % every == 0
         step = partial(self._forward_step, sums, reference, wide)
-        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, reference))
+        pack_s = self._pass(part, advantages, reference, step)
         sums.count_scored()
         if self.router_losses is not None:
             sums.counts |= self.router_losses.values
         joined = sums.join(self.parallel.control)
-        metrics = loss_metrics(self.config.algorithm, joined.loss)
-        if not math.isfinite(metrics.get("loss/total", 0.0)):
-            raise NonRetryableError(f"step {part.plan.step}: the loss is {metrics['loss/total']}")
-        times.pack += batches.pack_s
-        times.forward_backward += time.perf_counter() - begin - batches.pack_s
+        times.pack += pack_s
+        times.forward_backward += time.perf_counter() - begin - pack_s
         return joined
+
+    def _pass(
+        self,
+        part: Minibatch,
+        advantages: Advantages,
+        reference: ReferenceLogprobs,
+        step: ForwardStep,
+    ) -> float:
+        """One pass of the policy over a part; returns the seconds that it waited for packing."""
+        weights = plan_weights(self.config.algorithm, part.plan, self._roles)
+        loss = LossInputs(advantages, weights)
+        batches = Batches(part.plan, self.config, self.parallel, self.store, loss=loss)
+        run_pass(self.model, self.ddp, batches, step, load=self._routes(part.plan, reference))
+        return batches.pack_s
 
     def _no_sums(self) -> StepSums:
         spec = self.model.spec
@@ -362,16 +371,42 @@ class Learner:
 
         return replace(load, load=load_both)
 
-    def _update(self, step: int, times: _Times) -> list[float]:
-        """Take one optimizer step; returns the gradient norm before clipping if Megatron has it."""
+    def _update(
+        self,
+        part: Minibatch,
+        sums: StepSums,
+        times: _Times,
+        seek: Callable[[], Sequence[int]],
+    ) -> list[float]:
+        """Take one optimizer step; returns the gradient norm before clipping.
+
+        seek: the microbatches whose gradient is not finite.  [], and no step, where loss or
+        gradient is not finite.
+        """
+        loss = loss_metrics(self.config.algorithm, sums.loss).get("loss/total", 0.0)
+        if not math.isfinite(loss):
+            self.bad.skip(part.plan, f"the loss is {loss}", sums.bad_losses())
+            return []
         begin = time.perf_counter()
         self.before_update()
-        norms = take_step(self.optimizer, f"step {step}")
+        try:
+            norms = take_step(self.optimizer, self.bad.agree)
+        except NotFiniteError as error:
+            self.bad.skip(part.plan, str(error), seek())
+            return []
         if self.model.adapters:
             gather_parameters(self.ddp)
             self.changed_frac = self.model.merge().share(self.parallel.control)
         times.optimizer += time.perf_counter() - begin
         return norms
+
+    def _seek(
+        self, part: Minibatch, advantages: Advantages, reference: ReferenceLogprobs
+    ) -> list[int]:
+        self.optimizer.zero_grad()  # its step has put the sums where the backward pass adds
+        step = partial(self._forward_step, self._no_sums(), reference, False)
+        run = partial(self._pass, part, advantages, reference)
+        return bad_gradients(self.model, self.ddp, step, run)
 
     def _forward_step(
         self,
@@ -421,6 +456,7 @@ class Learner:
             **support_terms(algorithm, batch, scores, teacher, self.parallel),
         )
         result = policy_loss(algorithm, tokens, upload(batch.weight, device))
+        sums.losses.append((scheduled.microbatch, result.loss.detach()))
         if self.parallel.tp_rank == 0:
             sums.count_held(batch)
             if self.parallel.cp_rank == 0:

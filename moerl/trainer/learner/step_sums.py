@@ -90,6 +90,8 @@ class StepSums:
     # [MoE layers of the model, experts]: (token, slot) pairs that the record sends to an expert
     load: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
     scored: list[SampledScores] = field(default_factory=list)  # not counted yet
+    # of this rank: (microbatch, its loss on the device)
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def join(self, group: dist.ProcessGroup) -> StepSums:
         """Sums over the ranks of a gloo group."""
@@ -108,6 +110,7 @@ class StepSums:
             counts,
             float(peak),
             load,
+            losses=self.losses,
         )
 
     def __iadd__(self, other: StepSums) -> StepSums:
@@ -119,6 +122,10 @@ class StepSums:
         self.kept_max = max(self.kept_max, other.kept_max)
         self.load = self.load + other.load if self.load.numel() else other.load
         return self
+
+    def bad_losses(self) -> list[int]:
+        """This rank's microbatches whose loss is not finite; waits for the device."""
+        return [number for number, loss in self.losses if not bool(loss.isfinite())]
 
     def count_experts(self, layers: Sequence[int], counts_by_layer: Mapping[int, Array]) -> None:
         """Add the recorded tokens per expert of a microbatch.  layers: of the rows of `load`."""

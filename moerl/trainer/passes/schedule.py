@@ -33,6 +33,8 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 
+_NAMED = 4  # rollouts that a sentence names
+
 T = TypeVar("T")
 LossOf = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]  # loss of a chunk's output
 ForwardStep = Callable[[Iterator["ScheduledPass"], Any], tuple[Tensor, LossOf]]
@@ -85,6 +87,7 @@ class Batches:
         self._read_support = trains and config.algorithm.centering
         self._loss = loss
         self.pack_s = 0.0
+        self.begun = -1  # number of the microbatch that a pass took last
         self._numbers = list(range(plan.num_microbatches)) if only is None else [only]
         if parallel.sizes.vpp > 1:  # the interleaved schedule needs whole rounds:
             rest = -len(self._numbers) % parallel.sizes.pp  # pad with numbers beyond the plan's
@@ -107,6 +110,14 @@ class Batches:
             share=(self.parallel.tp_rank, self.parallel.tp_size),
             grid=forward.grid_of(self.parallel, self._config.trainer, self.shape),
         )
+
+    def where(self) -> str:
+        """The microbatch that a pass took last and its rollouts, in words."""
+        if self.begun < 0:
+            return ""
+        words = places_of(self.plan, [(self.parallel.dp_rank, self._numbers[self.begun])])[1]
+        # with pipeline stages, the backward pass is at an earlier microbatch
+        return f"at the latest {words}" if self.parallel.sizes.pp > 1 else words
 
     def by_microbatch(self, values: Sequence[Array]) -> dict[int, Tensor]:
         """[N] fp32 as `score` gives them, from values by row of the plan."""
@@ -148,7 +159,7 @@ def run_pass(
     Raises RecordError when a loaded row was not used exactly once.
     """
     rows, length = batches.shape
-    with ThreadPoolExecutor(1, "pack") as thread:
+    with _named(batches), ThreadPoolExecutor(1, "pack") as thread:
         packed = PackedAhead(batches, thread, load)
         scheduled_passes = [_scheduled_passes(model, chunk, packed, load) for chunk in model.chunks]
         get_forward_backward_func()(
@@ -165,6 +176,35 @@ def run_pass(
         model.replay.finish_step()
     if model.indexers is not None:
         model.indexers.finish_step()
+
+
+@contextmanager
+def _named(batches: Batches) -> Iterator[None]:
+    """Adds microbatch and rollouts to an error."""
+    try:
+        yield
+    except Exception as error:
+        if words := batches.where():
+            error.add_note(words)
+        raise
+
+
+def places_of(plan: BatchPlan, places: Sequence[tuple[int, int]]) -> tuple[list[str], str]:
+    """(ids of the rollouts at these places, the places and ids in words; "" for none).
+
+    places: (data-parallel rank, microbatch).
+    """
+    rows = zip(plan.rows, plan.rollouts(), strict=True)
+    ids = [r.rollout_id for row, r in rows if (row.dp_rank, row.microbatch) in places]
+    if not places:
+        return ids, ""
+    parts = [f"microbatch {number} of data-parallel rank {rank}" for rank, number in places]
+    return ids, f"in {_few(parts)} (rollouts {_few(ids)})"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 class PackedAhead:
@@ -209,6 +249,7 @@ def _scheduled_passes(
     """A microbatch is kept until the last chunk has run."""
     for index in range(packed.batches.num_microbatches):
         begin = time.perf_counter()
+        packed.batches.begun = index
         batch = packed.take(index, last=chunk is model.chunks[-1])
         if load is not None:
             load.load(batch, index, chunk)
