@@ -58,7 +58,6 @@ from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.prometheus import PrometheusServer
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.observe.sinks import forget_sinks
 from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
@@ -348,20 +347,15 @@ def prepare(
 
 def _refuse_lost_steps(run: RunDir, *, from_start: bool) -> None:
     """Raises ConfigError where steps were trained and no checkpoint holds them, unless the user
-    asks to train them again: then their rows and samples are removed.
+    asks to train them again: the hello of the trainer at step 0 then cuts their rows.
     """
-    if (row := newest_row(run.metrics)) is None:
-        return
-    if not from_start:
+    if (row := newest_row(run.metrics)) is not None and not from_start:
         raise ConfigError(
             "--resume",
             str(run.root),
             f"{row['step'] + 1} steps were trained and no checkpoint was written; give "
             "--from-start to train them again from step 0",
         )
-    for path in (run.metrics, run.samples, run.expert_load):
-        path.unlink(missing_ok=True)
-    forget_sinks(run)
 
 
 def _checked(

@@ -56,6 +56,7 @@ class MetricsWriter:
         self._steps, self._ends = [step for step, _ in rows], [end for _, end in rows]
         self._file = LineFile(path, self._end)
         self._path, self._sinks = path, tuple(sinks)
+        self.cut = int((newest_row(path) or {}).get("journal/cut_steps", 0))  # rows, in all
 
     def write(
         self,
@@ -116,6 +117,7 @@ class MetricsWriter:
                 except Exception:  # a mirror never ends the run
                     log.exception("steps from %d on stay in %s", step, type(sink).__name__)
         self._file.cut(self._ends[kept - 1] if kept else 0)
+        self.cut += len(self._steps) - kept
         del self._steps[kept:], self._ends[kept:]
 
     def close(self) -> None:

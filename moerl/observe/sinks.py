@@ -42,14 +42,6 @@ def open_sinks(run: RunDir, config: Config) -> list[Sink]:
     return sinks
 
 
-def forget_sinks(run: RunDir) -> None:
-    """The run begins again: TensorBoard's files go, the trackers begin another run."""
-    for path in event_files(run.tensorboard):
-        path.unlink(missing_ok=True)
-    for kind in (WandbSink, TrackioSink):
-        kind.state(run.root).unlink(missing_ok=True)
-
-
 class TensorBoardSink:
     """Writes TensorBoard event files with TensorBoard's own writer, without torch."""
 

@@ -223,14 +223,27 @@ def ending_of(code: int) -> str:
 def error_in(log: Path, begin: int = 0) -> str:
     """The cause of a job's end in its log, from byte `begin` on.
 
-    The first error that a rank reported in a sentence: other ranks fail because of it.
-    Else the last error, else the last line.
+    A rank that a signal ended, as torchrun's summary names it, or the first error that a rank
+    reported in a sentence: other ranks fail because of it.  Else the last error, else the last
+    line with a word.
     """
     text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     reported = [line for line in lines if line.partition(": ")[0] in vars(errors)]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
-    return [*reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
+    return [*_signalled(text), *reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
+
+
+_ENDED_RANK = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: -(\d+) \(pid: (\d+)\)", re.MULTILINE)
+
+
+def _signalled(text: str) -> list[str]:
+    """Sentences about ranks that signals ended, by torchrun's summary; it sends SIGTERM itself."""
+    return [
+        f"rank {rank} (process {pid}) was ended by {signal.Signals(int(number)).name}"
+        for rank, number, pid in _ENDED_RANK.findall(text)
+        if int(number) != signal.SIGTERM
+    ]
 
 
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:

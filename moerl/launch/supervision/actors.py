@@ -337,7 +337,7 @@ class ControllerActor(ActorServer):
     def _on_step(self, report: StepReport) -> None:
         if report is not self._looked_at:  # a row that did not fit is written again
             self._looked_at, self._found = report, self._alerts.look(report.metrics)
-        metrics = report.metrics | self._found
+        metrics = report.metrics | self._found | {"journal/cut_steps": float(self._metrics.cut)}
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)
         row = self._metrics.write(report.step, report.version, metrics)
