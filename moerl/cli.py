@@ -475,17 +475,29 @@ def _resume(
 
 
 def _guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:
-    """Run a command in a guarded root process, then remove its scratch folder."""
-    from moerl.runtime.process_tree import run_guarded
+    """Run a command in a guarded root process, then remove its scratch folder.
+
+    A root that leaves RESUME_FILE there asks to be started again, with these arguments.
+    """
+    from moerl.runtime.process_tree import RESUME_FILE, run_guarded
 
     if importlib.util.find_spec("torch") is None:
         raise MoerlError(f"this command needs torch: {INSTALL}")
-    scratch = Path(tempfile.mkdtemp(prefix="moerl-"))
+    folders: list[Path] = []
+
+    def command(arguments: dict[str, Any]) -> list[str]:
+        folders.append(Path(tempfile.mkdtemp(prefix="moerl-")))
+        return [sys.executable, "-m", module, json.dumps(arguments | {"scratch": str(folders[-1])})]
+
+    def again() -> list[str]:
+        asked = folders[-1] / RESUME_FILE
+        return command(read_json(asked)) if asked.exists() else []
+
     try:
-        body = json.dumps(arguments | {"scratch": str(scratch)})
-        return run_guarded([sys.executable, "-m", module, body])
+        return run_guarded(command(arguments), again=again)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from moerl.config.resume import check_identity, check_resume, identity
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming, reward_models_of
 from moerl.core.atomic import atomic_write
-from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
+from moerl.core.errors import ConfigError, DaemonError, MoerlError, cause_of, printable
 from moerl.core.json_files import read_json, read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
@@ -62,6 +62,7 @@ from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
     INTERRUPT,
+    RESUME_FILE,
     SignalWatch,
     end_descendants,
 )
@@ -94,7 +95,8 @@ def _run(arguments: dict[str, Any]) -> int:
         config = load_config(arguments["recipe"], arguments["overrides"])
     set_ray_environment(config)
     options = {name: resume and arguments[name] for name in RESUME_OPTIONS}
-    return train(config, resume=resume, scratch=scratch, **options)
+    may_ask = is_local(config.cluster) and not arguments.get("is_again")
+    return train(config, resume=resume, scratch=scratch, may_ask=may_ask, **options)
 
 
 def set_ray_environment(config: Config) -> None:
@@ -124,11 +126,13 @@ def ray_token(config: Config, environment: Mapping[str, str]) -> str:
     return environment["RAY_AUTH_TOKEN"]
 
 
-def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> int:
+def train(
+    config: Config, *, resume: bool, scratch: Path, may_ask: bool = False, **options: bool
+) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
     scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
-    options: of `prepare`.
+    may_ask: after the death of a daemon of Ray, ask for a resume there.  options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -160,11 +164,15 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         except Exception as error:
             log.exception("the run failed")
             cause, summary = cause_of(error), {}
+            may_ask &= isinstance(error, DaemonError)
         else:
-            cause = ""
+            cause, may_ask = "", False
         finally:
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
+        if may_ask:
+            console.close({})
+            return _ask_resume(supervisor.run_context, scratch, partial(say, cause))
         kept = _tidy(
             supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
         )
@@ -186,6 +194,25 @@ def _prometheus(context: RunContext, console: Console) -> Iterator[None]:
         yield
     finally:
         server.close()
+
+
+def _ask_resume(context: RunContext, scratch: Path, say: Callable[[str], None]) -> int:
+    """Ask for a resume of this run with its own settings; returns the exit status.
+
+    Steps that no checkpoint holds are trained again.  say: prints the cause and a sentence.
+    """
+    newest = newest_checkpoint(context.run)
+    request = {
+        "resume": str(context.run.root),
+        "overrides": [],
+        "is_again": True,
+        "reset_optimizer": context.reset_optimizer and newest == context.checkpoint,
+        "allow_changed": False,
+        "from_start": newest is None and context.checkpoint is None,
+    }
+    atomic_write(scratch / RESUME_FILE, json.dumps(request))
+    say("- all processes were ended, and the run is resumed, this once")
+    return 1
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:

@@ -35,6 +35,7 @@ from moerl.runtime.reaper import PR_SET_PDEATHSIG, become_subreaper, prctl, reap
 STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
 INTERRUPT = "the run was interrupted"
+RESUME_FILE = "resume.json"  # in a root's scratch folder: arguments of the next root
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that `SignalWatch` notices
 
 
@@ -117,22 +118,33 @@ class Orphans:
         return len(late)
 
 
-def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int:
+def run_guarded(
+    command: Sequence[str],
+    *,
+    grace_s: float = STOP_GRACE_S,
+    again: Callable[[], Sequence[str]] = tuple,
+) -> int:
     """The front: run the root, forward Ctrl-C and SIGTERM once, end remaining descendants.
 
-    Returns the root's exit status, 128 + n when signal n ended it.
+    again: asked when a root has ended; its command is the next root, which starts when no
+    descendant is left and no signal came.  Empty: there is none.
+    Returns the last root's exit status, 128 + n when signal n ended it.
     """
     become_subreaper()
-    root = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    roots, signals = list[subprocess.Popen[bytes]](), list[int]()
 
     def forward(signum: int, _frame: FrameType | None) -> None:
+        signals.append(signum)
         with contextlib.suppress(ProcessLookupError):
-            root.send_signal(signum)
+            roots[-1].send_signal(signum)
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, forward)
-    code = root.wait()
-    killed = end_descendants(grace_s=grace_s)
+    while command:
+        roots.append(subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent))
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, forward)
+        code = roots[-1].wait()
+        killed = end_descendants(grace_s=grace_s)
+        command = () if signals or _descendants(None) else again()
     if code < 0:
         print(
             f"moerl: the run's root process was ended by signal {-code}; "
