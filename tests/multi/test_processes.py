@@ -196,7 +196,7 @@ def test_another_root_begins_when_nothing_of_the_first_is_left(
         code = process.wait(patience(30))
     if interrupted:
         assert code != 5
-        assert found == ["0\n"], "who asks for an end gets no second root"
+        assert found.count("0\n") == 1, "who asks for an end gets no second root"
     else:
         assert (code, found) == (5, ["0\n", "0\n"])
     members = [int(pid) for pid in pids.read_text().split()]
