@@ -131,8 +131,8 @@ def train(
 ) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
-    may_ask: after the death of a daemon of Ray, ask for a resume there.  options: of `prepare`.
+    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.  With
+    may_ask a resume is asked for there when a daemon of Ray died.  options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -164,18 +164,17 @@ def train(
         except Exception as error:
             log.exception("the run failed")
             cause, summary = cause_of(error), {}
-            may_ask &= isinstance(error, DaemonError)
+            asks = may_ask and isinstance(error, DaemonError)
         else:
-            cause, may_ask = "", False
+            cause, asks = "", False
         finally:
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
-        if may_ask:
-            console.close({})
-            return _ask_resume(supervisor.run_context, scratch, partial(say, cause))
-        kept = _tidy(
-            supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
-        )
+        if asks:
+            console.close()
+            return _ask_resume(supervisor.run_context, scratch, lambda text: say(cause, text))
+        has_steps = bool(read_rows(run.metrics))
+        kept = _tidy(supervisor.run_context, is_done=not cause, has_steps=has_steps)
         return _close(context, console, summary, cause, kept, err)
 
 
