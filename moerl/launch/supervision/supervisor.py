@@ -7,8 +7,8 @@ calls to actors and handles their answers when they arrive (`RemoteCalls`).
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
   it to the current version. One that keeps dying is excluded (`Restarts`). Engines join and
   leave on request (`Membership`).
-- Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
-  stay, the steps after the checkpoint are trained again.
+- Trainer: restarted from its newest checkpoint, or before the first one from the first weights, as
+  a new incarnation; engines and finished rollouts stay, the steps after it are trained again.
 - Controller: restarted at its endpoint from its journal; trainer and engines stay, requests are
   repeated.
 - Reference ranks: restarted; they have no state.
