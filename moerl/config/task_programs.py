@@ -22,7 +22,8 @@ class TaskLimits:
     open_files: Annotated[int, Meta(ge=64)] = 1024
     reply_kb: Count = 1024  # KiB of a score with its steps, or of an environment's text
     output_kb: Natural = 64  # KiB of printed text that reach the log of the scorer
-    # User of the programs when moerl runs as root; other: one without any file, where it can run
+    # User of the programs when moerl runs as root; other: one without any file; same: root without
+    # capabilities, who can open the keys of other runs
     user: Literal["other", "same"] = "other"
 
 

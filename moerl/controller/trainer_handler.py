@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from moerl.controller.blob_availability import BlobAvailability
 from moerl.controller.context import Context
@@ -179,7 +180,7 @@ class TrainerHandler:
             self._journal.began(begins, hello.dp_size, consumed.parts, hello.pair_cost)
             self._services.on_rewind(hello.version.step)
             if self._stream is not None:
-                self._stream.began(hello)
+                self._stream.began(replace(hello, begins=begins))
 
         await self._writes.until_done(f"the start from {hello.version}", begin, self._limit_s)
         self._dp_size, self._pair_cost = hello.dp_size, hello.pair_cost

@@ -100,6 +100,10 @@ class EngineError(MoerlError):
     """An engine that failed to start, to answer or to update; carries the cause it logged."""
 
 
+class DaemonError(EngineError):
+    """A daemon of Ray died on the controller's node: the command resumes the run once."""
+
+
 class AnswerError(EngineError):
     """An engine's server lives, and has answered a request with something else than a reply."""
 

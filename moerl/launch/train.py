@@ -34,7 +34,7 @@ from moerl.config.resume import check_continues, identity
 from moerl.config.secret_values import refuse_hidden
 from moerl.config.task_mixture import entries_of, naming, reward_models_of
 from moerl.core.atomic import atomic_write
-from moerl.core.errors import ConfigError, MoerlError, cause_of, printable
+from moerl.core.errors import ConfigError, DaemonError, MoerlError, cause_of, printable
 from moerl.core.json_files import read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
@@ -58,12 +58,13 @@ from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
 from moerl.observe.prometheus import PrometheusServer
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.observe.sinks import check_sinks, forget_sinks
+from moerl.observe.sinks import check_sinks
 from moerl.runtime.beside import Beside
 from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir
 from moerl.runtime.process_tree import (
     INTERRUPT,
+    RESUME_FILE,
     SignalWatch,
     end_descendants,
     leave,
@@ -99,7 +100,8 @@ def _run(arguments: dict[str, Any]) -> int:
         config = load_config(arguments["recipe"], arguments["overrides"])
     set_ray_environment(config)
     options = {name: resume and arguments[name] for name in RESUME_OPTIONS}
-    return train(config, resume=resume, scratch=scratch, **options)
+    may_ask = is_local(config.cluster) and not arguments.get("is_again")
+    return train(config, resume=resume, scratch=scratch, may_ask=may_ask, **options)
 
 
 def set_ray_environment(config: Config) -> None:
@@ -129,11 +131,13 @@ def ray_token(config: Config, environment: Mapping[str, str]) -> str:
     return environment["RAY_AUTH_TOKEN"]
 
 
-def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> int:
+def train(
+    config: Config, *, resume: bool, scratch: Path, may_ask: bool = False, **options: bool
+) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
-    options: of `prepare`.
+    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.  With
+    may_ask a resume is asked for there when a daemon of Ray died.  options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -168,15 +172,18 @@ def train(config: Config, *, resume: bool, scratch: Path, **options: bool) -> in
         except Exception as error:
             log.exception("the run failed")
             cause, summary = cause_of(error), {}
+            asks = may_ask and isinstance(error, DaemonError)
         else:
-            cause = ""
+            cause, asks = "", False
         finally:
             note("ending")
             _close_endpoints(run)
         end_descendants(grace_s=_GRACE_S)
-        kept = _tidy(
-            supervisor.run_context, is_done=not cause, has_steps=bool(read_rows(run.metrics))
-        )
+        if asks:
+            console.close()
+            return _ask_resume(supervisor.run_context, scratch, lambda text: say(cause, text))
+        has_steps = bool(read_rows(run.metrics))
+        kept = _tidy(supervisor.run_context, is_done=not cause, has_steps=has_steps)
         return _close(context, console, summary, cause, kept, err)
 
 
@@ -196,6 +203,25 @@ def _prometheus(context: RunContext, console: Console) -> Iterator[None]:
         yield
     finally:
         beside.call(server.close)
+
+
+def _ask_resume(context: RunContext, scratch: Path, say: Callable[[str], None]) -> int:
+    """Ask for a resume of this run with its own settings; returns the exit status.
+
+    Steps that no checkpoint holds are trained again.  say: prints the cause and a sentence.
+    """
+    newest = newest_checkpoint(context.run)
+    request = {
+        "resume": str(context.run.root),
+        "overrides": [],
+        "is_again": True,
+        "reset_optimizer": context.reset_optimizer and newest == context.checkpoint,
+        "allow_changed": False,
+        "from_start": newest is None and context.checkpoint is None,
+    }
+    atomic_write(scratch / RESUME_FILE, json.dumps(request))
+    say("- all processes were ended, and the run is resumed, this once")
+    return 1
 
 
 def _end_at_once(run: RunDir, err: IO[str]) -> None:
@@ -350,20 +376,15 @@ def prepare(
 
 def _refuse_lost_steps(run: RunDir, *, from_start: bool) -> None:
     """Raises ConfigError where steps were trained and no checkpoint holds them, unless the user
-    asks to train them again: then their rows and samples are removed.
+    asks to train them again: the hello of the trainer at step 0 then cuts their rows.
     """
-    if (row := newest_row(run.metrics)) is None:
-        return
-    if not from_start:
+    if (row := newest_row(run.metrics)) is not None and not from_start:
         raise ConfigError(
             "--resume",
             str(run.root),
             f"{row['step'] + 1} steps were trained and no checkpoint was written; give "
             "--from-start to train them again from step 0",
         )
-    for path in (run.metrics, run.samples, run.expert_load, run.notices):
-        path.unlink(missing_ok=True)
-    forget_sinks(run)
 
 
 def _checked(

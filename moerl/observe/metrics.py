@@ -45,6 +45,7 @@ class MetricsWriter:
         self._file = LineFile(path, self._end)
         self._path, self._mirrors = path, tuple(mirrors)
         self._lock = threading.Lock()  # of the file and what is known of it
+        self.cut = int((newest_row(path) or {}).get("journal/cut_steps", 0))  # rows, in all
         for mirror in mirrors:
             mirror.follow(self.rows_from)
 
@@ -110,6 +111,7 @@ class MetricsWriter:
             for mirror in self._mirrors:
                 mirror.rewind(step)
             self._file.cut(self._ends[kept - 1] if kept else 0)
+            self.cut += len(self._steps) - kept
             del self._steps[kept:], self._ends[kept:]
 
     def close(self, limit_s: float = 10.0) -> None:

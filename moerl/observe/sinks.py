@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import secrets
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -62,15 +61,6 @@ def mirrors_of(run: RunDir, config: Config, tell: Callable[[str], object]) -> li
             makers[kind.name] = partial(kind, project, run.root)
     places = {name: run.mirrors / f"{name}.json" for name in makers}
     return [Mirror(name, make, places[name], tell) for name, make in makers.items()]
-
-
-def forget_sinks(run: RunDir) -> None:
-    """The run begins again: TensorBoard's files go, the trackers begin another run."""
-    for path in event_files(run.tensorboard):
-        path.unlink(missing_ok=True)
-    for kind in (WandbSink, TrackioSink):
-        kind.state(run.root).unlink(missing_ok=True)
-    shutil.rmtree(run.mirrors, ignore_errors=True)
 
 
 class TensorBoardSink:

@@ -40,6 +40,7 @@ from moerl.runtime.reaper import PR_SET_PDEATHSIG, become_subreaper, prctl, reap
 STOP_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for a root's descendants
 
 INTERRUPT = "the run was interrupted"
+RESUME_FILE = "resume.json"  # in a root's scratch folder: arguments of the next root
 _INSTALL = "in a checkout, use tools/setup.sh, or pip install '.[cpu]' or '.[gpu]' (README.md)"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that `SignalWatch` notices
 
@@ -141,22 +142,33 @@ class Orphans:
         return len(late)
 
 
-def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int:
+def run_guarded(
+    command: Sequence[str],
+    *,
+    grace_s: float = STOP_GRACE_S,
+    again: Callable[[], Sequence[str]] = tuple,
+) -> int:
     """The front: run the root, forward Ctrl-C and SIGTERM once, end remaining descendants.
 
-    Returns the root's exit status, 128 + n when signal n ended it.
+    again: asked when a root has ended; its command is the next root, which starts when no
+    descendant is left and no signal came.  Empty: there is none.
+    Returns the last root's exit status, 128 + n when signal n ended it.
     """
     become_subreaper()
-    root = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    roots, signals = list[subprocess.Popen[bytes]](), list[int]()
 
     def forward(signum: int, _frame: FrameType | None) -> None:
+        signals.append(signum)
         with contextlib.suppress(ProcessLookupError):
-            root.send_signal(signum)
+            roots[-1].send_signal(signum)
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, forward)
-    code = root.wait()
-    killed = end_descendants(grace_s=grace_s)
+    while command:
+        roots.append(subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent))
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, forward)
+        code = roots[-1].wait()
+        killed = end_descendants(grace_s=grace_s)
+        command = () if signals or _descendants(None) else again()
     if code < 0:
         print(
             f"moerl: the run's root process was ended by signal {-code}; "
@@ -167,12 +179,26 @@ def run_guarded(command: Sequence[str], *, grace_s: float = STOP_GRACE_S) -> int
 
 
 def guarded(arguments: dict[str, Any], module: str = "moerl.launch.train") -> int:
-    """Run a command that needs torch in a guarded root process, then remove its scratch folder."""
+    """Run a command that needs torch in a guarded root process, then remove its scratch folder.
+
+    A root that leaves RESUME_FILE there asks to be started again, with the arguments in it.
+    """
     if importlib.util.find_spec("torch") is None:
         raise errors.MoerlError(f"this command needs torch: {_INSTALL}")
-    with tempfile.TemporaryDirectory(prefix="moerl-", ignore_cleanup_errors=True) as scratch:
-        body = json.dumps(arguments | {"scratch": scratch})
-        return run_guarded([sys.executable, "-m", module, body])
+    scratch: list[str] = []  # a folder for each root
+    with contextlib.ExitStack() as stack:
+
+        def command(arguments: Mapping[str, object]) -> list[str]:
+            folder = tempfile.TemporaryDirectory(prefix="moerl-", ignore_cleanup_errors=True)
+            scratch.append(stack.enter_context(folder))
+            body = json.dumps({**arguments, "scratch": scratch[-1]})
+            return [sys.executable, "-m", module, body]
+
+        def again() -> list[str]:
+            asked = Path(scratch[-1], RESUME_FILE)
+            return command(json.loads(asked.read_bytes())) if asked.exists() else []
+
+        return run_guarded(command(arguments), again=again)
 
 
 class Interrupted(errors.MoerlError):
@@ -256,14 +282,27 @@ def ending_of(code: int) -> str:
 def error_in(log: Path, begin: int = 0) -> str:
     """The cause of a job's end in its log, from byte `begin` on.
 
-    The first error that a rank reported in a sentence: other ranks fail because of it.
-    Else the last error, else the last line.
+    A rank that a signal ended, as torchrun's summary names it, or the first error that a rank
+    reported in a sentence: other ranks fail because of it.  Else the last error, else the last
+    line with a word.
     """
     text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     reported = [line for line in lines if line.partition(": ")[0] in vars(errors)]
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: )?(\w+\.)*\w+Error: ", line)]
-    return [*reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
+    return [*_signalled(text), *reported[:1], *causes[-1:], *lines[-1:], f"nothing in {log}"][0]
+
+
+_ENDED_RANK = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: -(\d+) \(pid: (\d+)\)", re.MULTILINE)
+
+
+def _signalled(text: str) -> list[str]:
+    """Sentences about ranks that signals ended, by torchrun's summary; it sends SIGTERM itself."""
+    return [
+        f"rank {rank} (process {pid}) was ended by {signal.Signals(int(number)).name}"
+        for rank, number, pid in _ENDED_RANK.findall(text)
+        if int(number) != signal.SIGTERM
+    ]
 
 
 def _descendants(mark: tuple[str, str] | None) -> list[psutil.Process]:

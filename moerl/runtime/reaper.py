@@ -32,6 +32,7 @@ PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPABILITIES_3 = 0x20080522  # version of capset(2)
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_SLAVE = 0x20000, 4096, 16384, 1 << 19
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
@@ -47,6 +48,8 @@ class Spec(TypedDict):
     output_bytes: int  # of printed text that is passed on
     cgroup: str  # folder of a pids cgroup, or empty
     uid: int  # user and group to run as; 0 = unchanged
+    closed: list[str]  # folders that this user may not pass: it sees empty ones in their place
+    shown: list[str]  # files and folders below them that it sees
     memory_bytes: int  # address space of a process; 0 = no limit
     processes: int
     file_bytes: int
@@ -83,6 +86,8 @@ def enter(spec: Spec, argv: list[str]) -> None:
     _limit(resource.RLIMIT_NPROC, spec["processes"] + _threads_of(uid))
     if spec["memory_bytes"]:
         _limit(resource.RLIMIT_AS, spec["memory_bytes"])
+    if spec["shown"]:
+        _show(spec["closed"], spec["shown"])
     if spec["uid"]:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -284,6 +289,30 @@ def _limit(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(which, (most, most))
+
+
+def _show(closed: list[str], shown: list[str]) -> None:
+    """Mounts of this process alone; the modes of what is shown hold.  Raises OSError."""
+    libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
+
+    def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+        texts = (source.encode(), target.encode(), kind.encode())
+        if libc.mount(*texts, ctypes.c_ulong(flags), data.encode()) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
+
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "root makes no mount namespace")
+    mount("", "/", "", _MS_REC | _MS_SLAVE)
+    held = {name: os.open(name, os.O_PATH) for name in shown}
+    os.umask(0o022)
+    for name in closed:
+        mount("tmpfs", name, "tmpfs", 0, "mode=0755,size=1m")
+    for name, descriptor in held.items():
+        os.makedirs(os.path.dirname(name), exist_ok=True)
+        make = os.mkdir if os.path.isdir(f"/proc/self/fd/{descriptor}") else os.mknod
+        make(name)
+        mount(f"/proc/self/fd/{descriptor}", name, "", _MS_BIND | _MS_REC)
+    os.chdir(folder if os.path.isdir(folder) else "/")
 
 
 def _drop_capabilities() -> None:

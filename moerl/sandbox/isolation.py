@@ -10,8 +10,10 @@ kinds of `task.isolation`:
 - bwrap: in addition namespaces (bubblewrap): no network, no processes but its own, and a file
   system that holds the interpreter, this package and `task.read_paths`, all read-only.
 
-Root is exempt from RLIMIT_NPROC, so a program of root gets another user's id, one per program, or
-where that user cannot read the interpreter, a pids cgroup; there it has no capabilities.
+A program of root gets another user's id, one per program.  Where that user cannot reach the
+interpreter, below root's home, the program sees it through mounts of its own.  With
+`task.limits.user=same` it stays root, without capabilities; root is exempt from RLIMIT_NPROC, so a
+pids cgroup bounds its processes.
 """
 
 from __future__ import annotations
@@ -161,6 +163,8 @@ class Isolation:
     wrapper: tuple[str, ...] = ()
     scratch: str = ""  # with a wrapper: the one folder that a program can write
     changes_user: bool = False
+    closed: tuple[str, ...] = ()  # folders that the other user may not pass
+    shown: tuple[str, ...] = ()  # what it sees below them
     cgroups: Path | None = None  # where a pids cgroup is made for each program
 
     def open(self, argv: Sequence[str]) -> IsolatedProgram:
@@ -228,6 +232,8 @@ class Isolation:
             "output_bytes": limits.output_kb * 1024,
             "cgroup": cgroup,
             "uid": fresh_uid() if self.changes_user else 0,
+            "closed": list(self.closed),
+            "shown": list(self.shown),
             "memory_bytes": limits.memory_mb << 20,
             "processes": limits.processes,
             "file_bytes": limits.file_mb << 20,

@@ -109,15 +109,11 @@ def import_paths() -> list[str]:
 
 
 def _process(plain: Isolation, task: TaskConfig) -> Isolation:
-    """As another user or in a pids cgroup, when this process is root's."""
+    """When this process is root's: as another user, or on request as root in a pids cgroup."""
     if os.getuid() != 0:
         return plain
-    if plain.limits.user == "other" and fresh_uid():
-        needed = [*_needed(task), *([os.getcwd()] if task.agent.command else ())]
-        hidden = [path for path in needed if not _others_may_read(path)]
-        if not hidden:
-            return replace(plain, changes_user=True)
-        log.info("workers run as root: another user cannot read %s", ", ".join(hidden))
+    if plain.limits.user == "other":
+        return _as_other(plain, task)
     if parent := cgroup_parent():
         return replace(plain, cgroups=parent)
     log.warning("as root, and without a pids cgroup, task.limits.processes does not hold")
@@ -133,10 +129,66 @@ def _needed(task: TaskConfig) -> Iterator[str]:
             yield str(source)
 
 
-def _others_may_read(path: str) -> bool:
-    real = Path(path).resolve()
-    reached = all(os.stat(parent).st_mode & 0o001 for parent in real.parents)
-    return reached and bool(os.stat(real).st_mode & 0o004)
+def _as_other(plain: Isolation, task: TaskConfig) -> Isolation:
+    """Programs of root as another user, which sees what it needs below closed folders.
+
+    Raises ConfigError where that user cannot be, or cannot read what it needs.
+    """
+    needed, here = list(_visible(task)), os.getcwd()
+    must_read = (*_needed(task), *task.read_paths)
+    locked = [path for path in must_read if not os.stat(path).st_mode & 0o004]
+    place = [here] if os.stat(here).st_mode & 0o001 else []  # else what is named alone
+    closed, shown = shown_to_others([*needed, sys.executable, *place])
+    other = replace(plain, changes_user=True, closed=closed, shown=shown)
+    if not fresh_uid():
+        problem = "this process may take no other user's id"
+    elif locked:
+        problem = f"the mode of {locked[0]} lets no other user read it"
+    elif not shown or not (problem := _no_start(other)):
+        return other
+    raise ConfigError(
+        "task.limits.user",
+        "other",
+        f"{problem}, and programs that run as root can open the keys of other runs; give "
+        "task.isolation=bwrap, or task.limits.user=same to take that risk",
+    )
+
+
+def shown_to_others(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Folders that other users may not pass, and the names of `paths` below them.
+
+    A name below another one is left out; names of links on the way to a path are among them.
+    """
+    closed, names = set[str](), set[str]()
+    for name in {name for path in paths for name in _names(os.path.abspath(path))}:
+        for parent in map(str, reversed(Path(name).parents)):
+            if not os.stat(parent).st_mode & 0o001:
+                closed.add(os.path.realpath(parent))
+                names.add(os.path.realpath(parent) + name[len(parent) :])
+                break
+    shown = {name for name in names if names.isdisjoint(map(str, Path(name).parents))}
+    return tuple(sorted(closed)), tuple(sorted(shown))
+
+
+def _names(path: str) -> set[str]:
+    """A path, the links that it leads over, and its real name."""
+    found = {os.path.realpath(path)}
+    while path not in found:
+        found.add(path)
+        if os.path.islink(path):
+            path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+    return found
+
+
+def _no_start(isolation: Isolation) -> str:
+    """Why Python does not start there; "" if it does."""
+    python = [sys.executable, "-I", "-c", ""]
+    done = isolation.run(python, timeout_s=_TRY_S, max_output=1 << 16)
+    last = done.err.decode(errors="replace").strip().splitlines()[-1:]
+    if done.code == 0 and done.why == "exit":
+        return ""
+    places = ", ".join(isolation.closed)
+    return f"Python below {places} does not start as another user ({(last or [done.why])[0]})"
 
 
 def _bwrap(plain: Isolation, task: TaskConfig, door: str) -> Isolation:

@@ -559,20 +559,10 @@ def join_run(context: RankContext, parallel: Parallel) -> RankContext:
     mine: tuple[int, str] | None = None
     if parallel.is_first:
         found = newest_checkpoint(context.run)
-        if found is None and _has_rows(context.run):
-            raise NonRetryableError(
-                "steps were trained and no checkpoint holds them; to train them again from step 0: "
-                f"moerl train --resume {context.run.root} --from-start"
-            )
         mine = next_incarnation(context.run, resume=True), str(found) if found else ""
     incarnation, checkpoint = broadcast_value(mine, tuple[int, str], parallel.control)
     newest = Path(checkpoint) if checkpoint else None
     return replace(context, incarnation=incarnation, checkpoint=newest)
-
-
-def _has_rows(run: RunDir) -> bool:
-    """Whether a step is finished; the rows of steps that are to be trained again are removed."""
-    return run.metrics.exists() and b"\n" in run.metrics.read_bytes()[: 1 << 20]
 
 
 def bind(config: Config) -> None:

@@ -10,6 +10,8 @@ import contextlib
 import json
 import random
 import re
+import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
@@ -19,10 +21,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moerl.audit.verify_run import verify
 from moerl.core.ids import episode_of, group_of, without_life
 from moerl.core.serialization import decode_value
 from moerl.core.types import EpisodeGroup, Segment
 from moerl.records.record_uris import blob_uris, group_uris
+from moerl.runtime.process_tree import children_with
 from tests.helpers.short_agent_runs import ROOT, SETTINGS
 from tests.helpers.train_runs import Run, check_deletion, check_history, last_step, start, survivors
 
@@ -52,6 +56,19 @@ ENVIRONMENT = [
     "task.environment_options={wait_s: 0.2}",
     "task.environment_workers=4",
     "task.max_turns=4",
+]
+BEHIND_STEPS = 16
+BEHIND = [
+    "checkpoint.every=2",
+    "evaluation.every=0",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.durability=shared",  # the records of a run are in its folder, and go with a copy
+    "observe.engine_alone_s=0",
+    "stream.keep_steps=-1",
+    "supervision.backoff_s=1",
+    "supervision.max_restarts=5",
+    "supervision.window_s=1",
 ]
 RUNS = {
     "controller": ("quickstart",),
@@ -91,6 +108,70 @@ def test_a_death_in_mid_episode_costs_no_group(victim: str, tmp_path: Path) -> N
     check_text(run, kills)
     check_deletion(run, in_flight=16)
     assert not open_replies(run), "turns are left in the journal"
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+@pytest.mark.parametrize("victim", ["rank", "host", "controller"])
+def test_deaths_behind_the_first_checkpoint_cost_no_step(
+    victim: str, copied: bool, tmp_path: Path
+) -> None:
+    """copied: a copy of an interrupted run is resumed, and its processes are killed."""
+    run = start(tmp_path, "quickstart", *BEHIND, f"run.steps={BEHIND_STEPS}", name="x", copies=True)
+    draw = random.Random(f"{victim} {copied}")
+    try:
+        run.wait_for(lambda: run.dir.latest_checkpoint() is not None)
+        if copied:
+            run = resumed_copy(tmp_path, run)
+        for _ in SEEDS:
+            step = last_step(run) + 1
+            run.wait_for(lambda step=step: last_step(run) >= step)
+            time.sleep(draw.uniform(0.0, 1.0))
+            run.wait_for(lambda: bool(processes(run, victim)))
+            draw.choice(processes(run, victim)).kill()
+        ever = run.members()
+        assert run.finish() == 0, run.text()
+        assert not survivors(ever, 10.0)
+    finally:
+        run.end()
+    check_one_history(run, BEHIND_STEPS)
+    if victim == "rank":
+        assert run.text().count("was ended by SIGKILL") >= len(SEEDS)
+
+
+def test_a_rank_that_dies_before_the_first_checkpoint_costs_its_steps(tmp_path: Path) -> None:
+    run = start(tmp_path, "quickstart", *BEHIND, "checkpoint.every=50", "run.steps=8", name="x")
+    try:
+        run.wait_for(lambda: last_step(run) >= 3)
+        processes(run, "rank")[-1].kill()
+        assert run.finish() == 0, run.text()
+    finally:
+        run.end()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(8))
+    assert {row["version"].split(".")[0] for row in rows} == {"1"}
+    assert rows[-1]["journal/cut_steps"] >= 4
+    assert re.search(r"trainer died.* rank \d \(process \d+\) was ended by SIGKILL", run.text())
+    assert "begins again from the first weights" in run.text()
+    assert not verify(run.dir.root).differences
+
+
+def resumed_copy(root: Path, run: Run) -> Run:
+    """A resume of a copy of the run, which is ended; the first one must stay as it is."""
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() == 130, run.text()
+    for folder in (run.dir.root, run.trained.folder):
+        shutil.copytree(folder, folder.with_name("copy"), symlinks=True)
+    return start(root, "--resume", str(run.dir.root.with_name("copy")), copies=True)
+
+
+def check_one_history(run: Run, steps: int) -> None:
+    """Steps once each, groups once each and none of them lost, and a stream without a fault."""
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(steps))
+    trained = run.trained.groups(rows)
+    check_history(run, trained)
+    assert len(trained) == 4 * steps
+    assert not verify(run.dir.root).differences
 
 
 # --- kills ----------------------------------------------------------------------------------------
@@ -139,6 +220,8 @@ def kill_running(process: psutil.Process) -> int:
 
 def processes(run: Run, victim: str) -> list[psutil.Process]:
     """Running processes of a kind."""
+    if victim == "rank":
+        return [psutil.Process(pid) for pid, _ in children_with(run.pids()["trainer"], "RANK")]
     if victim in ("controller", "host"):
         pid = run.pids().get({"controller": "controller", "host": "engine-0-host"}[victim])
         return [] if pid is None or not psutil.pid_exists(pid) else [psutil.Process(pid)]

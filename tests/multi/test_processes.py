@@ -147,3 +147,57 @@ def test_dead_orphans_are_collected_and_no_exit_status_is_lost(tmp_path: Path) -
         check=True,
     )
     assert done.stdout.split() == ["0", "1", "0"]
+
+
+# A root that leaves a grandchild behind and ends; it says which earlier processes it still finds.
+ENDS = """
+import os, subprocess, sys, time
+pids, wait_s = {pids!r}, float(sys.argv[1])
+earlier = open(pids).read().split() if os.path.exists(pids) else []
+def lives(pid):
+    try:
+        return open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+print(sum(map(lives, earlier)), flush=True)
+program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+open(pids, "a").write("%d %d " % (os.getpid(), child.pid))
+time.sleep(wait_s)
+sys.exit(5)
+"""
+TWICE = """
+import sys
+from moerl.runtime.process_tree import run_guarded
+command = [sys.executable, {root!r}, {wait_s!r}]
+more = [command]
+sys.exit(run_guarded(command, grace_s=0.5, again=lambda: more.pop() if more else []))
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_another_root_begins_when_nothing_of_the_first_is_left(
+    tmp_path: Path, interrupted: bool
+) -> None:
+    pids, root, front = tmp_path / "pids", tmp_path / "root.py", tmp_path / "front.py"
+    root.write_text(ENDS.format(pids=str(pids)))
+    front.write_text(TWICE.format(root=str(root), wait_s="60" if interrupted else "0.1"))
+    command = [sys.executable, str(front)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = [process.stdout.readline()]
+        if interrupted:
+            limit = Patience(30)
+            while len(pids.read_text().split() if pids.exists() else []) < 2:
+                assert not limit.over()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        found += process.stdout.readlines()
+        code = process.wait(patience(30))
+    if interrupted:
+        assert code != 5
+        assert found.count("0\n") == 1, "who asks for an end gets no second root"
+    else:
+        assert (code, found) == (5, ["0\n", "0\n"])
+    members = [int(pid) for pid in pids.read_text().split()]
+    assert gone([psutil.Process(pid) for pid in members if psutil.pid_exists(pid)], 1)

@@ -135,21 +135,35 @@ def test_an_engine_that_dies_at_each_start_is_left_out(tmp_path: Path) -> None:
     assert "it died 4 times (supervision.max_deaths)" in run.text()
 
 
-def test_a_run_ends_with_rays_daemons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("gcs_server", "raylet"), ("raylet", "gcs_server")])
+def test_a_daemon_of_ray_may_die_once(names: tuple[str, str], tmp_path: Path) -> None:
     """Calls to actors would hang for minutes, those of the end of the run too."""
     run = start(tmp_path, "quickstart", *SETTINGS, "run.steps=4000", name="x")
+    daemons, before = [], 0
     try:
-        run.wait_for(lambda: len(run.rows()) >= 3)
-        members = run.members()
-        (gcs,) = [one for one in members if one.name() == "gcs_server"]
-        begin = time.monotonic()
-        gcs.kill()
+        for name in names:
+            run.wait_for(lambda before=before: len(run.rows()) >= before + 3)
+            front, *members = run.members()
+            (daemon,) = [one for one in members if one.name() == name]
+            daemons.append(f"Ray's {name} (process {daemon.pid}) died")
+            begin, before = time.monotonic(), len(run.rows())
+            daemon.kill()
+            if len(daemons) == 1:  # no checkpoint was written: all steps are repeated
+                run.wait_for(lambda: run.text().count("waiting for ray") == 2)
+                assert not survivors(members, 0.0), "the second start began beside the first"
+                run.wait_for(lambda: run.text().count("step 1/4000") == 2)
         assert run.process.wait(patience(60)) == 1
-        print(f"ended {time.monotonic() - begin:.1f} s after gcs_server was killed")
-        assert not survivors(members, 5.0)
+        print(f"ended {time.monotonic() - begin:.1f} s after {names[1]} was killed")
+        assert not survivors([front, *members], 5.0)
     finally:
         run.end()
-    assert f"Ray's gcs_server (process {gcs.pid}) died" in run.text()
+    first, second = (run.text().partition(one)[2] for one in daemons)
+    assert "and the run is resumed, this once" in first.splitlines()[0]
+    assert f"continue with: moerl train --resume {run.dir.root}" in second
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert {row["version"].split(".")[0] for row in rows} == {"1"}
+    assert rows[-1]["journal/cut_steps"] >= 3
 
 
 @pytest.fixture

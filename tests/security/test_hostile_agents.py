@@ -13,13 +13,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
+from moerl.core.errors import ConfigError
 from moerl.core.types import Prompt, Score
 from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.sandbox import limits
@@ -140,10 +142,18 @@ def played(tmp_path: Path, task: TaskConfig, num_turns: int = 1) -> FinishedEpis
     return asyncio.run(body())
 
 
-def reached(tmp_path: Path, prey: Prey, python: str, **changes: Any) -> list[str]:
-    """What the attack reached; its turn has been played."""
-    bounds = TaskLimits(processes=24)
-    command = (python, "-I", "-c", ATTACK, *prey.arguments)
+def reached(
+    tmp_path: Path,
+    prey: Prey,
+    python: str,
+    agent: Path | None = None,
+    user: Literal["other", "same"] = "other",
+    **changes: Any,
+) -> list[str]:
+    """What the attack reached; its turn has been played.  agent: a file that holds the attack."""
+    bounds = TaskLimits(processes=24, user=user)
+    attack = ("-c", ATTACK) if agent is None else (str(agent),)
+    command = (python, "-I", *attack, *prey.arguments)
     episode = played(tmp_path, task_of(*command, limits=bounds, wall_s=60.0, **changes))
     assert not episode.failure, episode.detail
     assert len(episode.turns) == 1
@@ -172,12 +182,53 @@ def test_a_program_of_root_is_another_user(
 
 
 @needs_root
-def test_where_it_stays_root_it_reads_no_process(
-    tmp_path: Path, prey: Prey, monkeypatch: pytest.MonkeyPatch
+def test_with_python_below_a_closed_home_it_is_another_user(tmp_path: Path, prey: Prey) -> None:
+    """moerl's own Python, and an agent in a folder of root, through mounts of the program's own."""
+    home = tmp_path / "home"
+    (home / "agents").mkdir(parents=True)
+    home.chmod(0o700)
+    agent, neighbour = home / "agents/agent.py", home / "agents/other.py"
+    agent.write_text(ATTACK)
+    neighbour.write_text("")
+    task = task_of("python", "-I", str(agent))
+    isolation = limits.isolation_of(task)
+    assert isolation.changes_user
+    assert str(agent) in isolation.shown
+    assert reached(tmp_path, prey, "python", agent) == ["another listener"]
+    ls = ["/bin/sh", "-c", f"cat {agent} && ! cat {neighbour} && pwd && ! touch {home}/x"]
+    done = isolation.run(ls, timeout_s=60, max_output=1 << 14)
+    assert done.code == 0, done
+
+
+@needs_root
+def test_where_no_other_user_can_be_the_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another user cannot read Python."""
+    """One sentence names the risk; bwrap, or the setting that takes the risk, is accepted."""
+    (tmp_path / "closed").mkdir(mode=0o700)
+    agent = tmp_path / "closed/agent.py"
+    agent.write_text("")
+    task = task_of("python", str(agent))
+    assert limits.isolation_of(task).changes_user, "control"
+    same = replace(task, limits=TaskLimits(user="same"))
+    agent.chmod(0o600)
+    with pytest.raises(ConfigError, match=rf"limits\.user = 'other' .* mode of {agent} .*=same"):
+        limits.isolation_of(task)
+    agent.chmod(0o644)
+    monkeypatch.setattr(limits, "_no_start", lambda _: "no mounts here")
+    with pytest.raises(ConfigError, match=r"no mounts here, and .* keys of other runs"):
+        limits.isolation_of(task)
     monkeypatch.setattr(limits, "fresh_uid", lambda: 0)
-    found = set(reached(tmp_path, prey, "python"))
+    with pytest.raises(ConfigError, match="may take no other user's id"):
+        limits.isolation_of(task)
+    assert not limits.isolation_of(same).changes_user
+    assert limits.isolation_of(replace(task, isolation="bwrap")).wrapper
+
+
+@needs_root
+def test_where_it_stays_root_it_opens_keys_and_reads_no_process(tmp_path: Path, prey: Prey) -> None:
+    """The control of the tests above: the setting takes the risk that its sentence names."""
+    found = set(reached(tmp_path, prey, "python", user="same"))
     assert found >= {"root", "a file of ours", "another listener"}, "what the page says of it"
     assert not found & {"capabilities", "environments of processes", "memory of processes"}
 

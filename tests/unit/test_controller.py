@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from moerl.core.ids import episode_of, group_of
 from moerl.core.messages import (
     Failed,
     GenerateRequest,
+    Hello,
     Ok,
     Stop,
     TakePlan,
@@ -386,6 +388,46 @@ def test_depth_zero_is_synchronous(tmp_path: Path) -> None:
         plans = await running(controller, train(controller, 3))
         assert all(g.oldest.step == p.step for p in plans for g in p.groups)
         assert all(r.metrics["async/lag_max"] == 0 for r in reports)
+
+    asyncio.run(body())
+
+
+def test_a_trainer_without_a_checkpoint_makes_one_history(tmp_path: Path) -> None:
+    """Killed after step 3 without a checkpoint: it begins again with the weights of version 0.0."""
+
+    async def body() -> None:
+        rewinds: list[int] = []
+        controller, reports = make(tmp_path, StubEngine(), on_rewind=rewinds.append)
+
+        async def work() -> list:
+            await train(controller, 3)
+            return await train(controller, 4, (), PolicyVersion(1, 0))
+
+        plans = await running(controller, work())
+        assert rewinds == [0, 0]
+        assert [p.step for p in plans] == [0, 1, 2, 3]
+        ids = [g.group_id for p in plans for g in p.groups]
+        assert sorted(ids) == list(range(8)), "a group is lost, or trained twice"
+        spans = [s for p in plans for g in p.groups for r in g.rollouts() for s in r.versions]
+        assert all(s.version.incarnation == 1 or s.version.step == 0 for s in spans)
+        assert any(s.version == PolicyVersion(0, 0) for s in spans), "its first groups stay"
+        assert [r.step for r in reports] == [0, 1, 2, 0, 1, 2, 3]
+
+    asyncio.run(body())
+
+
+def test_the_stream_knows_all_starts_with_the_first_weights(tmp_path: Path) -> None:
+    """Else `moerl verify` takes tokens of 0.0, which are trained again, for a stranger's."""
+
+    async def body() -> None:
+        controller, _ = make(tmp_path, StubEngine())
+        seen: list[Hello] = []
+        controller.trainer._stream = SimpleNamespace(began=seen.append)  # type: ignore[assignment]
+        controller.engines_started()
+        first, again = PolicyVersion(0, 0), PolicyVersion(1, 0)
+        for version in (first, again):
+            await controller.handle(replace(hello(version), begins=(version,)))
+        assert [found.begins for found in seen] == [(first,), (first, again)]
 
     asyncio.run(body())
 

@@ -235,3 +235,22 @@ def test_a_box_shows_the_files_that_are_named(tmp_path: Path) -> None:
     assert run(isolation, "/bin/sh", "-c", f"echo >> {shown}").code != 0
     with pytest.raises(ConfigError, match=r"task\.read_paths = '/nowhere'"):
         isolation_of(TaskConfig(isolation="bwrap", read_paths=["/nowhere"]))
+
+
+def test_what_others_see_below_closed_folders(tmp_path: Path) -> None:
+    """Each name that leads to a path, links on the way included; nothing where others may pass."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    (home / "versions/3.11/bin").mkdir(parents=True)
+    other.mkdir()
+    (home / "versions/3.11/bin/python3.11").touch()
+    (home / "python").symlink_to("versions/3.11/bin/python3.11")
+    (other / "python").symlink_to(home / "python")
+    for folder in (home, home / "versions"):
+        folder.chmod(0o700)
+    tmp_path.chmod(0o755)
+    closed, shown = limits.shown_to_others([str(other / "python"), str(home / "versions/3.11")])
+    assert len(closed) == 1
+    assert str(home).startswith(closed[0]), "the outermost one hides what is below it"
+    names = {str(home / "python"), str(home / "versions/3.11")}
+    assert names <= set(shown) <= names | {str(other / "python")}
+    assert limits.shown_to_others(["/usr/bin", "/etc/passwd"]) == ((), ()), "control"

@@ -29,7 +29,7 @@ from moerl.observe.metrics import (
     read_rows,
 )
 from moerl.observe.mirrors import Mirror
-from moerl.observe.sinks import TensorBoardSink, check_sinks, forget_sinks, mirrors_of
+from moerl.observe.sinks import TensorBoardSink, check_sinks, mirrors_of
 from moerl.runtime.beside import LineWriter
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.documented_metrics import undocumented
@@ -259,10 +259,10 @@ def test_a_tracker_goes_on_and_loses_the_steps_that_are_trained_again(
     calls.clear()
     start()
     assert calls == [("p", "r1-2")]
-    forget_sinks(run)
-    run.metrics.unlink()
-    start()
-    assert calls[1:] == [("p", "r1")]
+    last = start()
+    last.rewind(0)
+    settle(last)
+    assert calls[1:] == [("p", "r1-2"), ("end",), ("p", "r1-3")], "all steps are trained again"
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
@@ -274,13 +274,18 @@ def test_a_copied_run_is_a_run_of_its_own_in_a_tracker(
     observe: dict[str, Any] = {f"{package}_project": "p"}
     config = Config(observe=ObserveConfig(**observe))
     (tmp_path / "r1").mkdir()
+
+    def start(name: str) -> None:
+        run = RunDir(tmp_path / name)
+        settle(MetricsWriter(run.metrics, mirrors_of(run, config, print)))
+
     for name in ("r1", "r1"):
-        open_sinks(RunDir(tmp_path / name), config)
+        start(name)
     state = (tmp_path / "r1" / f"{package}.json").read_bytes()
     shutil.copytree(tmp_path / "r1", tmp_path / "r2")
-    open_sinks(RunDir(tmp_path / "r2"), config)
+    start("r2")
     (tmp_path / "r1").rename(tmp_path / "r3")
-    open_sinks(RunDir(tmp_path / "r3"), config)  # control: a moved run goes on
+    start("r3")  # control: a moved run goes on
     assert calls == [("p", "r1"), ("p", "r1"), ("p", "r2"), ("p", "r1")]
     assert (tmp_path / "r3" / f"{package}.json").read_bytes() == state
 

@@ -114,6 +114,24 @@ def test_the_error_that_a_log_is_read_for(tmp_path: Path) -> None:
     assert error_in(log, begin) == "TrainerError: of a later start"
 
 
+def test_a_killed_rank_is_the_cause_of_all_others(tmp_path: Path) -> None:
+    log, failure = (
+        tmp_path / "a.log",
+        (
+            "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-28_10:00:00\n"
+            "  host      : node\n  rank      : 1 (local_rank: 1)\n  exitcode  : -{} (pid: 77)\n"
+            "  error_file: <N/A>\n  traceback : Signal {} received by PID 77\n" + "=" * 60 + "\n"
+        ),
+    )
+    reported = "TrainerError: trainer rank 0: gloo: Connection closed by peer\n"
+    log.write_text(reported + failure.format(9, 9))
+    assert error_in(log) == "rank 1 (process 77) was ended by SIGKILL"
+    log.write_text(reported + failure.format(15, 15))
+    assert error_in(log) == reported.strip(), "torchrun itself ends the other ranks with SIGTERM"
+    log.write_text("it was silent\n" + "=" * 60 + "\n")
+    assert error_in(log) == "it was silent"
+
+
 def test_stacks_are_read_from_the_logs_that_processes_write(tmp_path: Path) -> None:
     """`pids.json` says engine-0, the engine host writes engine0.log."""
     pids = {"controller": 1, "engine-0-host": 2, "engine-0": os.getpid(), "trainer": 3}

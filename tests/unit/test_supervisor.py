@@ -8,6 +8,7 @@ import asyncio
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from moerl.launch.supervision.live_report import LiveReport
 from moerl.launch.supervision.ray_proxy import ActorProxy, ActorServer, CallTimeout
 from moerl.observe.metrics import read_lines
 from moerl.runtime.process_tree import Interrupted
-from moerl.runtime.run_dir import RunDir
+from moerl.runtime.run_dir import RunDir, next_incarnation
 from tests.helpers.scripted_actors import UNSET, Scene, death
 
 TWO = ("engine.count=2", "supervision.backoff_s=1")
@@ -557,16 +558,56 @@ def test_a_trainer_waits_for_room_for_its_number(
 
 
 # --- faults that a restart would meet again -------------------------------------------------------
-def test_no_run_begins_again_from_step_0_by_itself(tmp_path: Path) -> None:
+def rows_of(scene: Scene, steps: int) -> None:
+    rows = [{"step": step, "version": f"0.{step + 1}", "time_s": 0.0} for step in range(steps)]
+    scene.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_trainer_without_a_checkpoint_begins_from_the_first_weights(tmp_path: Path) -> None:
     scene = Scene(tmp_path).running()
     shutil.rmtree(scene.run.checkpoints)
+    rows_of(scene, 3)
+    next_incarnation(scene.run, resume=False)  # of the first trainer
     scene.trainer.code = 1
-    with pytest.raises(TrainerError, match=r"no checkpoint holds the \d+ steps .* --from-start"):
+    scene.go_on(5.0, lambda: scene.trainer.starts == 2)
+    context = scene.supervisor.run_context
+    assert (context.incarnation, context.checkpoint) == (1, None)
+    said = [event for event in scene.panel.events if "the first weights" in event]
+    assert len(said) == 1
+    assert said[0].endswith("3 steps are repeated")
+    while scene.trainer.starts < 4:
+        scene.trainer.code = 1
+        scene.go_on(
+            60.0, lambda: scene.trainer.code is None and not scene.restarts.is_due("trainer")
+        )
+    scene.trainer.code = 1
+    with pytest.raises(TrainerError, match="no memory"):  # supervision.max_restarts
+        scene.go_on(60.0)
+
+
+def test_control_a_trainer_behind_a_checkpoint_begins_there(tmp_path: Path) -> None:
+    scene = Scene(tmp_path).running()
+    rows_of(scene, 25)
+    scene.trainer.code = 1
+    scene.go_on(5.0, lambda: scene.trainer.starts == 2)
+    assert scene.supervisor.run_context.checkpoint == scene.run.checkpoint(20)
+    assert any("step-000020, 5 steps are repeated" in event for event in scene.panel.events)
+
+
+@pytest.mark.parametrize("cluster", ["cluster=laptop", "cluster=hosts"])
+def test_a_trainer_whose_checkpoint_is_gone_does_not_begin_again(
+    tmp_path: Path, cluster: str
+) -> None:
+    """Its user lost a checkpoint: to train all steps again is his decision."""
+    scene = Scene(tmp_path, cluster).running()
+    trainer = scene.supervisor.trainer
+    trainer.run_context = replace(trainer.run_context, checkpoint=scene.run.checkpoint(20))
+    shutil.rmtree(scene.run.checkpoints)
+    scene.trainer.code = 1
+    with pytest.raises(TrainerError, match=r"step-000020 .* is gone\. .* --from-start"):
         scene.go_on(3.0)
-    fallen = Scene(tmp_path / "fallen", "cluster=hosts").running()
-    shutil.rmtree(fallen.run.checkpoints)
     with pytest.raises(TrainerError, match="--from-start"):
-        fallen.supervisor.trainer._fell("trainer rank 0: no memory")
+        trainer._fell("trainer rank 0: no memory")
 
 
 def test_notices_of_the_trainer_are_shown(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ calls to actors and handles their answers when they arrive (`RemoteCalls`).
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
   it to the current version. One that keeps dying is excluded (`Restarts`). Engines join and
   leave on request (`Membership`).
-- Trainer: restarted from its newest checkpoint as a new incarnation; engines and finished rollouts
-  stay, the steps after the checkpoint are trained again.
+- Trainer: restarted from its newest checkpoint, or before the first one from the first weights, as
+  a new incarnation; engines and finished rollouts stay, the steps after it are trained again.
 - Controller: restarted at its endpoint from its journal; trainer and engines stay, requests are
   repeated.
 - Reference ranks: restarted; they have no state.
@@ -16,7 +16,8 @@ calls to actors and handles their answers when they arrive (`RemoteCalls`).
 - Timeouts: the log names the process, the pending call and its thread stacks, then the process is
   ended and so restarted: controller and engine hosts after `supervision.answer_timeout_s`, the
   trainer after two `trainer.step_timeout_s` without a step (its stacks are logged after one).
-- Ray's own daemons hold the state of all actors: the run ends when a daemon dies.
+- Ray's own daemons hold the state of all actors: when one dies all processes end, and on one
+  machine the command then resumes the run, once.
 - A failure before the first step ends the run, because it is likely a configuration error; so do
   `supervision.max_restarts` restarts of one process without a new step in between.
 """
@@ -34,7 +35,7 @@ from typing import Any, NoReturn
 
 from moerl.config.clusters import takes_turns
 from moerl.controller.controller import Controller
-from moerl.core.errors import EngineError, MoerlError
+from moerl.core.errors import DaemonError, MoerlError
 from moerl.core.types import PolicyVersion
 from moerl.launch.nodes.lease import LeaseKeeper
 from moerl.launch.nodes.ray_nodes import RayDaemons, start_ray
@@ -183,7 +184,7 @@ class Supervisor:
     def _watch_processes(self) -> None:
         """Watch the processes; during the start a failure ends the run."""
         if cause := self._daemons.death():
-            raise EngineError(cause)
+            raise DaemonError(cause)
         self._check()
         self.trainer.poll_ranks()
         self._ping_scorer()

@@ -21,7 +21,7 @@ from moerl.launch.run_context import (
 )
 from moerl.launch.supervision.controller_supervisor import ControllerSupervisor, Polled
 from moerl.launch.supervision.supervisor_context import SupervisorContext
-from moerl.observe.metrics import read_rows
+from moerl.observe.metrics import newest_row, read_rows
 from moerl.runtime.process_tree import end_descendants, ending_of, serving
 from moerl.runtime.run_dir import next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import damaged_in, newest_checkpoint
@@ -108,22 +108,26 @@ class TrainerSupervisor:
             return  # it may have sent its cause to the controller, whose watch raises it
         self._ended_at = None
         died_at, error = self._ranks.rank_died, self._ranks.bury(code)
-        self._refuse_step_0(error)
+        self._refuse_lost_checkpoint(error)
         restarts.restart("trainer", error, self._start_again, died_at)
 
-    def _refuse_step_0(self, error: TrainerError) -> None:
-        """Raises TrainerError where a restart would train all steps of this start again."""
-        restarts, run = self._context.restarts, self.run_context.run
-        if (steps := restarts.steps_made()) and newest_checkpoint(run) is None:
+    def _refuse_lost_checkpoint(self, error: TrainerError) -> None:
+        """Raises TrainerError where the checkpoint that this trainer began from is gone.
+
+        Before the first checkpoint a trainer begins again from the first weights, as from a
+        checkpoint of step 0.
+        """
+        began, run = self.run_context.checkpoint, self.run_context.run
+        if began is not None and newest_checkpoint(run) is None:
             raise TrainerError(
-                f"{error}; no checkpoint holds the {steps} steps that were trained. To train them "
-                f"again from step 0: moerl train --resume {run.root} --from-start"
+                f"{error}; the checkpoint {began.name} from which this trainer began is gone. To "
+                f"train all steps again: moerl train --resume {run.root} --from-start"
             )
 
     def _fell(self, cause: str) -> None:
         """Nodes restart their own ranks; this enforces max_restarts."""
         error = TrainerError(cause)
-        self._refuse_step_0(error)
+        self._refuse_lost_checkpoint(error)
         if self._context.restarts.died("trainer", error):
             raise error
         self._context.restarts.began("trainer")
@@ -143,6 +147,7 @@ class TrainerSupervisor:
                 f"the trainer is not started yet, state.json cannot be written: {error}"
             )
             return
+        self._say_begin(newest)
         self.run_context = replace(
             self.run_context,
             incarnation=incarnation,
@@ -154,6 +159,14 @@ class TrainerSupervisor:
         self._start_ranks()
         if self._ref_models is not None and self._ref_models.is_through():
             self._start_ref_models()  # steps that are trained again need their scores
+
+    def _say_begin(self, newest: Path | None) -> None:
+        """Say where the trainer begins, and how many finished steps it trains again."""
+        run = self.run_context.run
+        row, saved = newest_row(run.metrics), run.latest_checkpoint() if newest else None
+        again = (row["step"] + 1 if row else 0) - (saved[0] if saved else 0)
+        place = newest.name if newest else "the first weights, because no checkpoint was written"
+        self._context.say(f"trainer: begins again from {place}, {max(0, again)} steps are repeated")
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
