@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 import msgspec
 
 from moerl.agents.chat_messages import ChatMessage, Json
-from moerl.agents.episode_types import Ends
+from moerl.agents.episode_types import Ends, Switches
 from moerl.agents.gateway import grammar_fields
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.core.types import Grammar, SamplingParams
@@ -75,11 +75,28 @@ class _Ending(ClientRequest, frozen=True, kw_only=True):
         return bool((self.stream_options or {}).get("include_usage"))
 
 
+class Thinking(msgspec.Struct, frozen=True):
+    """In Anthropic's form, which other services take in OpenAI's requests."""
+
+    type: str
+
+
+_THINKING = {"enabled": True, "disabled": False}
+
+
 class ChatRequest(_Ending, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     logprobs: bool | None = None
+    chat_template_kwargs: Json | None = None
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def switches(self) -> Switches:
+        thinking = _THINKING.get(self.thinking.type) if self.thinking else None
+        return Switches(self.chat_template_kwargs or {}, self.reasoning_effort or "", thinking)
 
 
 class CompletionRequest(_Ending, frozen=True, kw_only=True):
@@ -129,8 +146,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
-    "reasoning_effort", "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
-    "skip_special_tokens", "thinking", "reasoning", "include", "truncation", "context_management",
+    "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
+    "skip_special_tokens", "include", "truncation", "context_management",
 }  # fmt: skip
 
 
