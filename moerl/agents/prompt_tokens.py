@@ -153,7 +153,7 @@ class PromptTokens:
         return _PROBE in suffix and whole.endswith(suffix)
 
     def _suffix_text(
-        self, new: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json
+        self, new: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
     ) -> str:
         known = {"assistant", *self._roles}
         role = next((one.role for one in new if one.shown_role not in known), None)

@@ -143,6 +143,10 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
 }
+_REASONS = {
+    "chat_template": "it is the recipe's (task.chat_template)",
+    "chat_template_kwargs": "no template is applied",
+}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
@@ -176,13 +180,9 @@ def read_request(
 def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None:
     for name, neutral in refused.items():
         if body.get(name) is not None and body[name] not in neutral:
-            raise ApiError(
-                400,
-                "unsupported_parameter",
-                f"{name}: not supported, because what it changes could not be replayed; leave it "
-                "out",
-                retry=False,
-            )
+            why = _REASONS.get(name, "what it changes could not be replayed")
+            message = f"{name}: not supported, because {why}; leave it out"
+            raise ApiError(400, "unsupported_parameter", message, retry=False)
 
 
 def check_chat(chat: ChatRequest) -> None:
