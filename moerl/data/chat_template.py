@@ -332,12 +332,15 @@ def _with_file(tokenizer: Tokenizer, field: str, file: object) -> Tokenizer:
 
 
 def _variables(template: str) -> set[str]:
-    """Variables that a template reads and does not set itself."""
-    from jinja2 import meta
+    """Variables that a template reads and does not set itself, but as a default."""
+    from jinja2 import meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template(template).environment  # knows the tags of templates
-    return set(meta.find_undeclared_variables(environment.parse(template)))
+    parsed = environment.parse(template)
+    loops = parsed.find_all(nodes.For)  # jinja does not see that they set a name before it is read
+    own = {one.name for loop in loops for one in loop.find_all(nodes.Name) if one.ctx == "store"}
+    return set(meta.find_undeclared_variables(parsed)) - own
 
 
 def without_cuts(text: str) -> str:

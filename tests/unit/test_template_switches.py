@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.agents.chat_messages import ChatMessage
-from moerl.agents.episode_types import Switches
+from moerl.agents.chat_messages import ChatMessage, Function, MessageCall
+from moerl.agents.episode_types import Ends, Switches
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.core.errors import ConfigError, LineError
-from moerl.core.types import SamplingParams
 from moerl.data.chat_template import ChatTemplate, TemplateError
 from moerl.data.demonstrations import AnswerEnd, with_texts
 from moerl.data.prompt_checks import LineCheck
@@ -30,7 +29,18 @@ from moerl.data.prompt_mixture import PromptMixture
 from moerl.data.tasks import PromptStream
 from moerl.planning.data_command import _of_task
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
-from tests.helpers.served_gateway import ADD, CALL, Served, anthropic_client, ids, run, serve
+from tests.helpers.one_engine import far, open_episode
+from tests.helpers.served_gateway import (
+    ADD,
+    CALL,
+    LIMITS,
+    SAMPLING,
+    Served,
+    anthropic_client,
+    ids,
+    run,
+    serve,
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 THINKING, EFFORT = (str(FOLDER / f"{name}.jinja") for name in ("thinking", "effort"))
@@ -103,7 +113,7 @@ def test_entries_of_a_mixture_have_their_own(tmp_path: Path) -> None:
     ]
     words = ["task.name=jsonl", f"task.path={path}", "task.reward=exact_match"]
     words += [f"task.chat_template={EFFORT}", "task.template_arguments={model_identity: Me.}"]
-    words += ["tasks=" + json.dumps(both).replace('"', "'").replace("null", "null")]
+    words += ["tasks=" + json.dumps(both).replace('"', "'")]
     config = load_config("quickstart", words)
     one, two = entries_of(config)
     assert one.template_arguments == {"model_identity": "Me.", "reasoning_effort": "low"}
@@ -260,7 +270,11 @@ def test_a_client_is_told_of_a_part_that_the_template_drops(tmp_path: Path) -> N
     for messages, tools, says in (
         ([ChatMessage("user", "?")], [ADD], "writes no tools"),
         (
-            [QUESTION, ChatMessage("assistant", "", [_call()]), ChatMessage("tool", "1")],
+            [
+                QUESTION,
+                ChatMessage("assistant", "", [MessageCall(Function("add", "{}"), "c")]),
+                ChatMessage("tool", "1"),
+            ],
             [],
             "writes no tool_calls of a message of role assistant",
         ),
@@ -268,12 +282,6 @@ def test_a_client_is_told_of_a_part_that_the_template_drops(tmp_path: Path) -> N
         with pytest.raises(TemplateError, match=says):
             tokens.whole(messages, tools)
     assert tokens.whole([QUESTION], []).ids.size, "control"
-
-
-def _call() -> Any:
-    from moerl.agents.chat_messages import Function, MessageCall
-
-    return MessageCall(Function("add", "{}"), "c")
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -369,16 +377,18 @@ def test_client_over_line_over_task(tmp_path: Path) -> None:
 
 def test_a_line_reaches_the_turns_of_its_episode(tmp_path: Path) -> None:
     """The stream hands its arguments on, as the episode reads them."""
-    from moerl.agents.chat_turns import ChatTurns
-    from tests.helpers.one_engine import far, open_episode
-    from tests.unit.test_agent_turns import LIMITS, POLICY, ScriptedEngine
-
-    asked = line(chat_template_kwargs=OFF)
-    found = stream(tmp_path, asked, chat_template=THINKING, environment="sandbox_tools").prompt(0)
+    lines = [line(chat_template_kwargs=OFF), line()]
+    agent: Any = {"chat_template": THINKING, "environment": "sandbox_tools"}
+    prompts = stream(tmp_path, *lines, **agent)
 
     async def work() -> None:
-        episode = open_episode(ScriptedEngine(), "e", SamplingParams(9), found)
-        assert ChatTurns(far(episode), POLICY, LIMITS)._arguments == OFF
+        async with serve([7, END], [7, END], tokens=tokens_of(THINKING)) as served:
+            for place, means in enumerate((OFF, {})):  # control: a line without arguments
+                prompt = prompts.prompt(place)
+                opened = open_episode(served.engine, f"e{place}", SAMPLING, prompt)
+                episode = served.gateway.open_episode(far(opened), LIMITS)
+                (answer,) = await episode.chat([QUESTION], (), Ends())
+                assert prompt_of(answer.turn) == oracle(THINKING, HELLO, **means)
 
     run(work)
 
