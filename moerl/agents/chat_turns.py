@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
-from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, Tell, TurnAnswer
+from moerl.agents.episode_types import (
+    Ends,
+    EpisodeLimits,
+    Policy,
+    Switches,
+    Tell,
+    TurnAnswer,
+)
 from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
@@ -28,7 +35,7 @@ from moerl.agents.turn_forest import MatchedRequest, TurnForest
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.ids import without_life
 from moerl.core.types import Array, Grammar, Score
-from moerl.data.chat_template import TemplateError
+from moerl.data.chat_template import ARGUMENTS, TemplateError
 from moerl.episodes.finished_episode import RecordedTurn
 from moerl.episodes.open_episode import EpisodeEnded, Outcome, TurnRequest
 
@@ -38,6 +45,7 @@ NO_MASKS = (
     "allowed could not be replayed: set replay.sampling_mask=true, and sampling.top_p below 1 or "
     "sampling.top_k"
 )
+_NO_SWITCHES = Switches()
 _MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
 
 
@@ -65,6 +73,9 @@ class ChatTurns:
         self._stop_ids = frozenset(self.sampling.stop_token_ids)
         self.key = secrets.token_urlsafe(24)
         self.forest = TurnForest()
+        # Of the chat template: of the prompt's line, then of the first request
+        self._arguments: Json = dict(episode.spec.prompt.extra.get(ARGUMENTS) or {})
+        self._has_begun = False  # a request has fixed them
         self.counts: Counter[str] = Counter()
         self._num_asked = 0  # turns
         self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
@@ -87,18 +98,21 @@ class ChatTurns:
         calls: bool = True,
         tell: Tell | None = None,
         role: str = "",
+        switches: Switches = _NO_SWITCHES,
     ) -> list[TurnAnswer]:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
         tell: receives what can be shown of the answers while they are sampled.
         role: of the policy.
+        switches: of the template; those of the first request hold for all that name no other.
         """
         stops = await self._stops(ends.stop)
         self._check_open(n)
-        request = self.forest.match(messages, tools)
+        arguments = self._with_switches(switches)
+        request = self.forest.match(messages, tools, arguments)
         self._check_length(len(message.text) for message in messages[request.covered :])
-        prompt = self._chat_prompt(request, messages, tools)
+        prompt = self._chat_prompt(request, messages, tools, arguments)
         ends = self._with_calls(ends, tools)
         most = self._most(prompt, ends, n, role)
         shown_tools = tools if calls else ()
@@ -164,16 +178,33 @@ class ChatTurns:
         return Outcome(word, detail, None if word else own, {**counts, **counted})
 
     # --- prompts ----------------------------------------------------------------------------------
+    def _with_switches(self, switches: Switches) -> Json:
+        """Arguments of the template in a request.  Raises ApiError."""
+        try:
+            named, unknown = switches.named(self._policy.tokens.template)
+        except TemplateError as error:
+            message = f"{ARGUMENTS}: {error}"
+            raise ApiError(400, "unsupported_parameter", message, retry=False) from error
+        self.counts.update(f"not_taken/{name}" for name in unknown)
+        found = self._arguments | named
+        if not self._has_begun:
+            self._arguments, self._has_begun = found, True
+        return found
+
     def _chat_prompt(
-        self, request: MatchedRequest, messages: Sequence[ChatMessage], tools: Sequence[Json]
+        self,
+        request: MatchedRequest,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Json],
+        arguments: Json,
     ) -> PromptIds:
         tokens, parent = self._policy.tokens, request.parent
         try:
             if parent is None:
-                found = tokens.whole(messages, tools)
+                found = tokens.whole(messages, tools, arguments)
             else:
                 new = messages[request.covered :]
-                found = tokens.continued(parent, self._stop_ids, new, tools)
+                found = tokens.continued(parent, self._stop_ids, new, tools, arguments)
         except TemplateError as error:
             raise ApiError(400, "invalid_messages", str(error)) from error
         self.counts["control_tokens_in_contents"] += found.cuts

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from moerl.agents.chat_messages import MessageCall
+from moerl.agents.chat_messages import Json, MessageCall
 from moerl.agents.gateway.answer_stream import PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
 from moerl.config.schema import TaskConfig
 from moerl.core.types import Array, Grammar, Rollout
+from moerl.data.chat_template import ChatTemplate
 from moerl.episodes.finished_episode import RecordedTurn
 
 Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
@@ -55,6 +56,38 @@ class Ends:
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
     forces: str | None = None  # the function that must be called; empty: any
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """A client's wishes about the chat template.  given: its variables, by their own names."""
+
+    given: Json = field(default_factory=dict)
+    effort: str = ""  # of reasoning
+    thinking: bool | None = None  # None: as the template has it
+
+    def named(self, template: ChatTemplate) -> tuple[Json, list[str]]:
+        """(variables of the template, names of wishes that it has none for).
+
+        Raises TemplateError for a variable that it does not read.
+        """
+        reads, found, unknown = template.reads or frozenset(), dict[str, object](), list[str]()
+        switch = next((name for name in _THINKING if name in reads), "")
+        thinking = self.thinking
+        if self.effort and _EFFORT in reads:
+            found[_EFFORT] = self.effort
+        elif self.effort == "none" and switch:
+            thinking = False
+        elif self.effort:
+            unknown.append(_EFFORT)
+        if thinking is not None and switch:
+            found[switch] = thinking
+        elif thinking is not None:
+            unknown.append("thinking")
+        return found | template.checked(self.given), unknown
+
+
+_EFFORT, _THINKING = "reasoning_effort", ("enable_thinking", "thinking")  # names that templates use
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # No client can guess them, and no template changes letters and digits.
 _MARK = "answer" + secrets.token_hex(12)
 _PROBE = "probe" + secrets.token_hex(12)
+_NONE: Json = {}
 _CALL = MessageCall(Function("f", "{}"), "c1")
 
 
@@ -58,19 +59,21 @@ class Conversation(Protocol):
 class PromptTokens:
     """Tokenizer and chat template of the policy."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError when the template cannot be used for turns that follow another."""
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        """template: None: the tokenizer's own.
+
+        Raises ConfigError when the template cannot be used for turns that follow another.
+        """
         self._tokenizer = tokenizer
-        if not tokenizer.chat_template:
-            raise ConfigError("model.path", tokenizer.name_or_path, "its tokenizer has no template")
-        self._template = ChatTemplate(tokenizer)
+        self.template = template = template or ChatTemplate(tokenizer)
+        if not template.tokenizer.chat_template:
+            raise ConfigError(*template.source, "its tokenizer has no template")
         self._roles = frozenset(
             role for role in ("user", "tool", "system") if self._writes_behind_answers(role)
         )
         if "user" not in self._roles:
             raise ConfigError(
-                "model.path",
-                tokenizer.name_or_path,
+                *template.source,
                 "its chat template does not write the text of an answer and of a user's message "
                 "behind it",
             )
@@ -93,9 +96,12 @@ class PromptTokens:
             for token, text in zip(raw, texts, strict=True)
         ]
 
-    def whole(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> PromptIds:
-        """Prompt of a turn without a parent.  Raises TemplateError."""
-        return self._encoded(self._render(messages, tools))
+    def whole(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
+    ) -> PromptIds:
+        """Prompt of a turn without a parent.  arguments: of the template.  Raises TemplateError."""
+        shown = [message.for_template() for message in messages]
+        return self._encoded(self.template.render_whole(shown, tools, arguments)[0])
 
     def continued(
         self,
@@ -103,12 +109,13 @@ class PromptTokens:
         stop_ids: frozenset[int],
         new: Sequence[ChatMessage],
         tools: Sequence[Json],
+        arguments: Json = _NONE,
     ) -> PromptIds:
         """Prompt of a turn after `parent`.  stop_ids: tokens that end an answer.
 
-        Raises TemplateError.
+        arguments: of the template, as of the parent.  Raises TemplateError.
         """
-        suffix = self._encoded(self._suffix_text(new, tools))
+        suffix = self._encoded(self._suffix_text(new, tools, arguments))
         ids, rest = parent.token_ids, suffix.ids
         if ends_with_stop(parent, stop_ids):
             if len(rest) and rest[0] == ids[-1]:
@@ -145,27 +152,34 @@ class PromptTokens:
             return False
         return _PROBE in suffix and whole.endswith(suffix)
 
-    def _suffix_text(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+    def _suffix_text(
+        self, new: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
+    ) -> str:
         known = {"assistant", *self._roles}
         role = next((one.role for one in new if one.shown_role not in known), None)
         if role is not None:
             raise TemplateError(
                 f"the model's chat template cannot write a message of role {role} behind an answer"
             )
-        return self._rest(new, tools)
+        return self._rest(new, tools, arguments)
 
-    def _rest(self, new: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
+    def _rest(
+        self, new: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
+    ) -> str:
         begin = [ChatMessage("user", "?"), ChatMessage("assistant", _MARK)]
-        _, mark, suffix = self._render([*begin, *new], tools).rpartition(_MARK)
+        _, mark, suffix = self._render([*begin, *new], tools, arguments).rpartition(_MARK)
         if not mark:
             raise TemplateError("the model's chat template does not write the text of an answer")
         return suffix
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> str:
-        return self._template.render([message.for_template() for message in messages], tools)
+    def _render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
+    ) -> str:
+        shown = [message.for_template() for message in messages]
+        return self.template.render(shown, tools, arguments)
 
     def _encoded(self, text: str) -> PromptIds:
-        ids, cuts = self._template.encode(text)
+        ids, cuts = self.template.encode(text)
         return PromptIds(np.asarray(ids, np.int32), cuts=cuts)
 
 

@@ -5,7 +5,8 @@ parent.  It is recognised by its messages: the deepest recorded turn wins whose 
 are the first messages of this one.  A history that no recorded turn begins is a new root.
 
 A digest runs over the keys of the messages, so that a request of n messages takes n look-ups.  The
-tools are in the first digest: a template writes them before the first message.
+tools and the arguments of the template are in the first digest: a template writes them before the
+first message.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Json, tools_key
 from moerl.core.types import Array
 from moerl.episodes.finished_episode import RecordedTurn
+
+_NONE: Json = {}
 
 
 class Origin(StrEnum):
@@ -32,6 +36,7 @@ class Origin(StrEnum):
     REPEATED = "repeated"  # the same messages as an earlier request: a retry, or n above 1
     REWRITTEN = "rewritten"  # holds answers that the policy did not give in this form
     TOOLS_CHANGED = "tools_changed"  # a recorded conversation with other tools
+    ARGUMENTS_CHANGED = "arguments_changed"  # a recorded conversation with other ones of a template
     NEW = "new"  # another conversation without an answer: a sub-agent, a summary
 
 
@@ -40,7 +45,8 @@ class MatchedRequest:
     """A request as the forest recognises it.
 
     covered: number of its messages, or of its characters, that the parent holds.
-    digests: of all its messages, with the tools and without.
+    digests: of all its messages, with tools and arguments and without.
+    tools: digest of its tools.
     """
 
     parent: RecordedTurn | None
@@ -48,6 +54,7 @@ class MatchedRequest:
     origin: Origin
     digests: tuple[bytes, bytes]
     text: str = ""
+    tools: bytes = b""
 
 
 class TurnForest:
@@ -56,27 +63,31 @@ class TurnForest:
     def __init__(self) -> None:
         self.turns: list[RecordedTurn] = []
         self._answers: dict[bytes, RecordedTurn] = {}  # by digest up to the answer; the newest
-        self._answers_any_tools: set[bytes] = set()
+        self._tools: dict[bytes, bytes] = {}  # of answers by digest without them; the newest
         self._texts: dict[tuple[int, bytes], RecordedTurn] = {}  # by length and digest; the newest
         self._seen: set[bytes] = set()  # requests
         self._continued: Counter[str] = Counter()  # requests that continue a turn
 
-    def match(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> MatchedRequest:
-        """Recognise a request."""
-        begins = blake2b(tools_key(tools), digest_size=16).digest(), b""
+    def match(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json], arguments: Json = _NONE
+    ) -> MatchedRequest:
+        """Recognise a request.  arguments: of the template."""
+        told = blake2b(tools_key(tools), digest_size=16).digest()
+        begins = _next(told, msgspec.json.encode(arguments, order="sorted")), b""
         keys = [message.key for message in messages]
         chains = [_chain(begin, keys) for begin in begins]
         whole, plain = chains
         found = [place for place, digest in enumerate(whole) if digest in self._answers]
         covered = found[-1] if found else 0
         parent = self._answers[whole[covered]] if found else None
-        if parent is None and self._answers_any_tools.intersection(plain):
-            origin = Origin.TOOLS_CHANGED
+        other = next((self._tools[one] for one in reversed(plain) if one in self._tools), None)
+        if parent is None and other is not None:
+            origin = Origin.ARGUMENTS_CHANGED if other == told else Origin.TOOLS_CHANGED
         elif any(message.role == "assistant" for message in messages[covered:]):
             origin = Origin.REWRITTEN
         else:
             origin = self._place_of(parent)
-        return MatchedRequest(parent, covered, origin, (whole[-1], plain[-1]))
+        return MatchedRequest(parent, covered, origin, (whole[-1], plain[-1]), tools=told)
 
     def match_text(self, prompt: str) -> MatchedRequest:
         """The deepest turn whose prompt and answer begin this text."""
@@ -115,7 +126,7 @@ class TurnForest:
         if isinstance(answer, ChatMessage):
             with_tools, plain = (_next(digest, answer.key) for digest in request.digests)
             self._answers[with_tools] = turn
-            self._answers_any_tools.add(plain)
+            self._tools[plain] = request.tools
 
     def _place_of(self, parent: RecordedTurn | None) -> Origin:
         if parent is None:

@@ -31,6 +31,7 @@ from moerl.config.schema import (
 from moerl.config.task_kinds import SOURCE
 from moerl.config.task_mixture import HELD_OUT, TaskEntry, entries_of, naming, reward_models_of
 from moerl.config.task_tables import EXTRACTS, REWARD_NAMES, REWARDS, SOURCES, check_isolation
+from moerl.config.template_names import template_problems
 from moerl.config.transport_rules import check_transport
 from moerl.config.validate import either, validate
 from moerl.core.errors import ConfigError, ModelError
@@ -520,8 +521,11 @@ def _check_task(task: TaskEntry) -> None:
         raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
     _check_extract(task.extract)
     has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
-    if task.system and not has_messages:
-        raise ConfigError("task.system", task.system, "it needs task.chat_template=true")
+    for name in ("system", "template_arguments"):
+        if (value := getattr(task, name)) and not has_messages:
+            raise ConfigError(f"task.{name}", value, "it needs task.chat_template=true")
+    for problem in template_problems("task", task.chat_template, task.template_arguments):
+        raise ConfigError(*problem)
     if any("\ud800" <= letter <= "\udfff" for letter in task.system):
         raise ConfigError("task.system", task.system, "it has half a character, a lone surrogate")
     check_isolation(task)

@@ -58,5 +58,8 @@ class RewardTerm:
     gpus: NonNegative = 0.0  # actors, judge: GPUs of each
     model: UserPath = ""  # judge, model: folder of the model
     prompt: str = ""  # judge: text with {prompt}, {answer}, {response}; unit=group: {other}
+    chat_template: str = ""  # judge: a file in place of the model's own template
+    # judge: variables of its template: {enable_thinking: false}
+    template_arguments: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, float] = field(default_factory=dict)  # judge: its answers, and rewards
     engine: dict[str, Any] = field(default_factory=dict)  # judge: as engine

@@ -32,7 +32,7 @@ from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
-Column = Literal["prompt", "messages", "tools", "answer"]
+Column = Literal["prompt", "messages", "tools", "answer", "chat_template_kwargs"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ class TaskConfig:
     rewards: list[RewardTerm] = field(default_factory=list)
     # Roles of the policy in an episode, by name (docs/scoring.md): {solver: {loss_weight: 0.5}}
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    chat_template: bool = False  # apply the tokenizer's chat template to the prompt
+    # true: apply the tokenizer's chat template to a prompt of text; a file: this one in its place,
+    # for messages too
+    chat_template: bool | str = False
+    # Variables of the template: {enable_thinking: false}; the field chat_template_kwargs of a line,
+    # then a client's request, overrides them
+    template_arguments: dict[str, Any] = field(default_factory=dict)
     # System message of templated prompts that bring none, such as the form of the answer
     system: str = ""
     # Part of a response that is scored (docs/scoring.md): all | answer | tags | last_number | a

@@ -12,6 +12,7 @@ from moerl.config.schema import Config
 from moerl.config.task_kinds import SOURCE, TaskKind
 from moerl.config.task_mixture import TaskEntry
 from moerl.config.task_tables import REWARD_NAMES, SOURCES, STEP_REWARDS
+from moerl.config.template_names import template_problems
 
 Problem = tuple[str, object, str]
 _NAME = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)
@@ -27,6 +28,8 @@ _HOMES: dict[str, tuple[Where, ...]] = {
     "model": ("judge", "model"),
     "prompt": ("judge",),
     "choices": ("judge",),
+    "chat_template": ("judge",),
+    "template_arguments": ("judge",),
     "engine": ("judge",),
 }
 
@@ -141,3 +144,4 @@ def _of_judge(term: RewardTerm, field: str) -> Iterator[Problem]:
         yield f"{field}.prompt", term.prompt, "unit=group compares {response} with {other}"
     if len(term.choices) < 2:
         yield f"{field}.choices", term.choices, "name two answers or more, with their rewards"
+    yield from template_problems(field, term.chat_template, term.template_arguments)

@@ -7,22 +7,30 @@ are tokenised apart.
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from moerl.core.errors import MoerlError
+from moerl.config.template_names import is_reserved, reserved_name
+from moerl.core.errors import ConfigError, MoerlError
+from moerl.data.template_parts import Json as Json
+from moerl.data.template_parts import Part, left_out, shape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Json = dict[str, object]
+ARGUMENTS: Final = "chat_template_kwargs"  # field of a line of data, and of a client's request
+_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
+_MOST_SHAPES = 4096  # of conversations that are remembered
 # No client can guess it, and no template changes letters and digits.
 _CUT = "cut" + secrets.token_hex(12)
 _CALL: Json = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": "{}"}}
@@ -34,14 +42,42 @@ PROBE_TOOL: Json = {
 
 
 class TemplateError(MoerlError):
-    """Messages that the model's chat template does not take."""
+    """Messages or arguments that the chat template does not take."""
+
+
+class LeftOutError(TemplateError):
+    """A part of a conversation that the chat template does not write.  part: None: the tools."""
+
+    def __init__(self, part: Part | None = None) -> None:
+        self.part = part
+        what = "tools" if part is None else f"{part.field} of a message of role {part.role}"
+        super().__init__(f"the chat template writes no {what}")
 
 
 class ChatTemplate:
     """Tokenizer and chat template of the policy; the template may be missing until it is used."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chosen: bool | str = True,
+        arguments: Mapping[str, object] = _NO_ARGUMENTS,
+        section: str = "task",
+    ) -> None:
+        """chosen: a file in place of the tokenizer's template.  section: of these settings.
+
+        arguments: variables of the template in each conversation.  Raises ConfigError.
+        """
+        self._file: tuple[str, object] | None = None
+        if isinstance(chosen, str) and chosen:
+            self._file = f"{section}.chat_template", chosen
+            tokenizer = _with_file(tokenizer, *self._file)
+        self.tokenizer = self._tokenizer = tokenizer
+        self._shapes: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        try:
+            self.arguments = self.checked(arguments)
+        except TemplateError as error:
+            raise ConfigError(f"{section}.template_arguments", arguments, str(error)) from error
         added = tokenizer.added_tokens_decoder.values()
         self.control_ids = {
             number: token.content
@@ -51,19 +87,87 @@ class ChatTemplate:
         self._special = _one_of([*self.control_ids.values()])
         self._added = _one_of([token.content for token in added])
 
-    def render(self, messages: Sequence[Json], tools: Sequence[Json] = ()) -> str:
+    @property
+    def source(self) -> tuple[str, object]:
+        """(setting, value) that the template is from."""
+        return self._file or ("model.path", self._tokenizer.name_or_path)
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json] = (),
+        arguments: Mapping[str, object] = _NO_ARGUMENTS,
+    ) -> str:
         """Text of a conversation, for `encode` only: the control tokens of contents are cut.
 
-        messages: in OpenAI's form, contents as text.  Raises TemplateError, which names the
-        message.
+        messages: in OpenAI's form, contents as text.  arguments: laid over those of all
+        conversations.  Raises TemplateError, which names the message.
         """
         texts_only = any(message.get("tool_calls") for message in messages) and self._texts_only
         try:
-            return self._render(messages, tools, text_arguments=texts_only)
+            return self._render(messages, tools, arguments, text_arguments=texts_only)
         except TemplateError as error:
-            where = self._refused(messages, tools, texts_only, str(error))
+            where = self._refused(messages, tools, arguments, texts_only, str(error))
             said = "the model's chat template refuses"
             raise TemplateError(f"{said} {where}: {without_cuts(str(error))}") from error
+
+    def render_whole(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json] = (),
+        arguments: Mapping[str, object] = _NO_ARGUMENTS,
+    ) -> tuple[str, tuple[Part, ...]]:
+        """As `render`, with the parts that the template leaves out by its right.
+
+        Raises TemplateError; LeftOutError for tools, or a part, that are needed and left out.
+        """
+        text = self.render(messages, tools, arguments)
+        # It may want a system message for the tools
+        is_lost = tools and not self.writes_tools
+        if is_lost and text == self.render(messages, (), arguments):
+            raise LeftOutError
+        key = (shape(messages), bool(tools), msgspec.json.encode(arguments, order="sorted"))
+        if key not in self._shapes:
+            if len(self._shapes) == _MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = self._left_out(messages, tools, arguments)
+        found = self._shapes[key]
+        if (part := next((one for one in found if one.is_needed), None)) is not None:
+            raise LeftOutError(part)
+        return text, found
+
+    def _left_out(
+        self, messages: Sequence[Json], tools: Sequence[Json], arguments: Mapping[str, object]
+    ) -> tuple[Part, ...]:
+        try:
+            return left_out(messages, lambda marked: self.render(marked, tools, arguments))
+        except TemplateError:
+            return ()  # it reads a part more closely than a mark allows
+
+    def checked(self, arguments: Mapping[str, object]) -> Json:
+        """Arguments without nulls, which name nothing.
+
+        Raises TemplateError for one that is reserved, or that the template does not read.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if name := reserved_name(given):
+            raise TemplateError(f"{name} is set by moerl and cannot be an argument of the template")
+        if given and self.reads is not None and (unknown := given.keys() - self.reads):
+            reads = ", ".join(sorted(self.reads)) or "none"
+            names = ", ".join(sorted(unknown))
+            raise TemplateError(f"the chat template reads no {names}; its variables: {reads}")
+        return given
+
+    @cached_property
+    def reads(self) -> frozenset[str] | None:
+        """Variables of the template that arguments can set; None: not known."""
+        template = self._tokenizer.chat_template
+        texts = template.values() if isinstance(template, dict) else [template]
+        try:
+            names = set().union(*(_variables(text) for text in texts if text))
+        except (ImportError, AttributeError):  # of another transformers
+            return None
+        return frozenset(name for name in names if not is_reserved(name))
 
     @cached_property
     def longest(self) -> int:
@@ -76,9 +180,9 @@ class ChatTemplate:
         asked: list[Json] = [{"role": "user", "content": "?"}]
         answer: Json = {"role": "assistant", "content": _CUT}
         try:
-            opened = self._render(asked, (), text_arguments=False)
-            closed = self._render(asked, (), text_arguments=False, opens=False)
-            whole = self._render([*asked, answer], (), text_arguments=False, opens=False)
+            opened = self._render(asked, ())
+            closed = self._render(asked, (), opens=False)
+            whole = self._render([*asked, answer], (), opens=False)
         except TemplateError:
             return True  # a line that it takes will show it
         behind = whole[len(opened) :].lstrip()
@@ -89,8 +193,7 @@ class ChatTemplate:
         """Whether the text of a conversation tells of a tool."""
         asked: list[Json] = [{"role": "user", "content": "?"}]
         try:
-            told = self._render(asked, [PROBE_TOOL], text_arguments=False)
-            return told != self._render(asked, (), text_arguments=False)
+            return self._render(asked, [PROBE_TOOL]) != self._render(asked, ())
         except TemplateError:
             return True  # a line that it takes will show it
 
@@ -151,13 +254,18 @@ class ChatTemplate:
         return not takes(text_arguments=False) and takes(text_arguments=True)
 
     def _refused(
-        self, messages: Sequence[Json], tools: Sequence[Json], texts_only: bool, error: str
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json],
+        arguments: Mapping[str, object],
+        texts_only: bool,
+        error: str,
     ) -> str:
         """The first message at which the template ends with this error."""
 
         def fails(count: int, tools: Sequence[Json]) -> bool:
             try:
-                self._render(messages[:count], tools, text_arguments=texts_only)
+                self._render(messages[:count], tools, arguments, text_arguments=texts_only)
             except TemplateError as other:
                 return str(other) == error
             return False
@@ -173,8 +281,9 @@ class ChatTemplate:
         self,
         messages: Sequence[Json],
         tools: Sequence[Json],
+        arguments: Mapping[str, object] = _NO_ARGUMENTS,
         *,
-        text_arguments: bool,
+        text_arguments: bool = False,
         opens: bool = True,
     ) -> str:
         """opens: an answer begins behind the last message.
@@ -191,6 +300,8 @@ class ChatTemplate:
             for message in messages
         ]
         described = [_map_texts(tool, self._cut_special) for tool in tools]
+        switches = {**self.arguments, **arguments}
+        switches = {name: _map_texts(one, self._cut_special) for name, one in switches.items()}
         render: Callable[..., object] = self._tokenizer.apply_chat_template
         try:
             text = render(
@@ -198,6 +309,7 @@ class ChatTemplate:
                 tools=described or None,
                 tokenize=False,
                 add_generation_prompt=opens,
+                **switches,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from error
@@ -209,6 +321,31 @@ class ChatTemplate:
     def _cut_added(self, text: str) -> str:
         """Tool results: marks that are no control tokens, such as `<tool_call>`, are cut, too."""
         return _cut(text, self._added)
+
+
+def _with_file(tokenizer: Tokenizer, field: str, file: object) -> Tokenizer:
+    """The tokenizer with the template of a file.  Raises ConfigError."""
+    import jinja2
+
+    other = copy.copy(tokenizer)  # both share the vocabulary
+    try:
+        other.chat_template = Path(str(file)).expanduser().read_text(encoding="utf-8")
+        _variables(other.chat_template)
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        raise ConfigError(field, file, f"it is no readable Jinja template: {error}") from error
+    return other
+
+
+def _variables(template: str) -> set[str]:
+    """Variables that a template reads and does not set itself, but as a default."""
+    from jinja2 import meta, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(template).environment  # knows the tags of templates
+    parsed = environment.parse(template)
+    loops = parsed.find_all(nodes.For)  # jinja does not see that they set a name before it is read
+    own = {one.name for loop in loops for one in loop.find_all(nodes.Name) if one.ctx == "store"}
+    return set(meta.find_undeclared_variables(parsed)) - own
 
 
 def without_cuts(text: str) -> str:

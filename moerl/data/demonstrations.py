@@ -12,9 +12,11 @@ each epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from moerl.core.errors import ConfigError, LineError
@@ -33,10 +35,15 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
+from moerl.data.chat_template import ARGUMENTS, ChatTemplate
 from moerl.data.prompt_files import line_error
+from moerl.data.template_parts import THOUGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+_NO_TEMPLATES: Mapping[str, ChatTemplate | None] = MappingProxyType({})
 
 
 def demonstration_plan(
@@ -79,35 +86,52 @@ class AnswerEnd:
     policy never samples it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError for a tokenizer without an end token."""
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate | None] = _NO_TEMPLATES
+    ) -> None:
+        """templates: of tasks, by label; else the tokenizer's own.
+
+        Raises ConfigError for a tokenizer without an end token.
+        """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "model.path", tokenizer.name_or_path, "its tokenizer has no end token"
             )
         self._plain = (int(tokenizer.eos_token_id),)
-        self._header, self._templated = "", self._plain
-        if tokenizer.chat_template:
-            self._header, behind = _around_answer(tokenizer)
-            ids = tokenizer.encode(behind, add_special_tokens=False)
-            added = tokenizer.added_tokens_decoder
-            if ends := [place for place, token in enumerate(ids) if token in added]:
-                self._templated = tuple(ids[: ends[0] + 1])
+        self._own, self._templates = ChatTemplate(tokenizer), templates
+        self._found: dict[tuple[str, bytes], tuple[str, tuple[int, ...]]] = {}
 
     def of(self, prompt: Prompt) -> tuple[int, ...]:
         """The end of an answer to a prompt; a templated one ends with the header of an answer."""
-        is_templated = bool(self._header) and prompt.text.endswith(self._header)
-        return self._templated if is_templated else self._plain
+        arguments = prompt.extra.get(ARGUMENTS) or {}
+        key = prompt.task, msgspec.json.encode(arguments, order="sorted")
+        if key not in self._found:
+            template = self._templates.get(prompt.task) or self._own
+            self._found[key] = self._around(template, arguments)
+        header, end = self._found[key]
+        return end if header and prompt.text.endswith(header) else self._plain
+
+    def _around(
+        self, template: ChatTemplate, arguments: Mapping[str, object]
+    ) -> tuple[str, tuple[int, ...]]:
+        """(text that opens an answer, tokens that end it)."""
+        tokenizer = template.tokenizer
+        if not tokenizer.chat_template:
+            return "", self._plain
+        header, behind = _around_answer(tokenizer, {**template.arguments, **arguments})
+        ids = tokenizer.encode(behind, add_special_tokens=False)
+        ends = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+        return header, tuple(ids[: ends[0] + 1]) if ends else self._plain
 
 
-def _around_answer(tokenizer: Tokenizer) -> tuple[str, str]:
+def _around_answer(tokenizer: Tokenizer, arguments: Mapping[str, object]) -> tuple[str, str]:
     """Text that the template writes before an answer and behind it; empty where it refuses one."""
     mark, asked = "ANSWER", [{"role": "user", "content": "QUESTION"}]
 
+    render: Callable[..., object] = tokenizer.apply_chat_template
+
     def written(messages: list[dict[str, str]], *, begins: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
-        )
+        return str(render(messages, tokenize=False, add_generation_prompt=begins, **arguments))
 
     try:
         question = written(asked, begins=False)
@@ -157,6 +181,12 @@ def _texts(prompt: Prompt) -> Sequence[str]:
         if not isinstance(prompt.answer, str) or not prompt.answer:
             problem = f"has the answer {prompt.answer!r}; sft needs a text to learn"
             raise refused(prompt, problem, "no answer")
+        if thought := next((name for name in THOUGHTS if prompt.extra.get(name)), ""):
+            problem = (
+                f"has {thought!r} beside its answer; sft learns the content alone: write both into "
+                "it as the policy samples them"
+            )
+            raise refused(prompt, problem, "reasoning")
         return [prompt.answer]
     texts = prompt.extra["demonstration"]
     valid = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)

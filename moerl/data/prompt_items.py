@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, get_args
 
 from moerl.config.schema import Column
 from moerl.core.types import PromptOrigin
-from moerl.data.chat_template import Json
+from moerl.data.chat_template import ARGUMENTS, Json
 from moerl.data.plain_values import MEDIA, FieldError, media, plain_fields
+from moerl.data.template_parts import THOUGHTS
 
 _ROLES: tuple[Column, ...] = get_args(Column)
 _ASKED: tuple[Column, ...] = ("prompt", "messages")  # a line has one of them
@@ -33,6 +35,7 @@ class Item:
     messages: tuple[Json, ...] = ()  # instead of `prompt`, as `ChatTemplate` takes them
     tools: tuple[Json, ...] = ()  # descriptions of functions, in OpenAI's form
     extra: dict[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)  # of the chat template
     origin: PromptOrigin | None = None
 
 
@@ -55,8 +58,9 @@ def item_of(
     ((role, asked),) = found
     name = columns.get(role, role)
     answer, tools = _answer(values.get("answer")), _tools(values.get("tools"))
+    arguments = _arguments(values.get(ARGUMENTS), columns.get(ARGUMENTS, ARGUMENTS))
     if isinstance(asked, str) and role == "prompt":
-        return Item(asked, answer, (), tools, extra, origin)
+        return Item(asked, answer, (), tools, extra, arguments, origin)
     messages = _messages(asked, name)
     if messages[-1]["role"] == "assistant":
         *messages, last = messages
@@ -67,7 +71,8 @@ def item_of(
                 f"{columns.get('answer', 'answer')!r}, which it becomes",
             )
         answer = last["content"]
-    return Item("", answer, tuple(messages), tools, extra, origin)
+        extra |= {name: last[name] for name in THOUGHTS if last.get(name)}
+    return Item("", answer, tuple(messages), tools, extra, arguments, origin)
 
 
 def _names(columns: Mapping[Column, str]) -> dict[Column, str]:
@@ -179,6 +184,17 @@ def _tools(value: Any) -> tuple[Json, ...]:
             "task.columns={tools: ''} leaves the column to the reward",
         )
     return tuple(tools)
+
+
+def _arguments(value: Any, name: str) -> Json:
+    """Variables of the chat template, an object or its JSON text.  Raises FieldError."""
+    if isinstance(value, str) and value:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value or {}, dict):
+        problem = f"has {name!r} that is no object of a template's variables: {_short(value)}"
+        raise FieldError("template", problem)
+    return {key: one for key, one in (value or {}).items() if one is not None}
 
 
 def _short(value: Any) -> str:

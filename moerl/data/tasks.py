@@ -19,13 +19,22 @@ import numpy as np
 from moerl.config.functions import load_below
 from moerl.config.schema import TaskConfig
 from moerl.config.task_tables import PACKAGE, REWARDS, SOURCES
+from moerl.config.template_names import template_words
 from moerl.core.errors import ConfigError, LineError, ModelError, nearest
 from moerl.core.types import Prompt, PromptOrigin
-from moerl.data.chat_template import ChatTemplate, Json, TemplateError, without_cuts
+from moerl.data.chat_template import (
+    ARGUMENTS,
+    ChatTemplate,
+    Json,
+    LeftOutError,
+    TemplateError,
+    without_cuts,
+)
 from moerl.data.environments import demonstration
 from moerl.data.plain_values import FieldError
 from moerl.data.prompt_files import PromptFiles, line_error
 from moerl.data.prompt_items import Item
+from moerl.data.template_parts import Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -110,11 +119,16 @@ class PromptStream:
 
         Raises ConfigError for every fault of the settings and of the files as a whole.
         """
-        if task.chat_template and tokenizer and not tokenizer.chat_template:
-            raise ConfigError("task.chat_template", True, "the model's tokenizer has no template")
-        self._task, self._tokenizer, self._seed = task, tokenizer, seed
-        self.template = ChatTemplate(tokenizer) if tokenizer else None
+        self.template: ChatTemplate | None = None
+        if tokenizer:
+            self.template = ChatTemplate(tokenizer, task.chat_template, task.template_arguments)
+            if task.chat_template and not self.template.tokenizer.chat_template:
+                problem = "the model's tokenizer has no template"
+                raise ConfigError("task.chat_template", task.chat_template, problem)
+        self._task, self._seed = task, seed
         self._most = min(task.max_prompt_tokens, room or task.max_prompt_tokens)
+        self._uses_template = False
+        self.left_out: set[str] = set()  # parts of messages that the template may leave out
         functions = [term.function for term in task.terms]
         self._needs_answer = task.environment == "check_digits" or any(
             function in REWARDS for function in functions
@@ -123,6 +137,12 @@ class PromptStream:
         self._source: Source = load_below(PACKAGE, SOURCES[task.name].factory)(task, seed)
         self._order: tuple[int, np.ndarray] | None = None  # epoch and its permutation
         self._bad: dict[int, LineError] = {}  # bad lines that were drawn, by place
+
+    @property
+    def template_words(self) -> str:
+        """Template and arguments of the prompts so far; empty: they needed none."""
+        task = self._task
+        return template_words(task.chat_template, task.template_arguments) * self._uses_template
 
     @property
     def num_lines(self) -> int:
@@ -178,6 +198,8 @@ class PromptStream:
             problem = f"has no {name!r}, which task.reward = {self._task.reward} needs"
             raise self._refused(item, index, f"{problem} (task.columns names another)", "no answer")
         extra = dict(item.extra)
+        if item.arguments:
+            extra[ARGUMENTS] = item.arguments  # the template is applied to turns and answers, too
         if self._task.kind.speaks_messages:
             extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
             if item.tools:
@@ -210,11 +232,11 @@ class PromptStream:
         A text that is too long for any tokenizer has none: its tokens take 400 bytes each.
         """
         text = "\n".join(str(message["content"]) for message in item.messages) or item.prompt
-        if self._tokenizer is None or self.template is None:
+        if self.template is None:
             return text, [0], 1
         if len(text) > self._most < (least := len(text) // self.template.longest):
             return text, (), least
-        has_template = bool(self._tokenizer.chat_template)
+        has_template = bool(self.template.tokenizer.chat_template)
         if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
             begin = not (item.messages or self._task.chat_template)
             ids = self.template.encode_plain(text, begin=begin)
@@ -228,8 +250,9 @@ class PromptStream:
             shown = self._shown(self.template, messages, item)
             ids, _ = self.template.encode(shown)
             return without_cuts(shown), ids, len(ids)
-        if item.tools:
-            raise FieldError("tools", 'has "tools", which need task.chat_template=true')
+        for name, value in (("tools", item.tools), (ARGUMENTS, item.arguments)):
+            if value:
+                raise FieldError(name, f'has "{name}", which need task.chat_template=true')
         ids = self.template.encode_plain(item.prompt, begin=True)
         return item.prompt, ids, len(ids)
 
@@ -238,26 +261,39 @@ class PromptStream:
 
         Raises FieldError, and ConfigError for a template that opens no answer.
         """
-        assert self._tokenizer is not None
         if not template.opens_answers:
             raise ConfigError(
-                "model.path",
-                self._tokenizer.name_or_path,
+                *template.source,
                 "its chat template ignores add_generation_prompt, so the policy would go on with "
                 "the user's message; use a template that opens an answer",
             )
+        self._uses_template = True
         try:
-            shown = template.render(messages, item.tools)
-            is_lost = item.tools and not template.writes_tools
-            is_lost = is_lost and shown == template.render(messages)  # it may want a system message
+            arguments = template.checked(item.arguments)
+        except TemplateError as error:
+            name = self._task.columns.get(ARGUMENTS, ARGUMENTS)
+            raise FieldError("template", f"cannot be used: {name}: {error}") from error
+        try:
+            shown, left_out = template.render_whole(messages, item.tools, arguments)
+        except LeftOutError as error:
+            raise self._lost(error.part, len(messages) - len(item.messages)) from error
         except TemplateError as error:
             raise FieldError("template", f"cannot be used: {error}") from error
-        if is_lost:
+        self.left_out.update(f"{part.field} of role {part.role}" for part in left_out)
+        return shown
+
+    def _lost(self, part: Part | None, before: int) -> FieldError:
+        """before: number of messages that the line does not have."""
+        if part is None:
             name = self._task.columns.get("tools", "tools")
             problem = f"has {name!r}, and the model's chat template writes no tools; "
             way = "task.columns={tools: ''} leaves the column to the reward"
-            raise FieldError("tools", problem + way)
-        return shown
+            return FieldError("tools", problem + way)
+        name = self._task.columns.get("messages", "messages")
+        where = f"{name}[{part.place - before}].{part.field}"
+        way = "use a template that does (task.chat_template), or leave the field out"
+        problem = f"has {where!r}, which the chat template does not write; {way}"
+        return FieldError("left out", problem)
 
     def _messages(self, item: Item) -> list[Json]:
         """Of the item, behind a system message."""

@@ -35,11 +35,13 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
     from moerl.agents.programs.remote_workers import RemoteWorkers
     from moerl.agents.prompt_tokens import PromptTokens
     from moerl.agents.stop_texts import StopFinder
+    from moerl.data.chat_template import ChatTemplate
     from moerl.records.blob_ranges import read_logprobs
 
     if task.agent.command:
         program_of(task.agent.command)
-    tokens = PromptTokens(context.tokenizer())
+    template = ChatTemplate(context.tokenizer(), task.chat_template, task.template_arguments)
+    tokens = PromptTokens(context.tokenizer(), template)
     policy = Policy(
         tokens=tokens,
         finder=StopFinder(tokens),

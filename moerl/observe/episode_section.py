@@ -20,6 +20,7 @@ _REASONS = {
     "repeated": "the same request again",
     "rewritten": "the history was rewritten",
     "tools_changed": "with other tools",
+    "arguments_changed": "with other arguments of the template",
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from moerl.config.load import printed
 from moerl.config.schema import Config
 from moerl.config.task_mixture import entries_of
+from moerl.config.template_names import template_words
 from moerl.observe.charts import draw_timeline
 from moerl.observe.console import alerts, clock
 from moerl.observe.episode_section import counted, episode_section, reward_of, spread
@@ -256,6 +257,9 @@ def _subtitle(config: Config, rows: Sequence[Row]) -> str:
         f"routing replay {config.replay.routing}",
         f"sampling mask {'kept' if config.replay.sampling_mask else 'off'}",
     ]
+    used = [(one.chat_template, one.template_arguments) for one in entries]
+    if words := dict.fromkeys(template_words(*one) for one in used if any(one)):
+        parts.append(f"chat template {' or '.join(words)}")
     if rows:
         ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rows[-1]["time_s"]))
         parts.append(f"last step {ended}")

@@ -99,6 +99,7 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
               {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
                "agent/origin/repeated": "repeated", "agent/origin/rewritten": "rewritten",
                "agent/origin/tools_changed": "other tools",
+               "agent/origin/arguments_changed": "other arguments",
                "agent/origin/new": "another conversation"}, "zero"),
         Chart("Tokens saved by rows of several turns", "share",
               {"sample/shared_frac": "of a row per turn"}, "share"),

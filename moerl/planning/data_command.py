@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
+from moerl.config.template_names import arguments_words
 from moerl.core.errors import ConfigError, printable
 from moerl.core.types import Prompt
 from moerl.launch.arguments import Overrides, Recipe
@@ -92,6 +93,10 @@ def _of_task(
     if one.lines:
         yield from _counts(one, has_tokens=tokenizer is not None)
     prompts = list(islice(one.prompts(), _SHOWN))
+    if words := one.stream.template_words:
+        yield f"  template    {words}"
+    if one.stream.left_out:
+        yield f"  left out    by the template: {', '.join(sorted(one.stream.left_out))}"
     for prompt, rewards in zip(prompts, _rewards(one, prompts, responses), strict=True):
         yield ""
         yield prompt.name
@@ -155,6 +160,8 @@ def _named(ranges: Sequence[Sequence[str | int]]) -> str:
 
 def _prompt(prompt: Prompt, stream: PromptStream, tokenizer: Tokenizer | None) -> Iterator[str]:
     yield f"  text     {_cut(repr(prompt.text), _TEXT)}"
+    if arguments := prompt.extra.get("chat_template_kwargs"):
+        yield f"  its own  {arguments_words(arguments)}"
     if tokenizer is None or stream.template is None:
         return
     control = stream.template.control_ids

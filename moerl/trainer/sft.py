@@ -92,7 +92,10 @@ def _train(config: Config, run: RunDir) -> None:
     source = HfFolder(config.model.path)
     store = BlobStore(run.root / "blobs", "none")
     tokenizer = load_tokenizer(config.model.path)
-    encode, end = partial(tokenizer.encode, add_special_tokens=False), AnswerEnd(tokenizer)
+    stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
+    templates = {entry.label: one.template for entry, one in stream.streams}
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    end = AnswerEnd(tokenizer, templates)
     cut: dict[str, Any] = {
         "dp_size": ranks.dp_size,
         "max_tokens_per_microbatch": trainer.max_tokens_per_microbatch,
@@ -118,7 +121,6 @@ def _train(config: Config, run: RunDir) -> None:
         plan = value_plan([row for row, _ in rows], step=step, **cut)
         return critic.fit(plan, [rows[place.group][1] for place in plan.rows])
 
-    stream = PromptMixture(entries_of(config), tokenizer, config.run.seed)
     check = learnable(kind)
 
     def drawn(index: int) -> Prompt:

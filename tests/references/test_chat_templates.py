@@ -7,15 +7,19 @@ real answer, with its call; a template that writes something else there is found
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.core.errors import ConfigError
+from moerl.core.types import Array
 from moerl.data.chat_template import TemplateError
-from tests.helpers.chat_tokenizer import chat_tokenizer
+from tests.helpers.chat_tokenizer import END, chat_tokenizer
 
 SPEC = importlib.util.find_spec("trl")
 FOLDER = Path(SPEC.origin if SPEC and SPEC.origin else "").parent / "chat_templates"
@@ -86,3 +90,44 @@ def test_results_that_would_be_lost_are_refused(name: str) -> None:
     except TemplateError:
         return
     assert RESULTS[0].text not in lost or not whole.endswith(lost)
+
+
+SWITCHED = [  # template, variable, its values, what only the first of them writes
+    ("qwen3", "enable_thinking", (False, True), "<think>\n\n</think>\n\n"),
+    ("gptoss", "reasoning_effort", ("low", "high"), "Reasoning: low"),
+]
+
+
+@pytest.mark.parametrize(("name", "variable", "values", "said"), SWITCHED)
+def test_switches_of_public_templates(name: str, variable: str, values: Any, said: str) -> None:
+    """The prompt is that of transformers; a second turn begins with the first one's tokens."""
+    tokens, tokenizer = template(name), chat_tokenizer()
+    render: Any = tokens.template.tokenizer.apply_chat_template
+    assert tokens.template.reads is not None
+    assert variable in tokens.template.reads
+    for value in values:
+        given: Json = {variable: value}
+        first = tokens.whole([USER], [ADD], given)
+        shown = render(
+            [USER.for_template()], tools=[ADD], tokenize=False, add_generation_prompt=True, **given
+        )
+        assert tokens.decode(first.ids.tolist()) == shown
+        assert (said in shown) is (value == values[0]), "control: the other mode"
+        sampled = tokenizer.encode("<think>hm</think>3")
+        parent = Row(np.concatenate([first.ids, np.asarray([*sampled, END], np.int32)]))
+        second = tokens.continued(parent, frozenset({END}), [NEXT], [ADD], given)
+        np.testing.assert_array_equal(
+            second.ids[: second.inherited], parent.token_ids[: second.inherited]
+        )
+        assert second.inherited >= parent.token_ids.size - 1
+        opened = render([USER.for_template()], tokenize=False, add_generation_prompt=True, **given)
+        whole = tokens.decode(second.ids.tolist())
+        assert "3 + 4?" in whole
+        assert whole.endswith(opened[-12:]), "the answer is opened in the same mode"
+    with pytest.raises(TemplateError, match=f"reads no thinkin; its variables: .*{variable}"):
+        tokens.template.checked({"thinkin": True})
+
+
+@dataclass
+class Row:
+    token_ids: Array

@@ -25,7 +25,7 @@ from moerl.agents.chat_messages import (
 from moerl.agents.episode_types import TurnAnswer
 from moerl.agents.gateway.answer_stream import PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
-from moerl.agents.gateway.openai_requests import ChatRequest, ClientRequest, StopTexts
+from moerl.agents.gateway.openai_requests import ChatRequest, ClientRequest, StopTexts, Thinking
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -80,6 +80,8 @@ class MessagesRequest(ClientRequest, frozen=True, kw_only=True):
     tool_choice: Json | None = None
     stop_sequences: StopTexts | None = None
     stream: bool | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: Json | None = None
 
     def chat(self) -> ChatRequest:
         """The same request in OpenAI's form.  Raises ApiError."""
@@ -93,6 +95,8 @@ class MessagesRequest(ClientRequest, frozen=True, kw_only=True):
             tool_choice=_choice(self.tool_choice),
             stop=self.stop_sequences or None,
             stream=self.stream,
+            thinking=self.thinking,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 

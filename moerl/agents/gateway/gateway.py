@@ -389,6 +389,7 @@ def _turns(
         calls=asked.tool_choice != "none",
         tell=tell,
         role=role,
+        switches=asked.switches,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 import msgspec
 
 from moerl.agents.chat_messages import ChatMessage, Json
-from moerl.agents.episode_types import Ends
+from moerl.agents.episode_types import Ends, Switches
 from moerl.agents.gateway import grammar_fields
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.core.types import Grammar, SamplingParams
@@ -75,11 +75,28 @@ class _Ending(ClientRequest, frozen=True, kw_only=True):
         return bool((self.stream_options or {}).get("include_usage"))
 
 
+class Thinking(msgspec.Struct, frozen=True):
+    """In Anthropic's form, which other services take in OpenAI's requests."""
+
+    type: str
+
+
+_THINKING = {"enabled": True, "disabled": False}
+
+
 class ChatRequest(_Ending, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     logprobs: bool | None = None
+    chat_template_kwargs: Json | None = None
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def switches(self) -> Switches:
+        thinking = _THINKING.get(self.thinking.type) if self.thinking else None
+        return Switches(self.chat_template_kwargs or {}, self.reasoning_effort or "", thinking)
 
 
 class CompletionRequest(_Ending, frozen=True, kw_only=True):
@@ -126,11 +143,15 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
 }
+_REASONS = {
+    "chat_template": "it is the recipe's (task.chat_template)",
+    "chat_template_kwargs": "no template is applied",
+}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction",
-    "reasoning_effort", "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
-    "skip_special_tokens", "thinking", "reasoning", "include", "truncation", "context_management",
+    "verbosity", "top_logprobs", "safety_identifier", "prompt_cache_key",
+    "skip_special_tokens", "include", "truncation", "context_management",
 }  # fmt: skip
 
 
@@ -159,13 +180,9 @@ def read_request(
 def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None:
     for name, neutral in refused.items():
         if body.get(name) is not None and body[name] not in neutral:
-            raise ApiError(
-                400,
-                "unsupported_parameter",
-                f"{name}: not supported, because what it changes could not be replayed; leave it "
-                "out",
-                retry=False,
-            )
+            why = _REASONS.get(name, "what it changes could not be replayed")
+            message = f"{name}: not supported, because {why}; leave it out"
+            raise ApiError(400, "unsupported_parameter", message, retry=False)
 
 
 def check_chat(chat: ChatRequest) -> None:

@@ -57,6 +57,10 @@ class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Json | None = None
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+
+
 class ResponsesRequest(ClientRequest, frozen=True, kw_only=True):
     """The body of a request to /v1/responses."""
 
@@ -74,6 +78,8 @@ class ResponsesRequest(ClientRequest, frozen=True, kw_only=True):
     tools: list[ResponsesTool] | None = None
     tool_choice: str | Json | None = None
     stream: bool | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: Json | None = None
 
     def chat(self) -> ChatRequest:
         """The same request in OpenAI's chat form.  Raises ApiError."""
@@ -90,6 +96,8 @@ class ResponsesRequest(ClientRequest, frozen=True, kw_only=True):
             tools=[_function(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
             tool_choice=self.tool_choice,
             stream=self.stream,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 

@@ -39,7 +39,9 @@ class EngineJudge:
         """token: of the server.  Raises ConfigError."""
         self._term, self._token, self._log = term, token, server_log
         tokenizer = load_tokenizer(term.model)
-        self._template, self._has_template = ChatTemplate(tokenizer), bool(tokenizer.chat_template)
+        self._template = ChatTemplate(
+            tokenizer, term.chat_template, term.template_arguments, "task.rewards"
+        )
         self._values = first_tokens(term, tokenizer.encode)
         self._starting = asyncio.Lock()
         self._server: EngineServer | None = None
@@ -78,7 +80,7 @@ class EngineJudge:
             "other": other.episode.responses[-1] if other else "",
         }
         text = _FIELD.sub(lambda found: fields[found[1]], self._term.prompt)
-        if not self._has_template:
+        if not self._template.tokenizer.chat_template:
             return list(self._template.encode_plain(text, begin=True))
         return self._template.encode(self._template.render([{"role": "user", "content": text}]))[0]
 
