@@ -95,8 +95,9 @@ STAGES = (
     Stage(
         "trainer",
         18,
-        "multi/test_checkpoint_writer.py multi/test_critic.py multi/test_dither*.py"
-        " multi/test_lora_*.py multi/test_minibatch_training.py multi/test_mismatch_dump.py"
+        "multi/test_bad_steps.py multi/test_checkpoint_writer.py multi/test_critic.py"
+        " multi/test_dither*.py multi/test_lora_*.py multi/test_minibatch_training.py"
+        " multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
         " multi/test_sglang_lora_pool.py multi/test_shared_prompts.py"
         " multi/test_support_training.py multi/test_teacher_training.py multi/test_train*.py"
@@ -107,7 +108,8 @@ STAGES = (
         "engine",
         20,
         "e2e/test_agent_gateway.py e2e/test_agent_streams.py e2e/test_delta.py"
-        " e2e/test_engine_e2e.py e2e/test_fp32_head_engine.py e2e/test_grammars.py"
+        " e2e/test_engine_e2e.py e2e/test_eval_command.py e2e/test_fp32_head_engine.py"
+        " e2e/test_grammars.py"
         " e2e/test_long_answers_engine.py e2e/test_mixed_engines_run.py"
         " e2e/test_model_dp_attention.py e2e/test_model_plan.py e2e/test_modes.py"
         " e2e/test_replay_engine.py e2e/test_sleeping_engine.py e2e/test_sync.py"
@@ -116,10 +118,11 @@ STAGES = (
     Stage("models", 21, "e2e/test_model_dsa.py e2e/test_model_families.py"),
     Stage(
         "recipes",
-        18,
+        19,
         "e2e/test_architecture.py e2e/test_colocated_run.py e2e/test_data_files_run.py"
         " e2e/test_examples_run.py e2e/test_lora_*.py e2e/test_model_start_run.py"
-        " e2e/test_nccl_settings.py e2e/test_recipes.py e2e/test_sft.py e2e/test_train.py",
+        " e2e/test_nccl_settings.py e2e/test_recipes.py e2e/test_sft.py e2e/test_template_run.py"
+        " e2e/test_train.py",
     ),
     Stage(
         "variants",
@@ -130,8 +133,9 @@ STAGES = (
     ),
     Stage(
         "faults",
-        20,
-        "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py e2e/test_failure.py"
+        21,
+        "e2e/test_agent_turn_log.py e2e/test_async.py e2e/test_chaos.py"
+        " e2e/test_copied_runs.py e2e/test_failure.py"
         " e2e/test_killed_processes.py e2e/test_membership_e2e.py e2e/test_ref_models_run.py"
         " e2e/test_rerun.py e2e/test_resume_run.py e2e/test_stragglers.py e2e/test_teachers_run.py"
         " e2e/test_value_head_run.py",

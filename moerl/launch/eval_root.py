@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +18,6 @@ from typing import IO, Any
 from moerl.config import Config
 from moerl.core.atomic import atomic_write
 from moerl.core.errors import ConfigError, MoerlError, cause_of
-from moerl.engine.host.scratch_dir import remove_abandoned
 from moerl.launch.eval_settings import evaluated
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import with_one_model
@@ -74,7 +72,6 @@ def _evaluate(config: Config, run: RunDir, scratch: Path, err: IO[str]) -> dict[
         metrics, prompts = Supervisor(context, console, scratch, signals).evaluate()
     finally:
         end_descendants(STOP_GRACE_S)
-        remove_abandoned(Path(tempfile.gettempdir()))
         for folder in (context.journal_folder, context.blob_dir):
             shutil.rmtree(folder, ignore_errors=True)
     return {"model": model, "metrics": metrics, "prompts": prompts}

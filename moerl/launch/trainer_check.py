@@ -24,6 +24,13 @@ from moerl.trainer.start_check import Job
 _WAIT_S = 300.0
 
 
+def _has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron") is not None
+    except ImportError:
+        return False
+
+
 def check_trainer(config: Config, hf: Mapping[str, Any]) -> list[str]:
     """Raises ConfigError; returns a sentence for each check that this machine cannot make.
 
@@ -32,7 +39,7 @@ def check_trainer(config: Config, hf: Mapping[str, Any]) -> list[str]:
     trainer, start = config.trainer, config.lora.start and has_weights(Path(config.model.path))
     if not trainer.megatron and not start:
         return []
-    if importlib.util.find_spec("megatron") is None:
+    if not _has_megatron():
         return ["trainer.megatron was not checked: megatron-core is not installed here"]
     on_gpus = placement(config).trainers[0].node.group.devices > 0
     job = Job(

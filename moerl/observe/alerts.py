@@ -4,8 +4,7 @@ An alert is 1 when its condition holds, 0 when it does not, and absent when the 
 metrics for it.  The console and the report show the alerts that are 1.  An alert warns; it never
 stops the run.  The probe computes the alerts that need the model (`moerl.trainer.passes.probe`).
 
-docs/metrics.md gives the source of each limit, and a fault on which each alert was seen.  Five
-quickstarts of different seeds raise none (tests/unit/test_alerts.py).
+docs/metrics.md gives the source of each limit, runs that raise no alert, and faults that do.
 """
 
 from __future__ import annotations

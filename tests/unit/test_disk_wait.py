@@ -31,6 +31,8 @@ def test_a_wait_is_said_at_its_begin_at_times_and_at_its_end(clock: list[float])
     wait.done()
     assert said[3:] == ["hf/: written after 64 s without room"]
     clock[0] = 200.0
+    assert wait.again("no room"), "another wait begins"
+    clock[0] = 300.0
     assert not wait.again("no room")
 
 
@@ -46,7 +48,7 @@ def test_nothing_is_tried_until_there_is_room(
 ) -> None:
     free = iter([10, 20, 99, 99, 50, 100, 7])
     said: list[str] = []
-    monkeypatch.setattr(disk_wait, "_free", lambda _: next(free))
+    monkeypatch.setattr(disk_wait, "free_bytes", lambda _: next(free))
     monkeypatch.setattr(disk_wait.time, "sleep", lambda _: None)
     wait = DiskPatience(100.0, said.append).begin("hf/")
     assert wait.for_room(tmp_path, 100, "no room")

@@ -68,7 +68,10 @@ def test_fields_are_filled_once_and_a_response_fills_none(folder: Path) -> None:
     made = judge(folder, lambda text: 0.5, prompt="{prompt}{answer}{response}{other}")
     seen: list[str] = []
     made._has_template = False
-    made._template = SimpleNamespace(encode_plain=lambda text, begin: seen.append(text) or [])  # type: ignore[assignment]
+    made._template = SimpleNamespace(  # type: ignore[assignment]
+        tokenizer=SimpleNamespace(chat_template=""),
+        encode_plain=lambda text, begin: seen.append(text) or [],
+    )
     first, second = asked(PROMPT, [view("{answer}"), view("2")])
     made._filled(first)
     made._filled(first, second)

@@ -175,7 +175,8 @@ def test_a_start_takes_what_the_plan_says(
 ) -> None:
     """The run reads no shapes: its settings have it.  Without the saver nothing starts."""
     started: list[list[str]] = []
-    monkeypatch.setattr(cli, "_check_fields", lambda _config: None)
+    for name in ("_check_fields", "_check_gpus"):
+        monkeypatch.setattr(cli, name, lambda _config: None)
     monkeypatch.setattr(cli, "_guarded", lambda arguments: started.append(arguments["overrides"]))
 
     def start(*words: str) -> str:

@@ -92,7 +92,8 @@ def test_agreement_is_reported_by_layer() -> None:
 
 def rows() -> list[dict]:
     layers = {f"probe/live_agree_frac/layer_{n}": 1 - 0.01 * n for n in (0, 2, 10)}
-    return [{"step": 0, "time_s": 1.0} | layers, {"step": 1, "time_s": 2.0}]
+    load = {"routing/load_entropy_frac_mean": 0.9, "routing/dead_experts": 1.0}
+    return [{"step": 0, "time_s": 1.0} | layers | load, {"step": 1, "time_s": 2.0}]
 
 
 def test_the_report_shows_routers_by_layer(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_the_report_shows_routers_by_layer(tmp_path: Path) -> None:
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     run.expert_load.write_text("".join(json.dumps(load) + "\n" for load in loads))
     agreement, load = router_heatmaps(rows(), loads)
-    assert (list(agreement.y), list(agreement.x)) == ([0, 2, 10], [0])
+    assert (list(agreement.y), list(agreement.x)) == ([0, 2, 10], [1])
     assert [list(row) for row in load.values] == [[1.0, 1.0], [2.0, 0.0]], "of the newest step"
     page = write_report(run, resolve(load_config("quickstart"))).read_text()
     assert "<h2" in page

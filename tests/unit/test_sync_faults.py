@@ -219,7 +219,7 @@ def test_a_full_disk_costs_spans_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer, full = Tracer(tmp_path, "p"), True
-    file = tracer._file
+    file = tracer._path.open("a", buffering=1, encoding="utf-8")
 
     def write(line: str) -> None:
         if full:
@@ -229,7 +229,7 @@ def test_a_full_disk_costs_spans_and_nothing_else(
     tracer._file = SimpleNamespace(write=write, tell=file.tell, closed=False)  # type: ignore[assignment]
     for _ in range(3):
         tracer.add("publish", 0.0, 1.0)
-    assert caplog.text.count("spans of p are lost: ") == 1
+    assert caplog.text.count("the trace of p failed: ") == 1
     full = False
     tracer.add("publish", 1.0, 2.0)
     assert [span["start_s"] for span in read_spans(tmp_path)] == [1.0]

@@ -361,5 +361,5 @@ def test_the_tool_makes_a_folder_and_refuses_an_unknown_key(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 16
     refused = tool("other", "hidden=16")
     assert refused.returncode == 1
-    assert "model.tiny has enabled, hidden_size" in refused.stderr
+    assert "did you mean model.tiny.hidden_size" in refused.stderr
     assert not (tmp_path / "other").exists()
