@@ -16,7 +16,6 @@ import typer
 from moerl.audit.paired import paired
 from moerl.core.errors import ConfigError
 from moerl.core.json_files import read_json
-from moerl.engine.host.scratch_dir import remove_abandoned
 from moerl.launch.arguments import Overrides
 from moerl.runtime.process_tree import guarded
 
@@ -104,11 +103,13 @@ def eval(
 
 def _evaluated(request: dict[str, Any], keep: str) -> dict[str, Any]:
     """The findings of one model.  Raises typer.Exit when it was not evaluated."""
+    from moerl.launch.eval_settings import remove_engine_folders
+
     with tempfile.TemporaryDirectory(prefix="moerl-") as folder:
         out = Path(folder) / "found.json"
         files = {"out": str(out), "keep": str(Path(keep).resolve()) if keep else ""}
         code = guarded(request | files, module="moerl.launch.eval_root")
-        remove_abandoned(Path(tempfile.gettempdir()))  # of engines: none of its processes is left
+        remove_engine_folders()
         if code:
             raise typer.Exit(code)
         return read_json(out)

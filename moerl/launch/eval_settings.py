@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from moerl.config.load import find_recipe, load_resumed, load_saved
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import CheckpointConfig, ObserveConfig, StreamConfig
 from moerl.core.errors import ConfigError, ModelError
+from moerl.engine.host.scratch_dir import remove_abandoned
 from moerl.runtime.run_dir import RunDir, find_run, read_manifest, refuse_foreign
 from moerl.trainer.checkpoints.find_checkpoint import find_checkpoint, model_of
 
@@ -102,3 +104,8 @@ def _folder(model: str, option: str) -> Path:
     saved, newest = load_saved(run.config), run.latest_checkpoint()
     is_last = newest is None or newest[0] >= saved.run.steps or saved.checkpoint.hf == "every"
     return run.hf if is_last and (run.hf / "config.json").is_file() else run.root
+
+
+def remove_engine_folders() -> None:
+    """Remove what engines left in the folder of temporary files, once their processes ended."""
+    remove_abandoned(Path(tempfile.gettempdir()))
