@@ -124,8 +124,7 @@ class TrainLoop:
         self.tracer = Tracer(context.run.trace, f"trainer-{parallel.rank}")
         _seed(config.run.seed)
         self.source = HfFolder(config.model.path)
-        resumes = context.checkpoint is not None
-        self.model = load_policy(config, self.source, parallel, resumes=resumes)
+        self.model = load_policy(config, self.source, parallel, resumes=bool(context.checkpoint))
         self.records = ReadAhead(context.blobs)
         self.ahead: BatchPlan | None = None  # the next step's plan, if it came with this one
         is_gae = config.algorithm.advantage == "gae"
@@ -137,23 +136,23 @@ class TrainLoop:
         # the first version of each trainer that contributed to these weights
         self.begins: tuple[PolicyVersion, ...] = (self.version,)
         self.consumed = IdSet()  # ids of the trained groups
-        self.saved_step = -1  # step of the newest checkpoint
-        self.hf_step = -1  # step of the weights in hf/
+        self.saved_step = self.hf_step = -1  # of the newest checkpoint, of the weights in hf/
         self.handed: dict[str, float] = {}  # metrics of the last hand-over
-        timeout_s = config.trainer.step_timeout_s
         # half of it, as for the journal: peers and the controller wait no longer
-        self.patience = DiskPatience(timeout_s / 2, self._tell)
+        self.patience = DiskPatience(config.trainer.step_timeout_s / 2, self._tell)
         self.expert_load = LineWriter(context.run.expert_load, self._tell)
         writes = context.run, config.checkpoint, parallel, self.tracer, context.incarnation
         self.writer = CheckpointWriter(*writes, self.patience)
-        self.client: RpcClient | None = None
-        if parallel.is_first:
-            self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
+        self.client = self._open_client() if parallel.is_first else None
         self.publisher: WeightPublisher | None = None
         if config.engine.count and not context.is_rerun:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
         self.teachers = self._open_teachers(on_failure)
         self.parked = Parked(self.learner, parallel.device) if takes_turns(config.cluster) else None
+
+    def _open_client(self) -> RpcClient:
+        timeout_s = self.config.trainer.step_timeout_s
+        return RpcClient(self.context.controller, self.context.keys, timeout_s=timeout_s)
 
     def _open_teachers(self, on_failure: Callable[[BaseException], None]) -> TeacherWriter | None:
         """The writer of teachers that follow the policy.  A rerun has no separate ones."""
