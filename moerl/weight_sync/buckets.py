@@ -57,7 +57,8 @@ class WirePolicy:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("engine.dtype", self.dtype, "use float32, bfloat16 or float16")
         if self.quantization not in ("none", "fp8_block"):
-            raise ConfigError("sync.quantization", self.quantization, "use none or fp8_block")
+            problem = "weights travel as they are (none) or as fp8_block"
+            raise ConfigError("engine.args.quantization", self.quantization, problem)
         if self.bucket_bytes < 1:
             raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "must be at least 1")
 
