@@ -99,12 +99,11 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     if quantization not in (None, "none", "fp8"):
         raise ConfigError("engine.args.quantization", quantization, "use none or fp8")
     policy = WirePolicy(engine.dtype, engine_wants(quantization, shapes), config.sync.bucket_bytes)
-    dense_tp = int(engine.args.get("moe_dense_tp_size") or 0)
     return [
         (
             model_spec(shapes),
             trainer,
-            EngineLayout(tp, engine.ep, engine.attention_dp, count, dense_tp),
+            EngineLayout(tp, engine.ep, engine.attention_dp, count),
             policy,
         )
         for tp, count in sorted(Counter(engine.sizes.values()).items())
@@ -346,7 +345,7 @@ def describe(
         f"{spec.family}, {_gb(found.model_bytes)} GB on the wire ({wire})",
         f"trainer: {trainer.world_size:,} ranks, {axes}",
         f"engines: {engines.num} x {engines.tp} ranks, ep {engines.ep}, attention over "
-        f"{engines.tp // engines.dp}, dense layers over {engines.dense_tp or engines.tp}",
+        f"{engines.tp // engines.dp}, dense layers over {engines.tp}",
         "",
         *(f"{name:<28}" + "".join(f"{cell:>12}" for cell in cells) for name, cells in rows.items()),
         "",

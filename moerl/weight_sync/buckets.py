@@ -44,7 +44,8 @@ class WirePolicy:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("engine.dtype", self.dtype, "use float32, bfloat16 or float16")
         if self.quantization not in FORMATS:
-            raise ConfigError("quantization", self.quantization, f"use one of {tuple(FORMATS)}")
+            problem = f"weights travel in one of {tuple(FORMATS)}"
+            raise ConfigError("engine.args.quantization", self.quantization, problem)
         if self.bucket_bytes < 1:
             raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "must be at least 1")
 

@@ -94,7 +94,7 @@ class FactorPlan:
         spec, engine = self.weights.spec, self.weights.engine
         if self.lora.serves_adapters:
             return whole_factors(spec, self.lora.rank_of, shared=self.lora.shares)
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
         shapes = hf_shapes(spec)
         return engine_factors(named, self.lora.rank_of, shapes, shared=self.lora.shares)
 
