@@ -51,7 +51,7 @@ from moerl.weight_sync.transfer_plan import (
     num_rounds,
     relay_schedule,
 )
-from moerl.weight_sync.wire_formats import engine_wants
+from moerl.weight_sync.wire_formats import FORMATS, PLAIN, engine_wants
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 BUS_GB_S = 50.0  # from pinned memory; an H100's 53 (docs/results/gpu)
@@ -96,8 +96,10 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     check_mesh(trainer)
     shapes = shapes or recipe_shapes(config)
     quantization = engine.args.get("quantization")
-    if quantization not in (None, "none", "fp8"):
-        raise ConfigError("engine.args.quantization", quantization, "use none or fp8")
+    methods = [form.quant_method for form in FORMATS.values() if form.quant_method]
+    if quantization not in (None, PLAIN.name, *methods):
+        allowed = either((PLAIN.name, *methods))
+        raise ConfigError("engine.args.quantization", quantization, f"use {allowed}")
     policy = WirePolicy(engine.dtype, engine_wants(quantization, shapes), config.sync.bucket_bytes)
     return [
         (
