@@ -1,43 +1,23 @@
-"""Checks of a trainer's settings, all of a session in one process.
+"""Checks of a trainer's settings in a process that has imported Megatron.
 
-`moerl train --dry-run` starts `moerl.trainer.start_check` for each question, which imports Megatron
-for 6 s of a core; tests/unit/test_start_check.py asks it so.
+`moerl train --dry-run` starts `moerl.trainer.start_check`, which imports it for 6 s of a core;
+tests/unit/test_start_check.py asks it so.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from functools import cache
 from typing import Any
 
-from moerl.trainer.start_check import Job, answer
+from moerl.trainer.start_check import Job
+from tests.helpers.rank_server import run_code
+
+_CODE = "import sys; from moerl.trainer.start_check import answer; print(answer(sys.stdin.read()))"
 
 
 def ask(job: Job) -> dict[str, Any]:
-    """In place of `moerl.launch.trainer_check.ask`; its process ends with that of the tests."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(job.text() + "\n")
-    server.stdin.flush()
-    found: dict[str, Any] = json.loads(server.stdout.readline())
-    return found
-
-
-@cache
-def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.trainer_checks"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(answer(line), flush=True)
+    """In place of `moerl.launch.trainer_check.ask`."""
+    done = run_code(_CODE, input=job.text())
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
