@@ -67,6 +67,15 @@ def run_ranks(
     on: cpu; double, with the device double loaded (tests/double); te, with the stand-in for
     Transformer Engine; or gpu, one rank.
     """
+    codes, output = end_of_ranks(ranks, arguments, timeout_s=timeout_s, on=on)
+    assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
+    return output
+
+
+def end_of_ranks(
+    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on: str = "cpu"
+) -> tuple[list[int], str]:
+    """The same, which may fail: exit codes and output."""
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
         "WORLD_SIZE": str(ranks),
@@ -79,8 +88,7 @@ def run_ranks(
         codes = _alone(request) if on == "gpu" else _ask(request, _server(_SERVERS[on]))
         output = "".join(log.read_text() for log in logs)
     store.close()
-    assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
-    return output
+    return codes, output
 
 
 def run_code(
