@@ -225,8 +225,8 @@ def run_gang(
     try:
         if launcher or hook:
             return _launched(ranks, words, hook)
-        codes, output = end_of_ranks(ranks, words, timeout_s=150.0)
-        return subprocess.CompletedProcess(words, max(map(abs, codes)), stderr=output)
+        codes, outputs = end_of_ranks(ranks, words, timeout_s=150.0)
+        return subprocess.CompletedProcess(words, max(map(abs, codes)), stderr="".join(outputs))
     finally:
         controller.close()
 

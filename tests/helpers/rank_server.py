@@ -67,15 +67,16 @@ def run_ranks(
     on: cpu; double, with the device double loaded (tests/double); te, with the stand-in for
     Transformer Engine; or gpu, one rank.
     """
-    codes, output = end_of_ranks(ranks, arguments, timeout_s=timeout_s, on=on)
+    codes, outputs = end_of_ranks(ranks, arguments, timeout_s=timeout_s, on=on)
+    output = "".join(outputs)
     assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
     return output
 
 
 def end_of_ranks(
     ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on: str = "cpu"
-) -> tuple[list[int], str]:
-    """The same, which may fail: exit codes and output."""
+) -> tuple[list[int], list[str]]:
+    """The same, which may fail: exit codes and outputs by rank."""
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
         "WORLD_SIZE": str(ranks),
@@ -86,9 +87,9 @@ def end_of_ranks(
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         request = Request(arguments, own, [str(log) for log in logs], patience(timeout_s))
         codes = _alone(request) if on == "gpu" else _ask(request, _server(_SERVERS[on]))
-        output = "".join(log.read_text() for log in logs)
+        outputs = [log.read_text() for log in logs]
     store.close()
-    return codes, output
+    return codes, outputs
 
 
 def run_code(
