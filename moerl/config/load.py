@@ -4,7 +4,7 @@ Order, later wins: the dataclass defaults, the files named by `include` (in orde
 overrides.  An override of a whole part, such as `cluster=slurm`, names another file of that folder:
 it replaces the recipe's own (`clusters/laptop`), or comes right after the recipe.  Groups of nodes
 that the recipe names and this cluster does not have are dropped.
-OmegaConf merges and interpolates; `moerl.config.validate` checks the result against the schema.
+OmegaConf interpolates; `moerl.config.validate` checks the result against the schema.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moerl.config.resume import refuse_used_up
 from moerl.config.run_paths import moved
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
-from moerl.config.task_mixture import with_changes, with_finite_top_k
+from moerl.config.task_mixture import MISSING, laid_over, with_changes, with_finite_top_k
 from moerl.config.transport_rules import default_transport, with_transport
 from moerl.config.validate import check_keys, read_section
 from moerl.core.atomic import atomic_write
@@ -293,7 +293,8 @@ _Loader.add_implicit_resolver(
 def _overrides(items: Sequence[str]) -> list[dict[str, Any]]:
     """key=value words as layers: the changes of single tasks come after `tasks` itself."""
     changes = [item for item in items if item.startswith("tasks.")]
-    return [_override([item for item in items if item not in changes]), _override(changes)]
+    first = [item for item in items if item not in changes]
+    return [_override(words) for words in (first, changes) if words]
 
 
 def _override(items: Sequence[str]) -> dict[str, Any]:
@@ -314,15 +315,15 @@ def _override(items: Sequence[str]) -> dict[str, Any]:
 
 
 def _merge(layers: Sequence[dict[str, Any]]) -> Config:
-    merged = OmegaConf.create(asdict(Config()))
+    merged: dict[str, Any] = asdict(Config())
     for layer in layers:
         if isinstance(tasks := layer.get("tasks"), Mapping):
-            entries = OmegaConf.to_container(merged.tasks, resolve=False)
-            assert isinstance(entries, list), type(entries)
-            layer = layer | {"tasks": with_changes(entries, tasks)}
+            layer = layer | {"tasks": with_changes(merged["tasks"], tasks)}
         check_keys(Config, layer)
-        merged.merge_with(layer)
-    return read_section(Config, _plain(merged, resolve=True))
+        merged = laid_over(merged, layer)
+    if any(mark in repr(merged) for mark in ("${", MISSING)):
+        merged = _plain(OmegaConf.create(merged), resolve=True)
+    return read_section(Config, merged)
 
 
 def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from moerl.core.errors import ConfigError
 
 MAX_PERIOD = 10_000  # prompts after which the order of tasks repeats
 HELD_OUT = ("path", "split")  # settings of `evaluation` that belong to a task
+MISSING = "???"  # OmegaConf: a value that this layer does not set
 _LABEL = re.compile(r"[A-Za-z][\w.-]*")  # it is part of metric names
 
 
@@ -132,7 +133,7 @@ def with_changes(entries: Sequence[object], changes: Mapping[str, object]) -> li
                 f"use tasks.LABEL.FIELD=VALUE; the labels are {', '.join(known) or '(none)'}",
             )
         for place in places:
-            found[place] = _laid_over(found[place], change)
+            found[place] = laid_over(found[place], change)
     return found
 
 
@@ -142,7 +143,7 @@ def _entry(config: Config, place: int) -> TaskEntry:
     where = f"tasks.{label or place}."
     check_keys(TaskEntry, given, where)
     base = asdict(config.task) | {"sampling": asdict(config.sampling)}
-    entry = read_section(TaskEntry, _laid_over(base, given), where)
+    entry = read_section(TaskEntry, laid_over(base, given), where)
     sampling = with_finite_top_k(entry.sampling, kept=config.replay.sampling_mask)
     return replace(entry, sampling=sampling)
 
@@ -162,9 +163,11 @@ def _check_labels(entries: Sequence[TaskEntry]) -> None:
     whole_weights(entries)
 
 
-def _laid_over(below: Any, above: Any) -> Any:
-    """Mappings are merged key by key, as layers of a recipe are; other values are replaced."""
+def laid_over(below: Any, above: Any) -> Any:
+    """Mappings are merged key by key; other values are replaced, except by MISSING."""
+    if above == MISSING:
+        return below
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    merged = {key: _laid_over(below[key], above[key]) for key in below if key in above}
+    merged = {key: laid_over(below[key], above[key]) for key in below if key in above}
     return {**below, **above, **merged}

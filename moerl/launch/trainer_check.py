@@ -50,6 +50,14 @@ def check_trainer(config: Config, hf: Mapping[str, Any]) -> list[str]:
         lora=config.lora,
         model=config.model.path if start else "",
     )
+    answer = ask(job)
+    if refusal := answer.get("refused"):
+        raise ConfigError(*refusal)
+    return [answer["unchecked"]] if answer["unchecked"] else []
+
+
+def ask(job: Job) -> dict[str, Any]:
+    """The answer of `moerl.trainer.start_check`; ConfigError when it ends without one."""
     done = subprocess.run(
         [sys.executable, "-m", "moerl.trainer.start_check"],
         input=job.text(),
@@ -61,8 +69,7 @@ def check_trainer(config: Config, hf: Mapping[str, Any]) -> list[str]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         cause = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise ConfigError("trainer.megatron", trainer.megatron, f"its check failed: {cause}")
-    answer = json.loads(lines[-1])
-    if refusal := answer.get("refused"):
-        raise ConfigError(*refusal)
-    return [answer["unchecked"]] if answer["unchecked"] else []
+        asked = job.trainer.megatron
+        raise ConfigError("trainer.megatron", asked, f"its check failed: {cause}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer

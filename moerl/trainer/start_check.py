@@ -85,16 +85,17 @@ def _try_fields(spec: ModelSpec, job: Job, place: Platform) -> str:
     return said
 
 
-def main() -> None:
-    job = read_section(Job, json.load(sys.stdin))
+def answer(text: str) -> str:
+    """A line of JSON about `Job.text`."""
+    job = read_section(Job, json.loads(text))
     try:
-        answer: dict[str, object] = {"unchecked": try_settings(job)}
+        found: dict[str, object] = {"unchecked": try_settings(job)}
     except ConfigError as error:
-        answer = {"refused": [error.field, error.value, error.allowed]}
+        found = {"refused": [error.field, error.value, error.allowed]}
     except MoerlError as error:
-        answer = {"refused": ["trainer.megatron", job.trainer.megatron, str(error)]}
-    print(json.dumps(answer, default=str))
+        found = {"refused": ["trainer.megatron", job.trainer.megatron, str(error)]}
+    return json.dumps(found, default=str)
 
 
 if __name__ == "__main__":
-    main()
+    print(answer(sys.stdin.read()))

@@ -16,7 +16,15 @@ import psutil
 import pytest
 
 from tests.helpers.patience import patience
-from tests.helpers.train_runs import Run, check_deletion, start, survivors
+from tests.helpers.train_runs import (
+    SOME_REWARD,
+    STAGES,
+    Run,
+    check_deletion,
+    check_trained,
+    start,
+    survivors,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -67,18 +75,23 @@ def end_one(run: Run, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "hows",
+    ("job", "hows"),
     [
-        ("interrupt",),  # what else dies is started again: test_chaos.py
+        # what else dies is started again: test_chaos.py
+        (["ppo", SOME_REWARD, *STAGES], ("interrupt",)),
         pytest.param(
+            ["quickstart"],
             ("controller", "trainer", "engine", "engine host", "trainer", "front"),
             marks=pytest.mark.full,
         ),
     ],
     ids=["interrupt", "others"],
 )
-def test_one_history_over_many_deaths(hows: tuple[str, ...], tmp_path: Path) -> None:
-    run = start(tmp_path, "quickstart", *SETTINGS, name="x", copies=True)
+def test_one_history_over_many_deaths(
+    job: list[str], hows: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The first job is what most runs are: PPO with a critic over stages of a pipeline."""
+    run = start(tmp_path, *job, *SETTINGS, name="x", copies=True)
     try:
         for how in hows:
             end_one(run, how)
@@ -92,6 +105,9 @@ def test_one_history_over_many_deaths(hows: tuple[str, ...], tmp_path: Path) -> 
     assert run.dir.hf.is_dir()
     check_deletion(run, in_flight=16)
     check_trained_once(run)
+    if job[0] == "ppo":
+        check_trained(run.rows())
+        assert all({"loss/value", "critic/grad_norm"} <= row.keys() for row in run.rows())
 
 
 def check_trained_once(run: Run) -> None:

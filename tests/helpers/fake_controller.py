@@ -54,6 +54,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.receiver import Receiver, ReceiverContext
 from moerl.weight_sync.transports.factory import make
 from tests.helpers.patience import patience
+from tests.helpers.rank_server import end_of_ranks
 from tests.helpers.sync_peers import PlainModel
 from tests.helpers.trainer_support import ROOT
 
@@ -208,32 +209,41 @@ def run_gang(
     blobs: BlobStore,
     ranks: int,
     *arguments: str,
+    launcher: bool = False,
     hook: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the trainer under torchrun to its end; closes the controller.
+    """Run the trainer to its end; closes the controller.
 
-    hook: folder of a `sitecustomize` that changes its processes.
+    launcher: under torchrun, in place of ranks that are forked with Megatron loaded.
+    hook: folder of a `sitecustomize` that changes its processes, for torchrun.
     """
-    command = [sys.executable, "-m", "moerl.distributed.torchrun"]
-    command += ["--nproc-per-node", str(ranks), "-m", "moerl.trainer.main", *arguments]
-    command += ["--run-dir", str(run.root), "--controller", controller.endpoint]
-    command += ["--blob-dir", str(blobs.root), "--blob-node", "n0"]
+    words = ["-m", "moerl.trainer.main", *arguments]
+    words += ["--run-dir", str(run.root), "--controller", controller.endpoint]
+    words += ["--blob-dir", str(blobs.root), "--blob-node", "n0"]
     run.endpoints.make_folder()
     controller.keys.write(run.endpoints.keys)
+    try:
+        if launcher or hook:
+            return _launched(ranks, words, hook)
+        codes, outputs = end_of_ranks(ranks, words, timeout_s=150.0)
+        return subprocess.CompletedProcess(words, max(map(abs, codes)), stderr="".join(outputs))
+    finally:
+        controller.close()
+
+
+def _launched(ranks: int, words: list[str], hook: Path | None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moerl.distributed.torchrun"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join(map(str, filter(None, (hook, ROOT)))),
     }
-    try:
-        return subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=patience(150),
-            check=False,
-        )
-    finally:
-        controller.close()
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(150),
+        check=False,
+    )

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moerl.distributed.store_server import StoreServer
-from moerl.distributed.token_store import store_variable
 from moerl.layout import model_spec
 from tests.helpers.patience import patience
+from tests.helpers.rank_server import end_of_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -39,35 +38,26 @@ def tokens(vocab: int) -> Any:
     return torch.randint(vocab, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
+def write(*args: str, program: str) -> None:
+    """`python PROGRAM write ARGS`: transformers, beside a torch that nothing has patched."""
+    done = subprocess.run(
+        [sys.executable, program, "write", *args],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        timeout=patience(100),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def run(*args: str, program: str, world: int = 1) -> str:
-    """Run a program as `world` processes; the last line that rank 0 printed."""
-    store = StoreServer("127.0.0.1")
-    shared = os.environ | store_variable(store.server_address, 0)
-    shared |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": str(world),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, program, *args],
-            env=shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=patience(100)) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-        store.close()
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors[-3000:]
-    lines = outputs[0][0].splitlines()
+    """Run a program as `world` ranks; the last line that rank 0 printed."""
+    codes, outputs = end_of_ranks(world, [program, *args], timeout_s=100.0)
+    assert not any(codes), "".join(outputs)[-3000:]
+    lines = outputs[0].splitlines()
     return lines[-1] if lines else ""

@@ -2,7 +2,8 @@
 
 Importing them takes longer than most worker programs run.  `run_ranks` is for programs of
 tests/helpers that need a trainer, not its launcher; the launcher itself runs in
-test_processes.py and in every `moerl train` of a test.
+test_processes.py and in every `moerl train` of a test.  `run_code` is for a test that needs a
+process of its own.
 
 The server reads requests on its standard input, one JSON line each, and answers with exit codes.
 It starts no thread, so that forking it is safe; the store where ranks meet is the caller's.
@@ -49,10 +50,12 @@ _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    arguments: list[str]  # FILE or -m MODULE, then its own arguments
+    arguments: list[str]  # FILE, -m MODULE or -c CODE, then its own arguments
     environments: list[dict[str, str]]  # of each rank, beyond the server's own
     logs: list[str]  # standard output and error of each rank
     timeout_s: float
+    input: str = os.devnull  # file of standard input
+    errors: str = ""  # file of standard error; "" = the rank's log
 
 
 # --- the caller's side ---------------------------------------------------------------------------
@@ -64,6 +67,16 @@ def run_ranks(
     on: cpu; double, with the device double loaded (tests/double); te, with the stand-in for
     Transformer Engine; or gpu, one rank.
     """
+    codes, outputs = end_of_ranks(ranks, arguments, timeout_s=timeout_s, on=on)
+    output = "".join(outputs)
+    assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
+    return output
+
+
+def end_of_ranks(
+    ranks: int, arguments: list[str], *, timeout_s: float = 120.0, on: str = "cpu"
+) -> tuple[list[int], list[str]]:
+    """The same, which may fail: exit codes and outputs by rank."""
     store = StoreServer("127.0.0.1", slots=1)
     shared = store_variable(store.server_address, 0) | {
         "WORLD_SIZE": str(ranks),
@@ -74,10 +87,24 @@ def run_ranks(
         own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         request = Request(arguments, own, [str(log) for log in logs], patience(timeout_s))
         codes = _alone(request) if on == "gpu" else _ask(request, _server(_SERVERS[on]))
-        output = "".join(log.read_text() for log in logs)
+        outputs = [log.read_text() for log in logs]
     store.close()
-    assert not any(codes), f"exit codes {codes}\n{output[-6000:]}"
-    return output
+    return codes, outputs
+
+
+def run_code(
+    code: str, *arguments: str, input: str = "", timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """`python -c CODE ARGUMENTS` in a process that has torch and Megatron for the CPU loaded."""
+    words = ["-c", code, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        given, out, errors = (Path(folder) / name for name in ("input", "output", "errors"))
+        given.write_text(input)
+        request = Request(
+            words, [{}], [str(out)], patience(timeout_s), input=str(given), errors=str(errors)
+        )
+        (ended,) = _ask(request, _server(_SERVERS["cpu"]))
+        return subprocess.CompletedProcess(words, ended, out.read_text(), errors.read_text())
 
 
 def start_server(on: str = "cpu") -> None:
@@ -202,10 +229,10 @@ def _wait(running: dict[int, int], timeout_s: float) -> list[int]:
 
 def _be(request: Request, rank: int) -> int:
     """The rank's whole life: its own output and environment, then the program."""
-    log = os.open(request.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = request.logs[rank]
+    for number, file in ((1, log), (2, request.errors or log)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.dup2(os.open(request.input, os.O_RDONLY), 0)
     os.environ.update(request.environments[rank])
     try:
         _run_program(request.arguments)
@@ -224,6 +251,9 @@ def _run_program(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

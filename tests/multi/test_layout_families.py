@@ -31,6 +31,7 @@ from tests.helpers.layout_families import (
     refusal,
     run,
     tokens,
+    write,
 )
 from tests.helpers.nested_model import nest
 from tests.helpers.patience import patience
@@ -379,7 +380,7 @@ def gaps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     full = any(item.get_closest_marker("full") for item in chosen)
     names = ",".join(FAMILIES if full else FEW)
     folder = tmp_path_factory.mktemp("models")
-    run("write", str(folder), names, program=__file__)
+    write(str(folder), names, program=__file__)
 
     @cache
     def output(mesh: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moerl.layout import model_spec
-from tests.helpers.layout_families import FAMILIES, NUM_TOKENS, run, tokens
+from tests.helpers.layout_families import FAMILIES, NUM_TOKENS, run, tokens, write
 from tests.helpers.nested_model import nest
 from tests.helpers.patience import patience
 
@@ -201,7 +201,7 @@ def packed_gap(folder: Path, family: str, ranks: Any) -> float:
 @pytest.fixture(scope="module")
 def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("gradients")
-    run("write", str(folder), program=__file__)
+    write(str(folder), program=__file__)
     found: dict[str, dict[str, float]] = json.loads(run("compare", str(folder), program=__file__))
     return found
 

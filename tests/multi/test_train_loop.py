@@ -1,4 +1,4 @@
-"""The whole trainer under torchrun: plans in; steps, publishes, checkpoints, an HF folder out."""
+"""The whole trainer: plans in; steps, publishes, checkpoints, a Hugging Face folder out."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class Bench:
         spoil: int = -1,
         fleets: Mapping[int, SetEngines] | None = None,
         gives_ahead: bool = False,
+        launcher: bool = False,
     ) -> tuple[subprocess.CompletedProcess[str], FakeController]:
         """Run the trainer until `until`; the plan of step `spoil` has a damaged blob."""
         plans = partial(self._plan, incarnation=incarnation, until=until, spoil=spoil)
@@ -71,7 +72,8 @@ class Bench:
         arguments = ["--incarnation", str(incarnation)]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]
-        return run_gang(controller, self.run, self.store, 2, *arguments), controller
+        done = run_gang(controller, self.run, self.store, 2, *arguments, launcher=launcher)
+        return done, controller
 
     def _plan(self, step: int, incarnation: int, until: int, spoil: int):  # type: ignore[no-untyped-def]
         if step >= until:
@@ -200,7 +202,7 @@ def test_resume_continues_exactly_and_publishes_first(
 
 def test_a_failing_rank_ends_the_trainer_with_its_cause(tmp_path: Path, model: Path) -> None:
     bench = Bench(tmp_path, model, every=0, keep=1)
-    done, controller = bench.train(spoil=1)
+    done, controller = bench.train(spoil=1, launcher=True)
     assert done.returncode != 0
     assert len(controller.steps) == 1, done.stderr[-3000:]
     assert controller.failed

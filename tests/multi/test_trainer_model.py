@@ -7,13 +7,10 @@ must not see.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers.patience import patience
-from tests.helpers.trainer_support import ROOT
+from tests.helpers.rank_server import run_code
 
 PROGRAM = """
 import json, sys, warnings
@@ -88,14 +85,7 @@ ON_CUDA = [  # fields, family, answer
 def answers() -> list[object]:
     cases = [(*case[:2], "qwen", False) for case in [*REFUSED, *ACCEPTED]]
     cases += [(fields, True, family, True) for fields, family, _ in ON_CUDA]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-    )
+    done = run_code(PROGRAM, json.dumps(cases))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,6 +34,12 @@ def cases(draw: st.DrawFn) -> Case:
     return hidden.requires_grad_(), weight.requires_grad_(), keep, sampled, tau
 
 
+def patched(sizes: dict[str, int], vocab: int) -> Any:
+    """The head with these sizes and about 40 blocks at most: blocks of one are for few entries."""
+    block = max(sizes["_BLOCK"], vocab // 40)
+    return mock.patch.multiple(head_logprob, **sizes | {"_BLOCK": block})
+
+
 def csr(keep: Tensor) -> SamplingMask:
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), keep.sum(1).cumsum(0)])
     return SamplingMask(offsets, keep.nonzero()[:, 1])
@@ -61,7 +68,7 @@ def test_kept_equals_the_dense_oracle(case: Case, sizes: dict[str, int], fp32: b
     """fp32: the head's runs are shorter; fp64 stays fp64."""
     hidden, weight, keep, sampled, tau = case
     want, want_entropy = oracle(case)
-    with mock.patch.multiple(head_logprob, **sizes):
+    with patched(sizes, len(weight)):
         head = Head(weight, len(weight), fp32=fp32)
         got, entropy, *_ = kept_logprobs(hidden, head, sampled, csr(keep), temperature_S=tau)
         found = gradients(got, hidden, weight)
@@ -77,7 +84,7 @@ def test_full_equals_the_dense_oracle_and_ignores_padding(
     hidden, weight, keep, sampled, tau = case
     want, want_entropy = oracle((hidden, weight, torch.ones_like(keep), sampled, tau))
     padded = torch.cat([weight.detach(), torch.full((padding, 5), 1e3).double()]).requires_grad_()
-    with mock.patch.multiple(head_logprob, **sizes):
+    with patched(sizes, len(weight)):
         head = Head(padded, len(weight), fp32=fp32)
         got, entropy, *_ = full_logprobs(hidden, head, sampled, temperature_S=tau)
         d_hidden, d_padded = gradients(got, hidden, padded)

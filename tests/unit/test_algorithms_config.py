@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from moerl.config.algorithms import (
 from moerl.config.schema import AlgorithmConfig, Config, SamplingConfig, TeacherConfig
 from moerl.config.validate import validate
 from moerl.core.errors import ConfigError
-from tests.helpers.patience import patience
+from tests.helpers.rank_server import run_code
 
 TEACHERS = [TeacherConfig(path="somewhere")]
 TABLES = {
@@ -272,9 +270,7 @@ def test_a_trainer_does_not_start_without_its_objective() -> None:
         "from moerl.trainer.learner.step import Learner\n"
         "Learner(None, None, Config(algorithm=AlgorithmConfig(objective='os:none')), None)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, timeout=patience(120)
-    )
+    done = run_code(start)
     assert "algorithm.objective = 'os:none' is not usable" in done.stderr
 
 

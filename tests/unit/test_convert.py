@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from moerl.trainer.checkpoints.convert_output import ConversionRanks
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from tests.helpers.nested_model import nest
-from tests.helpers.patience import patience
+from tests.helpers.rank_server import run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -259,19 +258,17 @@ def test_mxfp4_experts_are_dequantised(tmp_path: Path, models: Path) -> None:
 
 
 # --- failures ------------------------------------------------------------------------------------
-def run_tool(tool: str, *args: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
-    def bound() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+TOOL = """
+import resource, runpy, sys
+tool, limit = sys.argv.pop(1), int(sys.argv.pop(1))
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+runpy.run_path(f"tools/{tool}", run_name="__main__")
+"""
 
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / tool), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=patience(100),
-        preexec_fn=bound,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
-    )
+
+def run_tool(tool: str, *args: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
+    return run_code(TOOL, tool, str(limit), *map(str, args))
 
 
 def test_a_full_disk_names_the_tensor_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
@@ -365,7 +362,7 @@ def kill(stage, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 convert_to_megatron(HfFolder({str(model)!r}), {str(tmp_path / "out")!r}, ConversionRanks(), kill)
 """
-    ended = subprocess.run([sys.executable, "-c", code], timeout=patience(100), cwd=ROOT)
+    ended = run_code(code)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     with pytest.raises(MoerlError):
@@ -543,14 +540,9 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, experts: int, s
     bound = max(2 * math.prod(shape) for shape in shapes.values()) + slack * 10**6
     size = (folder / MAIN).stat().st_size
     assert size > bound
-    ended = subprocess.run(
-        [sys.executable, "-c", MEASURE, folder, tmp_path / "a", tmp_path / "hf"],
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-        cwd=ROOT,
-        check=True,
-    )
+    words = (str(folder), str(tmp_path / "a"), str(tmp_path / "hf"))
+    ended = run_code(MEASURE, *words, timeout_s=300.0)
+    assert ended.returncode == 0, ended.stderr
     there, back, whole = map(int, ended.stdout.split())
     print(f"model {size:,}: {there:,} there, {back:,} back, bound {bound:,}, read whole {whole:,}")
     assert max(there, back) <= bound

@@ -30,6 +30,8 @@ from moerl.cli import app
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.core.errors import MoerlError
+from moerl.launch import trainer_check
+from tests.helpers import trainer_checks
 from tests.helpers.doc_commands import (
     COMMAND,
     FOLDERS,
@@ -126,6 +128,7 @@ def make_folder(folder: Path) -> Path:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(make_folder(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(trainer_check, "ask", trainer_checks.ask)
     for key in KEYS:
         monkeypatch.setenv(key, "secret")
     return tmp_path

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from moerl.config.clusters import placement
 from moerl.core.errors import ConfigError
 from moerl.doctor.doctor import Finding, describe, examine, on_node
 from moerl.doctor.node import try_port
-from tests.helpers.patience import patience
+from tests.helpers.command_line import moerl
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "it's a {b,c} $(touch ran) ; touch ran"  # part of the tested paths
@@ -198,22 +197,10 @@ def test_a_blocked_port_and_a_missing_shard(ward: Ward, monkeypatch: pytest.Monk
 
 
 def test_the_command_prints_a_table_and_says_so_by_its_status(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moerl", "doctor", "laptop", f"run.root={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
+    done = moerl("doctor", "laptop", f"run.root={tmp_path}")
     assert "moerl doctor" in done.stdout, done.stderr
     assert done.returncode == int("!!" in done.stdout), done.stdout
-    missing = subprocess.run(
-        [sys.executable, "-m", "moerl", "doctor", "laptop", f"model.path={tmp_path}/none"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
+    missing = moerl("doctor", "laptop", f"model.path={tmp_path}/none")
     assert missing.returncode == 1
     assert "copy the file again" in missing.stdout
 

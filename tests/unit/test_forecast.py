@@ -28,7 +28,7 @@ from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, TransferPlan
-from tests.helpers.patience import patience
+from tests.helpers.command_line import moerl
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP8 = WirePolicy("bfloat16"), WirePolicy("bfloat16", "fp8_block")
@@ -90,13 +90,7 @@ def test_relays_bound_the_trainer_and_save_time() -> None:
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moerl", "plan", *args],
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-        cwd=ROOT,
-    )
+    return moerl("plan", *args)
 
 
 RELEASED = {

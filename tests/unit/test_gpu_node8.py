@@ -14,9 +14,11 @@ from moerl.config import load_config, resolve
 from moerl.config.load import CONFIG_ROOT
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import check_planned_layout
+from moerl.launch import trainer_check
 from moerl.planning import estimates
 from moerl.planning.dry_run import describe
 from moerl.planning.estimates import model_shapes
+from tests.helpers import trainer_checks
 
 NODE8 = "cluster=node8"
 # Recipe -> what its message names of the cluster that would do
@@ -29,6 +31,11 @@ OTHERS = (
     "kimi-k2",
     "kimi-k2-80gb",
 )
+
+
+@pytest.fixture(autouse=True)
+def _trainer_checks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_check, "ask", trainer_checks.ask)
 
 
 def dry_run(*words: str) -> tuple[int, str]:

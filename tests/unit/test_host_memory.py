@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from torch import nn
 from moerl.core.errors import EngineError
 from moerl.engine.plugin.host_memory import HostMemory, create
 from moerl.engine.plugin.sleep_hooks import _kept_nowhere
-from tests.helpers.patience import patience
+from tests.helpers.rank_server import run_code
 
 MILLION = 1000 * 1000
 
@@ -67,10 +65,7 @@ def test_a_process_that_reads_a_paused_page_ends() -> None:
         "print(float(pool.sum()))",
     ]
     for code, ends in ((lines, -signal.SIGSEGV), (lines[:4] + lines[5:], 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(code)], capture_output=True, timeout=patience(60)
-        )
-        assert done.returncode == ends
+        assert run_code("\n".join(code)).returncode == ends
 
 
 def test_a_backup_is_refused_and_a_server_without_the_saver_keeps_its_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from moerl.planning.layout_check import check_layout
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan
-from tests.helpers.patience import patience
+from tests.helpers.command_line import moerl
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = json.loads((ROOT / "tests/data/layout_families.json").read_text())
@@ -123,13 +122,7 @@ def test_broken_tables_are_refused(
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moerl", "check-layout", *args],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        cwd=ROOT,
-    )
+    return moerl("check-layout", *args)
 
 
 def test_the_command_prints_a_table_and_refuses_in_one_sentence(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ from moerl.layout import (
     sglang_tiles,
     stacked_aliases,
 )
-from tests.helpers.patience import patience
+from tests.helpers.rank_server import run_code
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -298,14 +295,7 @@ def test_coords_are_megatrons_rank_order() -> None:
     In a process of its own, because importing megatron here would precede the CPU platform's
     patches of other tests.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", MEGATRON_ORDER],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    done = run_code(MEGATRON_ORDER)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "compared 55"
 

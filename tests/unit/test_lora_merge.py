@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +16,10 @@ from moerl.config.schema import Config, ModelConfig, TrainerConfig
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.hf_io.adapter_files import save_adapter
 from tests.helpers.lora_oracle import LORA, random_factors, read_spec, write_model
-from tests.helpers.patience import patience
-from tests.helpers.trainer_support import ROOT
+from tests.helpers.rank_server import run_code
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MERGE = "import runpy; runpy.run_path('tools/lora_merge.py', run_name='__main__')"
 Tensors = dict[str, Tensor]
 
 
@@ -49,10 +47,11 @@ def test_a_merged_folder_is_the_sum(dtype: str, tmp_path: Path) -> None:
     )
     save_config(config, run.config)
     save_adapter(run.adapter, factors, spec, LORA, str(base))
-    command = [sys.executable, "tools/lora_merge.py", str(run.root), str(tmp_path / "out")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=patience(120))
+    words = (str(run.root), str(tmp_path / "out"))
+    merged = run_code(MERGE, *words)
+    assert merged.returncode == 0, merged.stderr
     _check_sum(tmp_path / "out", base, factors, dtype)
     save_config(replace(config, lora=replace(LORA, alpha=1)), run.config)
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    refused = run_code(MERGE, *words)
     assert refused.returncode == 2
     assert "its scale is 2" in refused.stderr

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +14,8 @@ from moerl.launch import trainer_check
 from moerl.launch.trainer_check import check_trainer
 from moerl.planning.estimates import model_shapes
 from moerl.trainer.start_check import Job
-from tests.helpers.patience import patience
+from tests.helpers.rank_server import run_code
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
@@ -72,15 +68,7 @@ def job(recipe: str, setting: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([job(*case[:2]) for case in CASES]),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-    )
+    done = run_code(PROGRAM, input=json.dumps([job(*case[:2]) for case in CASES]))
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -138,13 +138,19 @@ class FactorTables:
                     continue
                 size = (place.etp if is_expert(rule) else place.tp).size
                 key = (layer.rules, known, layer.number == ROOT, name)
+                parts = None  # the key is long: it is hashed once, not for each expert
                 for expert in experts if is_expert(rule) else (None,):
                     module = prefix + module_of(name.format(e=expert))
                     if rank := self._lora.rank_of(module):
-                        if key not in self._parts:
+                        if parts is None:
                             local = _Weight(rule, weight, layer.number, size, place.vocab_rows)
-                            self._parts[key] = self._of(local)
-                        yield AdaptedWeight(module, rank, stage, expert, self._parts[key])
+                            parts = self._known(key, local)
+                        yield AdaptedWeight(module, rank, stage, expert, parts)
+
+    def _known(self, key: object, weight: _Weight) -> Parts:
+        if key not in self._parts:
+            self._parts[key] = self._of(weight)
+        return self._parts[key]
 
     def _of(self, weight: _Weight) -> Parts:
         cols: dict[range, list[int]] = defaultdict(list)
