@@ -24,7 +24,7 @@ def _chart(title: str, unit: str, scale: Scale = "auto", **more: Any) -> Chart:
     return Chart(title, unit, lines, scale, bands, **more)
 
 
-_SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
+SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
     _LEARNING: (
         "Raw reward of the rollouts that each step trained on: thin line per step, thick line a "
         "moving mean. Held-out prompts are never trained on; one version answers all of them. A "
@@ -116,7 +116,7 @@ def chart_sections(
     rows = [row | {"step": row["step"] + 1} for row in rows]  # pages count from 1
     sections = [
         PageSection(title, text, figures=_figures([*charts, *more.get(title, ())], rows))
-        for title, (text, charts) in _SECTIONS.items()
+        for title, (text, charts) in SECTIONS.items()
         if has_agent or title != _AGENTS
     ]
     return [section for section in sections if section.figures]
