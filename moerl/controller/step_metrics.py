@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus
-from moerl.core.metric_table import Adds, adds_of, row_of
+from moerl.core.metric_table import LAGS, Adds, adds_of, row_of
 from moerl.core.types import (
     EpisodeGroup,
     Finish,
@@ -25,15 +24,6 @@ from moerl.core.types import (
     base_role,
 )
 from moerl.episodes.finished_episode import BLOCKED
-
-# Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
-_LAG_BINS = (
-    ("lag_0", 0, 0),
-    ("lag_1", 1, 1),
-    ("lag_2_3", 2, 3),
-    ("lag_4_7", 4, 7),
-    ("lag_8", 8, sys.maxsize),
-)
 
 _PER_TASK = (
     "reward/mean",
@@ -227,7 +217,7 @@ def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
     total = sum(lags.values())
     return {
         f"async/lag_frac/{name}": sum(lags[lag] for lag in lags if low <= lag <= high) / total
-        for name, low, high in _LAG_BINS
+        for name, (low, high) in LAGS.items()
     } | {
         "async/lag_min": float(min(lags)),
         "async/lag_mean": sum(lag * count for lag, count in lags.items()) / total,

@@ -6,6 +6,7 @@ A part in braces stands for any word: `refused/{reason}`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
@@ -41,6 +42,14 @@ class Metric(NamedTuple):
     label: str = ""  # of the line
     band: str = ""  # metric with the half width of a band around the line
 
+
+LAGS = {  # bins of the version lag: first and last
+    "lag_0": (0, 0),
+    "lag_1": (1, 1),
+    "lag_2_3": (2, 3),
+    "lag_4_7": (4, 7),
+    "lag_8": (8, sys.maxsize),
+}
 
 _SUM, _SEEN, _TOTAL, _OWN = Adds
 _SIGNAL = "Groups without signal, answers cut off"

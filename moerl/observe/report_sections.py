@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from moerl.core.metric_table import METRICS
@@ -19,9 +18,16 @@ _AGREEMENT = "probe/live_agree_frac/layer_"
 def _chart(title: str, unit: str, scale: Scale = "auto", **more: Any) -> Chart:
     """A chart with the lines that the table of metrics has for it."""
     mine = {name: metric for name, metric in METRICS.items() if metric.chart == title}
-    lines = {name: metric.label for name, metric in mine.items()}
     bands = {name: metric.band for name, metric in mine.items() if metric.band}
-    return Chart(title, unit, lines, scale, bands, **more)
+    lines = {name: metric.label for name, metric in mine.items()}
+    return _line_chart(title, unit, lines, scale=scale, bands=bands, **more)
+
+
+def _line_chart(title: str, unit: str, lines: dict[str, str], **more: Any) -> Chart:
+    """Evaluations are drawn at their versions."""
+    if all(name.startswith("eval/") for name in lines):
+        more |= {"x": "eval/step", "x_label": "version"}
+    return Chart(title, unit, lines, **more)
 
 
 SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
@@ -31,7 +37,7 @@ SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         "group is the answers to one prompt: equal rewards in a group carry no signal.",
         [
             _chart("Reward", "reward", smooth=True),
-            _chart("Held-out prompts", "reward", x="eval/step", x_label="version"),
+            _chart("Held-out prompts", "reward"),
             _chart("Response length", "tokens", "zero"),
             _chart("Groups without signal, answers cut off", "share", "share"),
             _chart("Gradient norm", "L2, before clipping"),
@@ -90,11 +96,12 @@ SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         ],
     ),
 }
-_TASK_CHARTS = (  # title, unit, metric
+BY_TASK = (  # title, unit, metric
     ("Reward by task", "reward", "reward/mean"),
     ("Held-out prompts by task", "reward", "eval/reward_mean"),
     ("Response length by task", "tokens", "sample/length_mean"),
 )
+BY_ROLE = (("Reward by role", "reward", "reward"), ("Held-out by role", "reward", "eval/role"))
 
 
 def chart_sections(
@@ -110,7 +117,7 @@ def chart_sections(
     loads: the lines of `RunDir.expert_load`.  labels: of the tasks of a mixture.
     """
     more: dict[str, Sequence[Chart | Heatmap]] = {
-        _LEARNING: [*task_charts(labels), *role_charts(roles)],
+        _LEARNING: [*charts_by(labels, BY_TASK), *charts_by(roles, BY_ROLE)],
         _ROUTERS: router_heatmaps(rows, loads),
     }
     rows = [row | {"step": row["step"] + 1} for row in rows]  # pages count from 1
@@ -128,31 +135,13 @@ def _figures(charts: Sequence[Chart | Heatmap], rows: Sequence[Row]) -> list[Fig
     return [figure(chart, rows) for chart in drawn]
 
 
-def task_charts(labels: Sequence[str]) -> list[Chart]:
-    """Charts of the tasks of a mixture, each with at most one line per colour."""
+def charts_by(words: Sequence[str], kinds: Sequence[tuple[str, str, str]]) -> list[Chart]:
+    """Charts with a line per task or role, each with at most one line per colour."""
     return [
-        _over_versions(
-            Chart(title, unit, {f"{name}/{one}": one for one in labels[at : at + len(COLORS)]})
-        )
-        for at in range(0, len(labels), len(COLORS))
-        for title, unit, name in _TASK_CHARTS
+        _line_chart(title, unit, {f"{name}/{word}": word for word in words[at : at + len(COLORS)]})
+        for at in range(0, len(words), len(COLORS))
+        for title, unit, name in kinds
     ]
-
-
-def role_charts(roles: Sequence[str]) -> list[Chart]:
-    """Rewards of the roles of the policy."""
-    shown = roles[: len(COLORS)]
-    return [
-        _over_versions(Chart(title, "reward", {f"{name}/{role}": role for role in shown}))
-        for title, name in (("Reward by role", "reward"), ("Held-out by role", "eval/role"))
-        if shown
-    ]
-
-
-def _over_versions(chart: Chart) -> Chart:
-    """A chart of evaluations is drawn at their versions."""
-    is_held_out = all(name.startswith("eval/") for name in chart.lines)
-    return replace(chart, x="eval/step", x_label="version") if is_held_out else chart
 
 
 def scorer_section(rows: Sequence[Row]) -> list[PageSection]:

@@ -24,7 +24,7 @@ from moerl.observe.report import (
     wall_time_s,
     write_report,
 )
-from moerl.observe.report_sections import chart_sections, role_charts, task_charts
+from moerl.observe.report_sections import BY_ROLE, BY_TASK, chart_sections, charts_by
 from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer, read_spans
 
@@ -196,7 +196,8 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     assert "{{ 7 * 7 }}" in page.text
     assert "line 31 of <i>.jsonl:" in page.text
     assert "49" not in card(html, "Reward")
-    assert "\u2407" in page.text  # the bell is visible
+    assert "\u2407" in page.text, "the bell is visible"
+    assert "\x07" not in page.text, "in every text, the heading too"
 
 
 def turn(text: str, **more: object) -> dict[str, object]:
@@ -368,7 +369,7 @@ def test_charts_of_evaluations_are_over_versions_and_others_count_steps_from_1()
         )
         chart_sections(rows, [], ["a"], ["r"], has_agent=False)
     assert drawn == {"Reward": [5, 9], "Held-out prompts": [4, 8]}
-    held = [chart for chart in (*task_charts(["a"]), *role_charts(["r"])) if "Held" in chart.title]
+    held = [chart for chart in charts_by(["a"], [*BY_TASK, *BY_ROLE]) if "Held" in chart.title]
     assert [chart.x for chart in held] == ["eval/step"] * 2
 
 
