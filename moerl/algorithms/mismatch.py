@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.tokens import Sequences, bounded_exp
-from moerl.core.metric_table import LAGS
+from moerl.core.step_counts import LAGS
 
 LAG_BINS = (*LAGS, *(f"joined_{name}" for name in LAGS))
 _LAG_EDGES = [first for first, _ in LAGS.values()][1:]

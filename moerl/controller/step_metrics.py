@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
 from moerl.core.messages import EngineStatus
-from moerl.core.metric_table import LAGS, Adds, adds_of, row_of
+from moerl.core.step_counts import LAGS, TOTALS, row_of
 from moerl.core.types import (
     EpisodeGroup,
     Finish,
@@ -42,7 +42,7 @@ class ScorerCounts:
     asked: int = 0
     repeated: int = 0  # requests that were not answered
     unscored: int = 0  # requests that were given up, or refused by the scorer
-    waiting: int = 0  # most questions that waited
+    waiting_max: int = 0  # questions that waited at once
     wait_s: float = 0.0  # sum over the requests, until they were sent
     messages: int = 0
     answer_s: float = 0.0  # sum over the messages
@@ -52,21 +52,17 @@ class ScorerCounts:
         """Metrics of a step, once; none without requests."""
         if not (self.asked or self.messages):
             return {}
-        found = {
-            "asked": self.asked,
-            "repeated": self.repeated,
-            "unscored": self.unscored,
-            "waiting_max": self.waiting,
-            "wait_s": self.wait_s / max(1, self.asked),
-            "answer_s": self.answer_s / max(1, self.messages),
-        }
-        found |= {"cost": self.cost} if self.cost else {}
+        found = asdict(self)
+        found["wait_s"] /= max(1, self.asked)
+        found["answer_s"] /= max(1, found.pop("messages"))
+        if not self.cost:
+            del found["cost"]
         self.__init__()  # type: ignore[misc]
         return {f"scorer/{key}/{name}": float(value) for key, value in found.items()}
 
 
 class StepMetrics:
-    """Sums since the last optimizer step; `moerl.core.metric_table` says how each is added."""
+    """Counts since the last optimizer step, by name; `moerl.core.step_counts` has their rules."""
 
     def __init__(self) -> None:
         self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
@@ -75,15 +71,13 @@ class StepMetrics:
         self.last_failed_write = ""
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
-        self._sums: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> float:
-        return self._sums.get(name, 0.0)
+        return self._counts.get(name, 0.0)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Add to a metric, or to a sum that a ratio reads.  Raises KeyError: not in the table."""
-        adds_of(name)
-        self._sums[name] = self[name] + amount
+        self._counts[name] = self[name] + amount
 
     def add_all(self, counts: Mapping[str, float]) -> None:
         for name, count in counts.items():
@@ -109,7 +103,7 @@ class StepMetrics:
 
     def totals(self) -> dict[str, float]:
         """Metrics that are counted from the start of the process on."""
-        return {name: n for name, n in self._sums.items() if adds_of(name) is Adds.TOTAL}
+        return {name: n for name, n in self._counts.items() if name.startswith(TOTALS)}
 
     def row(self, engines: list[EngineStatus], ages_s: Sequence[float] = ()) -> dict[str, float]:
         """Metrics of one step; call once per step.  Metrics that were not measured are absent.
@@ -119,8 +113,8 @@ class StepMetrics:
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         self._last = now
-        row = row_of(self._sums)
-        self._sums, self.last_failed_write = self.totals(), ""
+        row = row_of(self._counts)
+        self._counts, self.last_failed_write = self.totals(), ""
         row["async/trainer_wait_frac"] = min(1.0, row["async/trainer_wait_s"] / elapsed)
         row |= self.evaluations.popleft() if self.evaluations else {}
         if ages_s:

@@ -342,7 +342,7 @@ class Segment:
     sampling_mask: MaskBlob | None
     audit_rows: RoutingBlob | None  # rows 0 .. rows_from, re-prefilled under `version`
     engine: int
-    counts: dict[str, float]  # added to the metrics of a step (moerl.core.metric_table)
+    counts: dict[str, float]  # metrics of the sampler, see moerl.core.step_counts
     start_s: float  # unix time the request was sent
     end_s: float
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings

@@ -6,95 +6,106 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from moerl.core.metric_table import METRICS
-from moerl.observe.charts import COLORS, Chart, Heatmap, Scale, has_values
+from moerl.observe.charts import COLORS, Chart, Heatmap, has_values
 from moerl.observe.metrics import Row
 from moerl.observe.page import Column, Figure, PageSection, Table, figure
 
 _LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
 
+_VERSIONS: dict[str, Any] = {"x": "eval/step", "x_label": "version"}  # of evaluations
 
-def _chart(title: str, unit: str, scale: Scale = "auto", **more: Any) -> Chart:
-    """A chart with the lines that the table of metrics has for it."""
-    mine = {name: metric for name, metric in METRICS.items() if metric.chart == title}
-    bands = {name: metric.band for name, metric in mine.items() if metric.band}
-    lines = {name: metric.label for name, metric in mine.items()}
-    return _line_chart(title, unit, lines, scale=scale, bands=bands, **more)
-
-
-def _line_chart(title: str, unit: str, lines: dict[str, str], **more: Any) -> Chart:
-    """Evaluations are drawn at their versions."""
-    if all(name.startswith("eval/") for name in lines):
-        more |= {"x": "eval/step", "x_label": "version"}
-    return Chart(title, unit, lines, **more)
-
-
-SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
+# fmt: off
+_SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
     _LEARNING: (
         "Raw reward of the rollouts that each step trained on: thin line per step, thick line a "
         "moving mean. Held-out prompts are never trained on; one version answers all of them. A "
-        "group is the answers to one prompt: equal rewards in a group carry no signal.",
-        [
-            _chart("Reward", "reward", smooth=True),
-            _chart("Held-out prompts", "reward"),
-            _chart("Response length", "tokens", "zero"),
-            _chart("Groups without signal, answers cut off", "share", "share"),
-            _chart("Gradient norm", "L2, before clipping"),
-        ],
-    ),
+        "group is the answers to one prompt: equal rewards in a group carry no signal.", [
+        Chart("Reward", "reward", {"reward/mean": "mean \u00b1 standard deviation"},
+              bands={"reward/mean": "reward/std"}, smooth=True),
+        Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
+              bands={"eval/reward_mean": "eval/reward_se"}, **_VERSIONS),
+        Chart("Response length", "tokens", {"sample/length_mean": "mean"}, "zero"),
+        Chart("Groups without signal, answers cut off", "share",
+              {"reward/zero_var_frac": "all rewards equal",
+               "sample/truncated_frac": "hit the length limit"}, "share"),
+        Chart("Gradient norm", "L2, before clipping", {"loss/grad_norm": "norm"}),
+    ]),
     "Mismatch between trainer and engine": (
         "Trainer log-probability against the one that the engine recorded when it sampled the "
         "token, over all tokens of the step, including those of older weights. At lag 0 with both "
         "replays only rounding remains, except in rollouts that an update interrupted. k3 "
         "estimates the KL divergence. The ratio is trainer over engine probability; its mean is 1 "
-        "when the records are complete.",
-        [
-            _chart("k3 divergence", "nats", "log"),
-            _chart("Absolute log-probability difference", "nats", "log"),
-            _chart("Mean importance ratio", "ratio", band_scale=4.0, level=1.0),
-            _chart("Replay coverage", "share of tokens", "share"),
-        ],
-    ),
+        "when the records are complete.", [
+        Chart("k3 divergence", "nats", {"mismatch/k3": "k3"}, "log"),
+        Chart("Absolute log-probability difference", "nats",
+              {"mismatch/abs_dlogp_max": "max", "mismatch/abs_dlogp_mean": "mean"}, "log"),
+        Chart("Mean importance ratio", "ratio",
+              {"mismatch/ratio_mean": "mean \u00b1 4 standard errors"},
+              bands={"mismatch/ratio_mean": "mismatch/ratio_se"}, band_scale=4.0, level=1.0),
+        Chart("Replay coverage", "share of tokens",
+              {"routing/replay_cover_frac": "routing", "keep/cover_frac": "sampling mask"},
+              "share"),
+    ]),
     _ROUTERS: (
         "How evenly the tokens of a step use the experts, as recorded: entropy of their shares in "
         "each layer, 1 when all get as many; the busiest expert over the mean, 1 when even; "
         "experts without a token. The shades below show each layer: the share of pairs in which "
         "the trainer's own router picks the recorded experts, by step (probed steps), and the "
-        "load of each expert in the last of them.",
-        [
-            _chart("Entropy of the load", "share of log(experts)", "share"),
-            _chart("Busiest expert", "times the mean load", "zero"),
-            _chart("Experts without a token", "experts", "zero"),
-            _chart("Live router and record agree", "share of pairs", "share"),
-        ],
-    ),
+        "load of each expert in the last of them.", [
+        Chart("Entropy of the load", "share of log(experts)",
+              {"routing/load_entropy_frac_mean": "mean of the layers",
+               "routing/load_entropy_frac_min": "least even layer"}, "share"),
+        Chart("Busiest expert", "times the mean load",
+              {"routing/load_max_over_mean": "in the worst layer"}, "zero"),
+        Chart("Experts without a token", "experts", {"routing/dead_experts": "all layers"}, "zero"),
+        Chart("Live router and record agree", "share of pairs",
+              {"probe/live_agree_frac": "all layers"}, "share"),
+    ]),
     "Asynchrony": (
         "Engines generate while the trainer works. The lag of a token is the number of versions "
         "between the weights that sampled it and the weights that train on it. A weight update "
-        "aborts running requests; they are sent again, with their tokens so far prefilled.",
-        [
-            _chart("Version lag", "versions", "zero"),
-            _chart("Throughput", "tokens/s", "zero"),
-            _chart("Idle", "share of time", "share"),
-            _chart("Tokens by lag", "share of tokens", "share"),
-            _chart("Buffer depth", "groups", "zero"),
-            _chart("Buffer age", "seconds", "zero"),
-            _chart("Requests aborted and resumed", "requests", "zero"),
-            _chart("Prefilled again after an update", "tokens", "zero"),
-            _chart("Rollouts of several versions", "share of rollouts", "share"),
-            _chart("Weight update and checkpoint", "seconds", "zero"),
-        ],
-    ),
+        "aborts running requests; they are sent again, with their tokens so far prefilled.", [
+        Chart("Version lag", "versions",
+              {"async/lag_max": "max", "async/lag_mean": "mean"}, "zero"),
+        Chart("Throughput", "tokens/s",
+              {"perf/rollout_tokens_per_s": "engine, generated",
+               "perf/train_tokens_per_s": "trainer"}, "zero"),
+        Chart("Idle", "share of time",
+              {"async/engine_idle_frac": "engine",
+               "async/trainer_wait_frac": "trainer, waiting for a batch"}, "share"),
+        Chart("Tokens by lag", "share of tokens",
+              {"async/lag_frac/lag_0": "0", "async/lag_frac/lag_1": "1",
+               "async/lag_frac/lag_2_3": "2-3", "async/lag_frac/lag_4_7": "4-7",
+               "async/lag_frac/lag_8": "8+"}, "share"),
+        Chart("Buffer depth", "groups", {"async/buffer_depth": "groups"}, "zero"),
+        Chart("Buffer age", "seconds",
+              {"async/buffer_age_max_s": "oldest group taken",
+               "async/buffer_age_mean_s": "mean"}, "zero"),
+        Chart("Requests aborted and resumed", "requests", {"async/interrupts": "requests"}, "zero"),
+        Chart("Prefilled again after an update", "tokens",
+              {"async/recomputed_tokens": "tokens"}, "zero"),
+        Chart("Rollouts of several versions", "share of rollouts",
+              {"async/partial_frac": "share"}, "share"),
+        Chart("Weight update and checkpoint", "seconds",
+              {"async/sync_transfer_s": "transfer", "async/sync_pause_s": "engine pause",
+               "checkpoint/pause_s": "checkpoint pause"}, "zero"),
+    ]),
     _AGENTS: (  # of a run with an agent program or a stateful environment
         "All episodes that ended since the step before, trained or not. A request that continues "
-        "no earlier turn, or one that was continued before, begins a branch: a row of its own.",
-        [
-            _chart("Time of episodes", "seconds, summed", "zero"),
-            _chart("Turns by their request", "turns", "zero"),
-            _chart("Tokens saved by rows of several turns", "share", "share"),
-        ],
-    ),
+        "no earlier turn, or one that was continued before, begins a branch: a row of its own.", [
+        Chart("Time of episodes", "seconds, summed",
+              {"agent/engine_s": "with the engines",
+               "agent/program_s": "waiting for the program"}, "zero"),
+        Chart("Turns by their request", "turns",
+              {"agent/origin/continued": "continued", "agent/origin/branched": "branched",
+               "agent/origin/repeated": "repeated", "agent/origin/rewritten": "rewritten",
+               "agent/origin/tools_changed": "other tools",
+               "agent/origin/arguments_changed": "other arguments",
+               "agent/origin/new": "another conversation"}, "zero"),
+        Chart("Tokens saved by rows of several turns", "share",
+              {"sample/shared_frac": "of a row per turn"}, "share"),
+    ]),
 }
 BY_TASK = (  # title, unit, metric
     ("Reward by task", "reward", "reward/mean"),
@@ -102,6 +113,7 @@ BY_TASK = (  # title, unit, metric
     ("Response length by task", "tokens", "sample/length_mean"),
 )
 BY_ROLE = (("Reward by role", "reward", "reward"), ("Held-out by role", "reward", "eval/role"))
+# fmt: on
 
 
 def chart_sections(
@@ -123,7 +135,7 @@ def chart_sections(
     rows = [row | {"step": row["step"] + 1} for row in rows]  # pages count from 1
     sections = [
         PageSection(title, text, figures=_figures([*charts, *more.get(title, ())], rows))
-        for title, (text, charts) in SECTIONS.items()
+        for title, (text, charts) in _SECTIONS.items()
         if has_agent or title != _AGENTS
     ]
     return [section for section in sections if section.figures]
@@ -137,9 +149,15 @@ def _figures(charts: Sequence[Chart | Heatmap], rows: Sequence[Row]) -> list[Fig
 
 def charts_by(words: Sequence[str], kinds: Sequence[tuple[str, str, str]]) -> list[Chart]:
     """Charts with a line per task or role, each with at most one line per colour."""
+    parts = [words[at : at + len(COLORS)] for at in range(0, len(words), len(COLORS))]
     return [
-        _line_chart(title, unit, {f"{name}/{word}": word for word in words[at : at + len(COLORS)]})
-        for at in range(0, len(words), len(COLORS))
+        Chart(
+            title,
+            unit,
+            {f"{name}/{word}": word for word in part},
+            **(_VERSIONS if "eval/" in name else {}),
+        )
+        for part in parts
         for title, unit, name in kinds
     ]
 

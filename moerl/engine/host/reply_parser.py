@@ -341,7 +341,7 @@ def _cut_mask(mask: Csr | None, first: int, end: int) -> Csr | None:
 
 
 def _counts(meta: Mapping[str, Any]) -> dict[str, float]:
-    """Sums of a reply for the metrics of a step, by names of `moerl.core.metric_table`."""
+    """What the reply adds to the metrics of a step, by names of `moerl.core.step_counts`."""
     return {"cached_tokens": int(meta.get("cached_tokens", 0))}
 
 

@@ -19,7 +19,7 @@ from moerl.algorithms.head_logprob import Scores
 from moerl.algorithms.loss import SUM_NAMES
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.tokens import Sequences
-from moerl.core.metric_table import ratios
+from moerl.core.step_counts import ratios
 from moerl.core.types import Array
 from moerl.data.packing import Microbatch
 from moerl.trainer.passes.probe import exact_sums

@@ -1,15 +1,12 @@
-"""The table of metrics, the page that defines them, and the names in the code agree."""
+"""Names of metrics in the code and in the page that defines them, and the row of a step."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 from moerl.controller.step_metrics import StepMetrics
-from moerl.core.metric_table import METRICS, Adds, Ratio, adds_of, ratios
-from moerl.observe.report_sections import SECTIONS
+from moerl.core.step_counts import COUNTERS, RATIOS
 from tests.helpers.documented_metrics import undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +33,6 @@ def test_every_name_in_the_code_is_defined_in_the_page() -> None:
     written = names_in("\n".join(SOURCES.values()))
     assert len(written) > 200
     assert undocumented(written - PARTS, PAGE) == []
-    assert undocumented({name for name in METRICS if "{" not in name}, PAGE) == []
 
 
 def test_every_name_of_the_page_is_in_the_code() -> None:
@@ -55,27 +51,10 @@ def test_undocumented_finds_what_is_missing() -> None:
     assert names_in('x = "loss/unheard_of"; f"loss/half_{x}"; "no/metric"') == {unknown[1]}
 
 
-def test_every_chart_is_drawn_and_has_lines() -> None:
-    charts = [chart for _, charts in SECTIONS.values() for chart in charts]
-    assert {metric.chart for metric in METRICS.values()} - {""} == {one.title for one in charts}
-    assert all(chart.lines for chart in charts)
-
-
-def test_what_is_added_is_in_the_table_and_the_reverse() -> None:
-    """Negative control: a name that is not in the table."""
-    others = "\n".join(text for path, text in SOURCES.items() if path.name != "metric_table.py")
-    for name in re.findall(r"etrics\.add,?\(?\s*f?\"([^\"]+)\"", others):
-        adds_of(name)
-    added = {name for name, one in METRICS.items() if one.adds is Adds.SUM}
-    added |= {name for one in METRICS.values() if isinstance(one.adds, Ratio) for name in one.adds}
+def test_the_sums_of_ratios_and_the_counters_are_added_somewhere() -> None:
+    others = "\n".join(text for path, text in SOURCES.items() if path.name != "step_counts.py")
+    added = {*COUNTERS, *(name for pair in RATIOS.values() for name in pair)}
     assert [name for name in added if f'"{name}"' not in others] == []
-    with pytest.raises(KeyError):
-        StepMetrics().add("async/unheard_of")
-
-
-def test_a_ratio_needs_its_divisor() -> None:
-    assert ratios({"masked": 4.0, "kept": 6.0})["keep/size_mean"] == 1.5
-    assert "keep/cover_frac" not in ratios({"masked": 4.0})
 
 
 def test_the_row_of_a_step_follows_the_rules() -> None:
@@ -90,6 +69,6 @@ def test_the_row_of_a_step_follows_the_rules() -> None:
     after = metrics.row([])
     assert (after["async/routed_groups"], after["refused/blob"]) == (0, 1)
     assert {"agent/turns", "async/cached_frac", "fork/given_up"}.isdisjoint(after)
-    assert {name for name, one in METRICS.items() if one.adds is Adds.SUM} <= after.keys()
+    assert set(COUNTERS) <= after.keys()
     assert metrics["refused/blob"] == 1
     assert all("/" in name for name in row), "sums of ratios are no metrics"
