@@ -40,7 +40,7 @@ from moerl.layout.shards import hf_shapes
 from moerl.planning.layout_check import ITEMSIZE, Spread, trainer_bytes
 from moerl.planning.memory import EngineMemory, engine_memory, trainer_memory, training_of
 from moerl.weight_sync.adapters.factor_tables import FactorTables
-from moerl.weight_sync.buckets import WirePolicy, engine_wants, wire_bytes
+from moerl.weight_sync.buckets import WirePolicy, wire_bytes
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import (
     PLAN_ID,
@@ -50,6 +50,7 @@ from moerl.weight_sync.transfer_plan import (
     num_rounds,
     relay_schedule,
 )
+from moerl.weight_sync.wire_formats import engine_wants
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
 GB = 1e9  # bytes, as network cards are sold

@@ -34,7 +34,7 @@ from moerl.layout import (
     shards,
 )
 from moerl.weight_sync import deliveries
-from moerl.weight_sync.buckets import ALIGN, ITEMSIZE, Bucket, Piece, Region, WirePolicy
+from moerl.weight_sync.buckets import ALIGN, Bucket, Piece, Region, WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import (
     TRAINER,
@@ -44,6 +44,7 @@ from moerl.weight_sync.transfer_plan import (
     num_rounds,
     relay_schedule,
 )
+from moerl.weight_sync.wire_formats import ITEMSIZE
 from tests.helpers import reference_loader as reference
 from tests.helpers.random_layouts import LATENT, draw, spec_of
 

@@ -207,6 +207,45 @@ def make(address: str) -> Named:
         "tests/multi/test_transports.py",
         "every_transport_is_here or (NAME and (knows or bytes or dead))",
     ),
+    "A quantisation of weights": Addition(
+        {
+            "moerl/weight_sync/wire_formats.py": (
+                "def engine_wants(",
+                """class Fp8Rows(Fp8Blocks):
+    name = quant_method = "fp8_rows"
+
+
+FORMATS["fp8_rows"] = Fp8Rows()
+
+
+""",
+            ),
+            "moerl/engine/weight_layout.py": (
+                '    field = "engine.args.quantization"',
+                '    if method == "fp8_rows":\n        return "fp8_rows"\n',
+            ),
+            "moerl/engine/plugin/loaded_weights.py": ('"Fp8MoEMethod")', '"Fp8RowsMethod", '),
+            "moerl/engine/feature_table.py": ('"fp8"),\n            "quantize_and', '"fp8_rows", '),
+            "tests/unit/test_quantize.py": (
+                "",
+                """
+
+def test_fp8_rows() -> None:
+    from moerl.engine import feature_table, weight_layout
+    from moerl.engine.plugin import loaded_weights
+
+    stored = {"quantization_config": {"quant_method": "fp8_rows"}}
+    assert engine_wants(None, stored) == "fp8_rows"
+    assert WirePolicy("bfloat16", "fp8_rows").format_of("q_proj.weight").name == "fp8_rows"
+    assert weight_layout._quantization({"quantization": None}, stored) == "fp8_rows"
+    assert "Fp8RowsMethod" in loaded_weights._BLOCK_METHODS
+    feature_table.check("quantization", "fp8_rows", replay=True)
+""",
+            ),
+            "docs/weight-sync.md": ("- **The sender converts.**", "- `fp8_rows` has scales.\n"),
+        },
+        "tests/unit/test_quantize.py::test_fp8_rows",
+    ),
 }
 
 
