@@ -184,7 +184,7 @@ class StubEngine:
             sampling_mask=None,
             audit_rows=None,
             engine=self.index,
-            cached_tokens=0,
+            counts={},
             start_s=begin,
             end_s=time.time(),
             sealed_logprobs=sealed,

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.tokens import Sequences, bounded_exp
+from moerl.core.step_counts import LAGS
 
-_LAGS = ("lag_0", "lag_1", "lag_2_3", "lag_4_7", "lag_8")
-LAG_BINS = (*_LAGS, *(f"joined_{name}" for name in _LAGS))
-_LAG_EDGES = (1, 2, 4, 8)
+LAG_BINS = (*LAGS, *(f"joined_{name}" for name in LAGS))
+_LAG_EDGES = [first for first, _ in LAGS.values()][1:]
 _FIELDS = (
     "tokens", "d", "abs_d", "dd", "k3", "k3_reverse", "u", "uu", "prob_error",
     "extreme_1p1", "extreme_2",
@@ -85,7 +85,7 @@ class MismatchSums:
         )  # fmt: skip
         lag_bin = torch.bucketize(lag_N.cpu(), torch.tensor(_LAG_EDGES), right=True)
         if joined_N is not None:
-            lag_bin = lag_bin + len(_LAGS) * joined_N.long()
+            lag_bin = lag_bin + len(LAGS) * joined_N.long()
         result = cls.zero()
         result.sums.index_add_(0, lag_bin, columns)
         sign_bin = (d > 0).long() * len(LAG_BINS) + lag_bin

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moerl.observe.page import Column, Page, PageSection, Table, visible, write_html
+from moerl.observe.page import Column, Page, PageSection, Table, write_html
 
 _SHOWN = 40  # prompts of the page
 _COLUMNS = {  # metric: title, format
@@ -69,7 +69,7 @@ def _prompts(models: Mapping[str, Mapping[str, Any]]) -> PageSection:
         columns += [Column(f"reward, {name}", "number"), Column(f"answer, {name}", "long")]
     table = [
         [
-            visible(row["prompt"]),
+            row["prompt"],
             *(cell for rows in answered for cell in _answer(rows.get(row["index"]))),
         ]
         for row in lowest
@@ -78,4 +78,4 @@ def _prompts(models: Mapping[str, Mapping[str, Any]]) -> PageSection:
 
 
 def _answer(row: Mapping[str, Any] | None) -> tuple[str, str]:
-    return (f"{fmean(row['rewards']):.3f}", visible(row["answers"][0])) if row else ("-", "")
+    return (f"{fmean(row['rewards']):.3f}", row["answers"][0]) if row else ("-", "")

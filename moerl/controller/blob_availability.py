@@ -48,7 +48,9 @@ class BlobAvailability:
         gone, copied = await self._drop_lost(due)
         if gone or not await self._drop_damaged(due) or self._buffer.due() != due:
             return False
-        self._step_metrics.copied += sum(not copied.isdisjoint(group_uris(group)) for group in due)
+        self._step_metrics.add(
+            "async/copied_groups", sum(not copied.isdisjoint(group_uris(group)) for group in due)
+        )
         return True
 
     async def drop_lost(self, groups: Sequence[EpisodeGroup]) -> bool:
@@ -64,7 +66,7 @@ class BlobAvailability:
         found = await asyncio.to_thread(self._find, groups, self._patience_s)
         if found.gone:  # other records of that store are lost too
             found = await asyncio.to_thread(self._find, self._buffer.ready(), 0.0)
-        self._step_metrics.dropped_lost += len(self._evict(found.gone, "lost"))
+        self._step_metrics.add("async/dropped_lost_groups", len(self._evict(found.gone, "lost")))
         return found
 
     def _evict(self, uris: Set[str], what: str) -> list[EpisodeGroup]:
@@ -124,7 +126,7 @@ class BlobAvailability:
 
     def _evict_damaged(self, uris: Set[str]) -> None:
         for _ in self._evict(uris, "damaged"):
-            self._step_metrics.refused["damaged"] += 1
+            self._step_metrics.add("refused/damaged")
         for uri in uris:  # a trained group or late siblings may refer to it: they will miss it
             self._blobs.delete(uri)
 

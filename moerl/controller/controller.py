@@ -95,11 +95,9 @@ class Controller:
         context.ref_counts.share((named - Counter(set(named))).elements())
         turns = services.journal.turns
         if turns.lost:
-            context.step_metrics.turns_lost(turns.lost)
-        context.step_metrics.journal_adopted, context.step_metrics.journal_lost = (
-            len(adopted),
-            recovered.lost,
-        )
+            context.step_metrics.add("agent/lost_turns", turns.lost)
+        context.step_metrics.add("journal/adopted_groups", len(adopted))
+        context.step_metrics.add("journal/lost_groups", recovered.lost)
         services.blobs.sweep(turns.uris.union(named))
         if trainer_alive and recovered.is_whole and state.begins:
             context.pool.incarnation = state.begins[-1].incarnation
@@ -145,7 +143,7 @@ class Controller:
             "trainer/incarnation": float(incarnation),
             "ref_models/start": float(self._ref_models.start),
             **self.producer.open_episodes(),
-            **{f"refused/{r}": float(n) for r, n in self.context.step_metrics.refused.items()},
+            **self.context.step_metrics.totals(),
         }
 
     def take_notices(self) -> list[str]:
@@ -189,7 +187,7 @@ class Controller:
 
     def engine_excluded(self, index: int) -> None:
         """Count an engine that keeps dying and has left the run."""
-        self.context.step_metrics.engines_excluded += 1
+        self.context.step_metrics.add("async/engines_excluded")
         log.error("engine %d keeps dying and is excluded", index)
 
     async def engine_leaves(self, index: int) -> None:

@@ -56,7 +56,7 @@ class EngineChoice:
         """The home of a group whose turn it is on engine `index`."""
         leads = leads_of(prompt)
         home = Home(self._with_prefix(index, leads))
-        self._step_metrics.routed_groups += home.engine != index
+        self._step_metrics.add("async/routed_groups", home.engine != index)
         member = self._pool.members[home.engine]
         member.groups += 1
         self._prefix_index.sent(home.engine, member.version, leads)

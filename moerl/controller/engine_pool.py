@@ -232,7 +232,7 @@ class EnginePool:
         member.calls = self._calls(index, engine)
         member.draining, member.behind = False, True
         member.errors.clear()
-        self._step_metrics.engine_restarts += 1
+        self._step_metrics.add("async/engine_restarts")
         self._tasks.notify()
 
     async def statuses(self) -> list[EngineStatus]:
@@ -304,7 +304,7 @@ class EnginePool:
         limit_s = self._config.progress_timeout_s
 
         def stalled(requests: int) -> None:
-            self._step_metrics.stalled_requests += requests
+            self._step_metrics.add("async/stalled_requests", requests)
             self.rest(index)
 
         return EngineCalls(index, engine, self._tasks, limit_s, self._drop, stalled)
@@ -373,7 +373,9 @@ class EnginePool:
 
     def _updated(self, member: EngineState, version: PolicyVersion, closed: UpdateDone) -> None:
         member.version, member.draining, member.behind = version, False, False
-        self._step_metrics.update_closed(closed)
+        self._step_metrics.add("async/sync_pause_s", closed.pause_s)
+        self._step_metrics.add("async/interrupts", closed.aborted)
+        self._step_metrics.add("async/recomputed_tokens", closed.recomputed)
         self._tasks.notify()
 
     def _answering(self, index: int) -> Engine:
@@ -397,7 +399,7 @@ class EnginePool:
             member.phase = EnginePhase.ASLEEP
         elif isinstance(holds, EngineVersion) and holds.cause:
             log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
-            self._step_metrics.engines_suspended += 1
+            self._step_metrics.add("async/engines_suspended")
             member.phase = EnginePhase.SUSPENDED
 
 

@@ -159,7 +159,7 @@ class Evaluator:
                 metrics = await self._evaluate(index, member.version, member.held_until)
             except (EngineError, RecordError, ScoreError) as error:
                 log.warning("the evaluation of %s is cancelled: %s", self._last, error)
-                self._step_metrics.evaluations_given_up += 1
+                self._step_metrics.add("eval/given_up")
             else:
                 metrics["eval/seconds"] = time.monotonic() - begin
                 self._step_metrics.evaluations.append(metrics)

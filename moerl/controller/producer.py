@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -150,13 +151,13 @@ class Producer:
             untrainable = group.older_than(step - rollout.max_lag, runs_through_updates=through)
             if self._goes_on_without(group, {*untrainable, *(e for e in ended if e in stale)}):
                 ended = [episode for episode in ended if episode in stale]
-                self._step_metrics.dropped_stale_siblings += len(ended)
+                self._step_metrics.add("async/dropped_stale_siblings", len(ended))
                 for episode in ended:
                     group.drop(episode)
             else:
                 group.is_stale = True
             for episode in ended:
-                episode.count_lost = self._step_metrics.tokens_cancelled
+                episode.count_lost = partial(self._step_metrics.add, "async/cancelled_tokens")
             self._end(ended)
 
     def _goes_on_without(self, group: GroupInFlight, stale: Collection[OpenEpisode]) -> bool:
@@ -216,7 +217,7 @@ class Producer:
         if self._bad_prompts >= MOST_BAD:
             raise error
         log.warning("prompt %d is set aside: %s", group_id, error)
-        self._step_metrics.bad_prompts += 1
+        self._step_metrics.add("async/bad_prompts")
         self._journal.dropped(group_id)
         self._buffer.discard(group_id)
 
@@ -283,7 +284,7 @@ class Producer:
 
     def _count(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
         if given_up := int(ended.counts.get("forks_given_up", 0)):
-            self._step_metrics.forks["given_up"] += given_up
+            self._step_metrics.forked(given_up=given_up)
         if not self._speaks_messages(group):
             return
         is_stale = group.is_stale or group.is_dropped(ended.episode_id)
@@ -296,7 +297,7 @@ class Producer:
 
     def _has_ended(self, group: GroupInFlight, ended: FinishedEpisode) -> None:
         if is_dropped := group.is_dropped(ended.episode_id):
-            self._step_metrics.tokens_cancelled(ended.num_sampled)
+            self._step_metrics.add("async/cancelled_tokens", ended.num_sampled)
             group.dropped_ended(ended.episode_id)
         if group.is_closed:
             group.drop_late(ended, self._ref_counts)
@@ -342,11 +343,11 @@ class Producer:
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None
         if later is not None:
-            self._step_metrics.carried_siblings += len(late)
+            self._step_metrics.add("async/carried_siblings", len(late))
             group.carry(later, self._ref_counts)
             self._groups[later] = self._groups.pop(group_id)
         else:
-            self._step_metrics.dropped_siblings += len(late)
+            self._step_metrics.add("async/dropped_siblings", len(late))
             group.close(self._ref_counts)
             self._end(late)
             self._remove(group)
@@ -357,8 +358,8 @@ class Producer:
         """A group whose siblings have ended cannot be trained."""
         group_id, ended, failed = group.group_id, group.finished, group.failed
         if group.is_stale:
-            self._step_metrics.cancelled_groups += 1
-            self._step_metrics.tokens_cancelled(sum(one.num_sampled for one in ended))
+            self._step_metrics.add("async/cancelled_groups")
+            self._step_metrics.add("async/cancelled_tokens", sum(one.num_sampled for one in ended))
             self._ref_counts.release(sealed_uris(ended))
             self._scoring_stage.cancelled(group_id, ended)
             return

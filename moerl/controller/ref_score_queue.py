@@ -145,7 +145,7 @@ class RefScoreQueue:
         Raises RecordError when scores do not fit their rollout.
         """
         for name, seconds in scored.exchange_s.items():
-            self._step_metrics.teacher_s[name] += seconds
+            self._step_metrics.add(f"teacher/{name}/seconds", seconds)
         live = {r.rollout_id: r for _, group in self._live() for r in group.rollouts()}
         for scores in scored.scores:
             if (rollout := live.get(scores.rollout_id)) is not None:

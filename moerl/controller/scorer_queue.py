@@ -73,7 +73,7 @@ class ScorerQueue:
         self._waiting[done] = _Waiting(asked, done, loop.time())
         done.add_done_callback(lambda future: self._waiting.pop(future, None))
         self._counts.asked += len(asked)
-        self._counts.waiting = max(self._counts.waiting, len(self._waiting))
+        self._counts.waiting_max = max(self._counts.waiting_max, len(self._waiting))
         self._flush_at(0.0)
         return done
 

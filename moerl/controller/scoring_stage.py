@@ -106,7 +106,7 @@ class ScoringStage:
 
     def refuse_one(self, group_id: int, rollout_id: str, error: RecordError) -> None:
         """Count the refusal of a rollout that is generated again; three in a row end the run."""
-        self._step_metrics.refused[error.reason] += 1
+        self._step_metrics.add(f"refused/{error.reason}")
         log.warning("rollout %s: %s", rollout_id, error)
         episode = without_life(rollout_id)
         self._rollout_attempts[episode] += 1
@@ -129,7 +129,7 @@ class ScoringStage:
         self, group_id: int, partials: Sequence[FinishedEpisode], error: RecordError
     ) -> None:
         """Count the refusal and regenerate the group; three in a row end the run."""
-        self._step_metrics.refused[error.reason] += 1
+        self._step_metrics.add(f"refused/{error.reason}")
         log.warning("group %d: %s", group_id, error)
         self._delete(partials)
         self._leave(group_id, partials)
@@ -170,7 +170,7 @@ class ScoringStage:
 
     def drop_branch(self, group: EpisodeGroup) -> None:
         """Drop a group with tokens of a discarded branch of weights."""
-        self._step_metrics.dropped_branch += 1
+        self._step_metrics.add("async/dropped_branch_groups")
         self._ref_counts.forget(group)
 
     async def _finish(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
@@ -191,7 +191,9 @@ class ScoringStage:
             self.refuse(group_id, partials, error)
             return
         prompt = partials[0].prompt
-        self._step_metrics.context_ends += sum(partial.lacks_context for partial in partials)
+        self._step_metrics.add(
+            "sample/context_ends", sum(partial.lacks_context for partial in partials)
+        )
         self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
         try:
             scores = await self.scores.of(partials)
@@ -233,7 +235,7 @@ class ScoringStage:
     def _leave(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
         """A group is not admitted: its late siblings get no rewards; late siblings are dropped."""
         if group_id < 0:
-            self._step_metrics.dropped_siblings += len(partials)
+            self._step_metrics.add("async/dropped_siblings", len(partials))
             self._peers.pop(group_id, None)
         elif (waiting := self._peers.get(~group_id)) and not waiting.done():
             waiting.set_result(())
@@ -296,7 +298,7 @@ class ScoringStage:
             why = f"{problem}; last: {error}" if problem else str(error)
             with naming(task):
                 raise ConfigError(*_source_of_rewards(task), why) from error
-        self._step_metrics.score_failures += 1
+        self._step_metrics.add("scorer/failed")
         log.warning("group %d is dropped: %s", group_id, error)
         self._discard(group_id, partials)
 
@@ -316,7 +318,7 @@ class ScoringStage:
         if self._dropped >= rollout.max_drop_batches * rollout.groups_per_step:
             return False
         self._dropped += 1
-        self._step_metrics.dropped_zero_variance += 1
+        self._step_metrics.add("async/dropped_zero_variance_groups")
         return True
 
     def _say_equal(self, reward: float) -> None:

@@ -1,23 +1,20 @@
-"""Metrics of one optimizer step: counts since the last one, batch statistics, and a sample.
-
-Sums and counts only; names are those of docs/metrics.md.
-"""
+"""Metrics of one optimizer step: sums since the last one, batch statistics, and a sample."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from moerl.config import Config
 from moerl.config.task_mixture import by_label
 from moerl.controller.shown_turns import shown_graph, shown_turns
-from moerl.core.messages import EngineStatus, UpdateDone
+from moerl.core.messages import EngineStatus
+from moerl.core.step_counts import LAGS, TOTALS, row_of
 from moerl.core.types import (
     EpisodeGroup,
     Finish,
@@ -27,15 +24,6 @@ from moerl.core.types import (
     base_role,
 )
 from moerl.episodes.finished_episode import BLOCKED
-
-# Bins of the lag histogram, the same as for the mismatch: name, first and last lag.
-_LAG_BINS = (
-    ("lag_0", 0, 0),
-    ("lag_1", 1, 1),
-    ("lag_2_3", 2, 3),
-    ("lag_4_7", 4, 7),
-    ("lag_8", 8, sys.maxsize),
-)
 
 _PER_TASK = (
     "reward/mean",
@@ -54,7 +42,7 @@ class ScorerCounts:
     asked: int = 0
     repeated: int = 0  # requests that were not answered
     unscored: int = 0  # requests that were given up, or refused by the scorer
-    waiting: int = 0  # most questions that waited
+    waiting_max: int = 0  # questions that waited at once
     wait_s: float = 0.0  # sum over the requests, until they were sent
     messages: int = 0
     answer_s: float = 0.0  # sum over the messages
@@ -64,94 +52,58 @@ class ScorerCounts:
         """Metrics of a step, once; none without requests."""
         if not (self.asked or self.messages):
             return {}
-        found = {
-            "asked": self.asked,
-            "repeated": self.repeated,
-            "unscored": self.unscored,
-            "waiting_max": self.waiting,
-            "wait_s": self.wait_s / max(1, self.asked),
-            "answer_s": self.answer_s / max(1, self.messages),
-        }
-        found |= {"cost": self.cost} if self.cost else {}
+        found = asdict(self)
+        found["wait_s"] /= max(1, self.asked)
+        found["answer_s"] /= max(1, found.pop("messages"))
+        if not self.cost:
+            del found["cost"]
         self.__init__()  # type: ignore[misc]
         return {f"scorer/{key}/{name}": float(value) for key, value in found.items()}
 
 
 class StepMetrics:
-    """Counts since the last optimizer step."""
+    """Counts since the last optimizer step, by name; `moerl.core.step_counts` has their rules."""
 
     def __init__(self) -> None:
-        self.refused: Counter[str] = Counter()
         self.evaluations: deque[dict[str, float]] = deque()  # finished evaluations, in no row yet
         self.notices: list[str] = []  # for the console, not shown yet
         self.scorers = defaultdict[str, ScorerCounts](ScorerCounts)  # by name
+        self.last_failed_write = ""
         self._last = time.monotonic()
         self._engine_last: dict[int, EngineStatus] = {}
-        self._reset()
+        self._counts: dict[str, float] = {}
 
-    def _reset(self) -> None:
-        self.trainer_wait_s = 0.0
-        self.ref_wait_s = 0.0
-        self.teacher_s = defaultdict[str, float](float)  # exchanges on reference ranks, by name
-        self.interrupts = 0
-        self.recomputed_tokens = 0
-        self.prompt_tokens = 0  # of all answered requests
-        self.cached_tokens = 0  # prompt tokens from prefix caches
-        self.routed_groups = 0
-        self.dropped_stale = 0
-        self.dropped_branch = 0
-        self.dropped_lost = 0
-        self.copied = 0  # groups of this batch read from copies
-        self.engine_restarts = 0
-        self.engines_excluded = 0
-        self.score_failures = 0
-        self.bad_prompts = 0
-        self.engines_suspended = 0
-        self.dropped_zero_variance = 0
-        self.journal_adopted = 0
-        self.journal_lost = 0
-        self.failed_writes = 0
-        self.last_failed_write = ""
-        self.pauses: list[float] = []
-        self.evaluations_given_up = 0
-        self.dropped_siblings = 0
-        self.dropped_stale_siblings = 0
-        self.carried_siblings = 0
-        self.cancelled_groups = 0
-        self.cancelled_tokens = 0
-        self.stalled_requests = 0
-        self.context_ends = 0
-        self.agents = defaultdict[str, float](float)  # of episodes that programs played
-        self.forks = Counter[str]()  # continuations, prompt tokens fed and cached, given_up
+    def __getitem__(self, name: str) -> float:
+        return self._counts.get(name, 0.0)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self._counts[name] = self[name] + amount
+
+    def add_all(self, counts: Mapping[str, float]) -> None:
+        for name, count in counts.items():
+            self.add(name, count)
 
     def episode_played(
         self, counts: Mapping[str, float], failure: str, graph: Sequence[GraphTurn]
     ) -> None:
         """Count an episode that was played.  failure: as FinishedEpisode."""
         for turn in graph:
-            self.agents[f"graph/{turn.role}/{turn.left_out or 'trained'}"] += 1
-        for name, count in counts.items():
-            self.agents[name] += count
-        self.agents["episodes"] += 1
+            self.add(f"agent/graph/{turn.role}/{turn.left_out or 'trained'}")
+        self.add_all({f"agent/{name}": count for name, count in counts.items()})
+        self.add("agent/episodes")
         if failure and failure != BLOCKED:  # its group is played again
-            self.agents[f"failed/{failure}"] += 1
+            self.add(f"agent/failed/{failure}")
 
-    def tokens_cancelled(self, count: int) -> None:
-        self.cancelled_tokens += count
+    def forked(
+        self, *, continuations: int = 0, fed: int = 0, cached: int = 0, given_up: int = 0
+    ) -> None:
+        """Count continuations, their prompt tokens, fed and cached, and pivots given up."""
+        self.add_all({"fork/continuations": continuations, "fork/given_up": given_up})
+        self.add_all({"fork_fed": fed, "fork_cached": cached})
 
-    def turn_replayed(self, tokens: int) -> None:
-        """A reply to a turn is that of an earlier controller."""
-        self.agents["replayed_turns"] += 1
-        self.agents["replayed_tokens"] += tokens
-
-    def turns_lost(self, count: int) -> None:
-        """Replies of an earlier controller cannot be used."""
-        self.agents["lost_turns"] += count
-
-    def update_closed(self, closed: UpdateDone) -> None:
-        self.pauses.append(closed.pause_s)
-        self.interrupts += closed.aborted
-        self.recomputed_tokens += closed.recomputed
+    def totals(self) -> dict[str, float]:
+        """Metrics that are counted from the start of the process on."""
+        return {name: n for name, n in self._counts.items() if name.startswith(TOTALS)}
 
     def row(self, engines: list[EngineStatus], ages_s: Sequence[float] = ()) -> dict[str, float]:
         """Metrics of one step; call once per step.  Metrics that were not measured are absent.
@@ -161,57 +113,16 @@ class StepMetrics:
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         self._last = now
-        row = {
-            "async/trainer_wait_s": self.trainer_wait_s,
-            "async/trainer_wait_frac": min(1.0, self.trainer_wait_s / elapsed),
-            "async/dropped_stale_groups": float(self.dropped_stale),
-            "async/interrupts": float(self.interrupts),
-            "async/recomputed_tokens": float(self.recomputed_tokens),
-            "async/routed_groups": float(self.routed_groups),
-            "async/engine_restarts": float(self.engine_restarts),
-            "async/engines_excluded": float(self.engines_excluded),
-            "async/dropped_branch_groups": float(self.dropped_branch),
-            "async/dropped_lost_groups": float(self.dropped_lost),
-            "async/copied_groups": float(self.copied),
-            "async/dropped_zero_variance_groups": float(self.dropped_zero_variance),
-            "async/dropped_siblings": float(self.dropped_siblings),
-            "async/dropped_stale_siblings": float(self.dropped_stale_siblings),
-            "async/carried_siblings": float(self.carried_siblings),
-            "async/cancelled_groups": float(self.cancelled_groups),
-            "async/cancelled_tokens": float(self.cancelled_tokens),
-            "async/stalled_requests": float(self.stalled_requests),
-            "sample/context_ends": float(self.context_ends),
-            "scorer/failed": float(self.score_failures),
-            "async/bad_prompts": float(self.bad_prompts),
-            "async/engines_suspended": float(self.engines_suspended),
-            "journal/adopted_groups": float(self.journal_adopted),
-            "journal/lost_groups": float(self.journal_lost),
-            "journal/failed_writes": float(self.failed_writes),
-        }
-        if self.ref_wait_s:
-            row["ref_models/wait_s"] = self.ref_wait_s
-        row |= {f"teacher/{name}/seconds": spent for name, spent in self.teacher_s.items()}
+        row = row_of(self._counts)
+        self._counts, self.last_failed_write = self.totals(), ""
+        row["async/trainer_wait_frac"] = min(1.0, row["async/trainer_wait_s"] / elapsed)
         row |= self.evaluations.popleft() if self.evaluations else {}
-        if self.evaluations_given_up:
-            row["eval/given_up"] = float(self.evaluations_given_up)
-        if self.pauses:
-            row["async/sync_pause_s"] = sum(self.pauses)
         if ages_s:
             row["async/buffer_age_mean_s"] = statistics.fmean(ages_s)
             row["async/buffer_age_max_s"] = max(ages_s)
-        if self.prompt_tokens:
-            row["async/cached_frac"] = self.cached_tokens / self.prompt_tokens
         row |= self._engines(engines, elapsed)
-        if self.forks:
-            row["fork/continuations"] = float(self.forks["continuations"])
-            row["fork/cached_frac"] = self.forks["cached"] / max(1, self.forks["fed"])
-            row["fork/given_up"] = float(self.forks["given_up"])
-        for reason, count in self.refused.items():
-            row[f"refused/{reason}"] = float(count)
-        row |= {f"agent/{name}": float(count) for name, count in self.agents.items()}
         for name, counts in self.scorers.items():
             row |= counts.take(name)
-        self._reset()
         return row
 
     def _engines(self, engines: list[EngineStatus], elapsed: float) -> dict[str, float]:
@@ -300,7 +211,7 @@ def _lags(groups: Sequence[EpisodeGroup], step: int) -> dict[str, float]:
     total = sum(lags.values())
     return {
         f"async/lag_frac/{name}": sum(lags[lag] for lag in lags if low <= lag <= high) / total
-        for name, low, high in _LAG_BINS
+        for name, (low, high) in LAGS.items()
     } | {
         "async/lag_min": float(min(lags)),
         "async/lag_mean": sum(lag * count for lag, count in lags.items()) / total,

@@ -207,7 +207,7 @@ class TrainerHandler:
         strange = self._buffer.evict(lambda group: not self._history.knows_trainer(group))
         self._journal.left(group.group_id for group in strange)
         for group in strange:
-            self._step_metrics.refused["lineage"] += 1
+            self._step_metrics.add("refused/lineage")
             self._ref_counts.forget(group)
         branch = self._buffer.evict(lambda group: not self._history.in_lineage(group))
         self._journal.left(group.group_id for group in branch)
@@ -252,11 +252,11 @@ class TrainerHandler:
                 return Refresh()
             waited_s = time.monotonic() - begin
             if waited_s > take.timeout_s / 2 and self._pool.idle_s < take.timeout_s / 2:
-                self._step_metrics.trainer_wait_s += waited_s
+                self._step_metrics.add("async/trainer_wait_s", waited_s)
                 return Ok()
             self._expect_in_time(waited_s, take.timeout_s)
             await self._tasks.wait_change(min(1.0, take.timeout_s))
-        self._step_metrics.trainer_wait_s += time.monotonic() - begin
+        self._step_metrics.add("async/trainer_wait_s", time.monotonic() - begin)
         return None
 
     def _turn_goes_on(self, step: int) -> bool:
@@ -311,7 +311,7 @@ class TrainerHandler:
         stale = self._buffer.evict_stale()
         self._journal.left(group.group_id for group in stale)
         for group in stale:
-            self._step_metrics.dropped_stale += 1
+            self._step_metrics.add("async/dropped_stale_groups")
             self._ref_counts.forget(group)
         return True
 
@@ -324,7 +324,7 @@ class TrainerHandler:
                 return False
             self._buffer.exchange(part)
             dropped = len(group.episodes) - len(part.episodes)
-            self._step_metrics.dropped_stale_siblings += dropped
+            self._step_metrics.add("async/dropped_stale_siblings", dropped)
             self._ref_counts.forget(group, part)
         return True
 
@@ -340,8 +340,8 @@ class TrainerHandler:
             return self._pool.incarnation == incarnation
 
         waited_s = await self._ref_models.wait(take.step, take.timeout_s, is_current)
-        self._step_metrics.ref_wait_s += waited_s
-        self._step_metrics.trainer_wait_s += waited_s
+        self._step_metrics.add("ref_models/wait_s", waited_s)
+        self._step_metrics.add("async/trainer_wait_s", waited_s)
         came_ahead = take.came_ahead and groups is self._ahead
         plan = None if came_ahead else await self._plan(take.step, groups)
         ahead = await self._plan_ahead(take.step + 1)
@@ -445,7 +445,7 @@ class TrainerHandler:
         groups = self._batches.planned.get(done.step)
         if groups is None:
             raise ProtocolError(f"step {done.step} is not planned: a record of it is damaged")
-        self._step_metrics.failed_writes += self._journal.take_failed()
+        self._step_metrics.add("journal/failed_writes", self._journal.take_failed())
         line = None
         if self._stream is not None and not self._stream.has(done.version):
             await self._seal(done.step)

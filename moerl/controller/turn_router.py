@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -128,7 +128,7 @@ class TurnRouter:
             self._waiting.setdefault(call.episode.newest, deque()).append(call)
 
     def _version_gone(self, call: TurnCall, version: PolicyVersion) -> None:
-        self._step_metrics.agents["version_gone"] += 1
+        self._step_metrics.add("agent/version_gone")
         call.fail(VersionGone(f"{call.turn.name}: no engine has the weights {version}"))
 
     def _pinned(self, call: TurnCall, pin: EnginePin) -> None:
@@ -290,14 +290,13 @@ class TurnRouter:
         assert request is not None
         if call.episode.spec.pin is not None:
             return
-        metrics.prompt_tokens += request.num_tokens
-        metrics.cached_tokens += reply.cached_tokens
+        metrics.add("prompt_tokens", request.num_tokens)
+        metrics.add_all(reply.counts)
         if call.wanted.fork_at >= 0 and not request.num_sampled:
-            metrics.forks += Counter(
-                continuations=1, fed=request.num_tokens, cached=reply.cached_tokens
-            )
+            metrics.forked(continuations=1, fed=request.num_tokens, cached=reply.cached_tokens)
         if request.num_sampled and len(reply.output_ids):
-            metrics.recomputed_tokens += request.num_tokens - 1 - reply.cached_tokens
+            again = request.num_tokens - 1 - reply.cached_tokens
+            metrics.add("async/recomputed_tokens", again)
 
     # --- replies that an earlier controller had ---------------------------------------------------
     async def _replay(self, call: TurnCall, reply: Segment | None) -> None:
@@ -306,7 +305,7 @@ class TurnRouter:
             if self._is_of_history(reply) and await asyncio.to_thread(self._is_whole, reply):
                 break
             log.warning("a turn of %s is sampled again: it cannot be used", reply.rollout_id)
-            self._step_metrics.turns_lost(1)
+            self._step_metrics.add("agent/lost_turns")
             reply = self._turn_log.take(call.asked)
         if call.done.done():
             return
@@ -314,7 +313,8 @@ class TurnRouter:
             self._place(call)
             return
         self._turn_log.adopt(reply)
-        self._step_metrics.turn_replayed(reply.num_sampled)
+        self._step_metrics.add("agent/replayed_turns")
+        self._step_metrics.add("agent/replayed_tokens", reply.num_sampled)
         call.episode.engine = reply.engine  # its prefix cache may have the turn
         self._add(call, _renamed(reply, call.asked), is_new=False)
 

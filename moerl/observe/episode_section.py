@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moerl.observe.charts import COLORS
-from moerl.observe.page import PageSection, Passage, Transcript, visible
+from moerl.observe.page import PageSection, Passage, Transcript
 
 T = TypeVar("T")
 MAX_EPISODES = 12  # spread over the run
@@ -136,10 +136,10 @@ def _transcript(
         f"lag {sample.get('lag', '-')}"
     )
     asked = "\n".join(turn.line() for turn in graph)
-    passages = [Passage("all turns that were asked for", visible(asked))] if asked else []
+    passages = [Passage("all turns that were asked for", asked)] if asked else []
     for number in range(len(turns)):
         passages += _passages(turns, number, versions, sample.get("step"))
-    return Transcript(visible(title), visible(note), passages)
+    return Transcript(title, note, passages)
 
 
 def counted(step: object) -> str:
@@ -166,7 +166,7 @@ def _passages(
             shared = f"has the first {turn.shared_tokens} tokens of row {turn.continues + 1}"
         head = f"row {turn.row + 1} {shared}; {head}"
     if turn.context or begins:
-        yield Passage(visible(head), visible(turn.context))
+        yield Passage(head, turn.context)
     for place, piece in enumerate(turn.pieces):
         notes = [
             f"turn {number + 1}, version {piece.version}, {piece.tokens} tokens, trained",
@@ -178,7 +178,7 @@ def _passages(
             f"ended: {turn.finish}" if piece is turn.pieces[-1] else "",
         ]
         colour = versions.index(piece.version) % len(COLORS) + 1
-        yield Passage(visible("; ".join(filter(None, notes))), visible(piece.text), colour)
+        yield Passage("; ".join(filter(None, notes)), piece.text, colour)
     if turn.steps:
         text = "\n".join(f"{step.reward:+.3f}  {step.text}" for step in turn.steps)
-        yield Passage(f"rewards of the {len(turn.steps)} steps of turn {number + 1}", visible(text))
+        yield Passage(f"rewards of the {len(turn.steps)} steps of turn {number + 1}", text)

@@ -1,7 +1,7 @@
 """The page of a report: one self-contained HTML file with stat cards, charts and tables.
 
 The page has no script and loads nothing, so it opens without a network; of a running run, it reads
-its own file again after a while.  Text is escaped; only the
+its own file again after a while.  Text is escaped and its control characters are shown; only the
 SVG of `Figure` is inserted as markup, and only `moerl.observe.charts` draws it.  The page is light
 or dark as the browser asks.
 """
@@ -17,6 +17,8 @@ from jinja2 import Environment
 
 from moerl.core.atomic import atomic_write
 from moerl.observe.charts import COLORS, Chart, Heatmap, draw_chart, draw_heatmap, only_value
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +106,21 @@ class Page:
     reload_s: int = 0  # the browser reads the file again after so many seconds; 0 = never
 
 
-def visible(text: str) -> str:
-    """The text with control characters replaced by their picture symbols."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
-
-
 def write_html(path: Path, page: Page) -> Path:
     """Write the page as one HTML file and return its path."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible
+    )
     html = environment.from_string(_SKELETON).render(page=page, colors=COLORS)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = html.encode("utf-8", "replace")  # model output may hold lone surrogates
     atomic_write(path, data, mode=0o600)  # prompts and answers
     return path
+
+
+def _visible(value: object) -> object:
+    """A text with control characters replaced by their picture symbols."""
+    return value.translate(_PICTURES) if type(value) is str else value  # drawn SVG is Markup
 
 
 def figure(chart: Chart | Heatmap, rows: Sequence[Mapping[str, Any]] = ()) -> Figure:

@@ -41,7 +41,6 @@ from moerl.observe.page import (
     PageSection,
     StatCard,
     Table,
-    visible,
     write_html,
 )
 from moerl.observe.report_sections import chart_sections, notice_section, scorer_section
@@ -371,7 +370,7 @@ def _sample(sample: Mapping[str, Any], low: float, high: float) -> list[str | tu
     mean = _number(sample.get("group_mean"), ".3f")
     origin = f"{sample['origin']}:\n" if "origin" in sample else ""
     texts = (origin + str(sample.get("prompt", "")), _response(sample))
-    return [task, step, badge, mean, lag, version, *map(visible, texts)]
+    return [task, step, badge, mean, lag, version, *texts]
 
 
 def _response(sample: Mapping[str, Any]) -> str:

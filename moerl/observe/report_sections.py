@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from moerl.observe.charts import COLORS, Chart, Heatmap, has_values
 from moerl.observe.metrics import Row
@@ -12,6 +12,8 @@ from moerl.observe.page import Column, Figure, PageSection, Table, figure
 
 _LEARNING, _ROUTERS, _AGENTS = "Learning", "Routers", "Agents"
 _AGREEMENT = "probe/live_agree_frac/layer_"
+
+_VERSIONS: dict[str, Any] = {"x": "eval/step", "x_label": "version"}  # of evaluations
 
 # fmt: off
 _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
@@ -22,7 +24,7 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
         Chart("Reward", "reward", {"reward/mean": "mean \u00b1 standard deviation"},
               bands={"reward/mean": "reward/std"}, smooth=True),
         Chart("Held-out prompts", "reward", {"eval/reward_mean": "mean \u00b1 standard error"},
-              bands={"eval/reward_mean": "eval/reward_se"}, x="eval/step", x_label="version"),
+              bands={"eval/reward_mean": "eval/reward_se"}, **_VERSIONS),
         Chart("Response length", "tokens", {"sample/length_mean": "mean"}, "zero"),
         Chart("Groups without signal, answers cut off", "share",
               {"reward/zero_var_frac": "all rewards equal",
@@ -105,11 +107,12 @@ _SECTIONS: dict[str, tuple[str, list[Chart]]] = {  # title -> text, charts
               {"sample/shared_frac": "of a row per turn"}, "share"),
     ]),
 }
-_TASK_CHARTS = (  # title, unit, metric
+BY_TASK = (  # title, unit, metric
     ("Reward by task", "reward", "reward/mean"),
     ("Held-out prompts by task", "reward", "eval/reward_mean"),
     ("Response length by task", "tokens", "sample/length_mean"),
 )
+BY_ROLE = (("Reward by role", "reward", "reward"), ("Held-out by role", "reward", "eval/role"))
 # fmt: on
 
 
@@ -126,7 +129,7 @@ def chart_sections(
     loads: the lines of `RunDir.expert_load`.  labels: of the tasks of a mixture.
     """
     more: dict[str, Sequence[Chart | Heatmap]] = {
-        _LEARNING: [*task_charts(labels), *role_charts(roles)],
+        _LEARNING: [*charts_by(labels, BY_TASK), *charts_by(roles, BY_ROLE)],
         _ROUTERS: router_heatmaps(rows, loads),
     }
     rows = [row | {"step": row["step"] + 1} for row in rows]  # pages count from 1
@@ -144,31 +147,19 @@ def _figures(charts: Sequence[Chart | Heatmap], rows: Sequence[Row]) -> list[Fig
     return [figure(chart, rows) for chart in drawn]
 
 
-def task_charts(labels: Sequence[str]) -> list[Chart]:
-    """Charts of the tasks of a mixture, each with at most one line per colour."""
+def charts_by(words: Sequence[str], kinds: Sequence[tuple[str, str, str]]) -> list[Chart]:
+    """Charts with a line per task or role, each with at most one line per colour."""
+    parts = [words[at : at + len(COLORS)] for at in range(0, len(words), len(COLORS))]
     return [
-        _over_versions(
-            Chart(title, unit, {f"{name}/{one}": one for one in labels[at : at + len(COLORS)]})
+        Chart(
+            title,
+            unit,
+            {f"{name}/{word}": word for word in part},
+            **(_VERSIONS if "eval/" in name else {}),
         )
-        for at in range(0, len(labels), len(COLORS))
-        for title, unit, name in _TASK_CHARTS
+        for part in parts
+        for title, unit, name in kinds
     ]
-
-
-def role_charts(roles: Sequence[str]) -> list[Chart]:
-    """Rewards of the roles of the policy."""
-    shown = roles[: len(COLORS)]
-    return [
-        _over_versions(Chart(title, "reward", {f"{name}/{role}": role for role in shown}))
-        for title, name in (("Reward by role", "reward"), ("Held-out by role", "eval/role"))
-        if shown
-    ]
-
-
-def _over_versions(chart: Chart) -> Chart:
-    """A chart of evaluations is drawn at their versions."""
-    is_held_out = all(name.startswith("eval/") for name in chart.lines)
-    return replace(chart, x="eval/step", x_label="version") if is_held_out else chart
 
 
 def scorer_section(rows: Sequence[Row]) -> list[PageSection]:

@@ -122,7 +122,7 @@ class ScriptedEngine:
             sampling_mask=None,
             audit_rows=None,
             engine=0,
-            cached_tokens=0,
+            counts={},
             start_s=0.0,
             end_s=0.0,
         )

@@ -162,7 +162,7 @@ class World:
         return [report for reports in self._reports for report in reports]
 
     def damaged(self) -> float:
-        return self.controller.context.step_metrics.refused["damaged"]
+        return self.controller.context.step_metrics["refused/damaged"]
 
     def lost(self) -> float:
         return sum(report.metrics["async/dropped_lost_groups"] for report in self.reports)

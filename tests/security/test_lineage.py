@@ -60,8 +60,8 @@ def test_there_and_back(
             said = Hello(1, 1, BEGINS[-1], ((0, 200),), begins)
             assert await controller.handle(said) == Ok()
             assert {group.group_id for group in context.buffer.ready()} == kept
-            assert context.step_metrics.refused["lineage"] == refused
-            assert context.step_metrics.dropped_branch == branch
+            assert context.step_metrics["refused/lineage"] == refused
+            assert context.step_metrics["async/dropped_branch_groups"] == branch
 
         await running(controller, work())
         past = Journal(tmp_path / "journal", blobs).load()

@@ -517,7 +517,7 @@ def test_a_group_whose_worker_died_is_played_again_three_times_at_most(tmp_path:
     trained, controller = run_groups(tmp_path, pool, work, selection="strict")
     assert trained == [0, 1], "under its own id"
     assert len([name for name in pool.names if name.startswith("0.")]) == 4
-    assert controller.context.step_metrics.score_failures == 0
+    assert controller.context.step_metrics["scorer/failed"] == 0
 
     class Always(LocalEnvironments):
         async def open(self, name: str) -> OpenEnvironment:

@@ -338,9 +338,9 @@ def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
         assert lanes[-1]["agent/open/program"] == 2
         assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
         assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
-        counts = controller.context.step_metrics.agents
-        assert (counts["failed/exit"], counts["failed/ended"]) == (1, 1)
-        assert controller.context.step_metrics.score_failures == 1
+        counts = controller.context.step_metrics
+        assert (counts["agent/failed/exit"], counts["agent/failed/ended"]) == (1, 1)
+        assert counts["scorer/failed"] == 1
 
     asyncio.run(body())
 
@@ -386,7 +386,7 @@ def test_a_group_that_is_too_old_is_played_again(tmp_path: Path, mode: Any, hang
         await running(controller, work())
         assert [name.partition(".r")[0] for name in agents.names] == ["0.0", "0.1"] * 2
         assert len(set(agents.names)) == 4, "blobs of the first try may still be there"
-        assert controller.context.step_metrics.cancelled_groups == 1
+        assert controller.context.step_metrics["async/cancelled_groups"] == 1
 
     asyncio.run(body())
 

@@ -141,7 +141,7 @@ def test_a_turn_under_weights_that_are_gone_is_not_sampled(
         if is_gone:
             with pytest.raises(VersionGone, match=r"no engine has the weights 0\.1"):
                 await episode.sample(wanted)
-            assert controller.context.step_metrics.agents["version_gone"] == 1
+            assert controller.context.step_metrics["agent/version_gone"] == 1
         else:
             assert (await episode.sample(wanted)).newest == PolicyVersion(0, 0)
         await controller.stop()

@@ -160,7 +160,7 @@ def test_an_evaluation_that_hangs_is_cancelled_behind_twice_hold_s(tmp_path: Pat
     async def work(controller: Any) -> list[Any]:
         pool.held = asyncio.Event()
         plans = await train(controller, 1)
-        while not controller.context.step_metrics.evaluations_given_up:
+        while not controller.context.step_metrics["eval/given_up"]:
             await asyncio.sleep(0.01)
         return plans
 

@@ -32,10 +32,7 @@ from moerl.observe.mirrors import Mirror
 from moerl.observe.sinks import TensorBoardSink, check_sinks, mirrors_of
 from moerl.runtime.beside import LineWriter
 from moerl.runtime.run_dir import RunDir
-from tests.helpers.documented_metrics import undocumented
 from tests.helpers.patience import Patience
-
-DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def write(path: Path, steps: range) -> None:
@@ -148,38 +145,6 @@ def test_the_newest_row_is_read_from_the_end(
 
 def test_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "m.jsonl") == []
-
-
-# --- names ---------------------------------------------------------------------------------------
-EMITTED = """
-loss/pg loss/tokens loss/clip_low_frac loss/clip_high_frac loss/opsm_frac loss/opsm_drift_mean
-loss/grad_norm mismatch/tokens mismatch/k1 mismatch/k3 mismatch/abs_dlogp_mean
-mismatch/abs_dlogp_p99 mismatch/abs_dlogp_max mismatch/ratio_mean mismatch/ratio_se
-mismatch/extreme_frac_1p1 mismatch/extreme_frac_2 mismatch/ess_token_frac mismatch/k3/lag_2_3
-routing/replay_cover_frac keep/cover_frac keep/size_mean perf/step_s perf/train_tokens_per_s
-perf/forward_backward_s reward/mean reward/std reward/zero_var_frac sample/length_mean
-sample/length_max sample/truncated_frac async/lag_min async/lag_mean async/lag_max
-async/buffer_depth async/engines async/in_flight async/trainer_wait_s async/trainer_wait_frac
-async/engine_idle_frac async/dropped_stale_groups async/interrupts async/segments_mean
-async/sync_pause_s async/sync_transfer_s async/sync_bytes async/sync_wait_s async/sync_gib_per_s
-perf/rollout_tokens_per_s refused/mask_rows scorer/failed async/recomputed_tokens
-step version time_s nonfinite
-"""
-
-
-def test_every_emitted_name_is_documented() -> None:
-    assert undocumented(EMITTED.split(), DOC.read_text()) == []
-
-
-def test_undocumented_finds_what_is_missing() -> None:
-    doc = "`a/b`, `refused/{reason}` and a/plain, `perf/{phase}_s`"
-    names = ["a/b", "a/c", "a/plain", "refused/x", "refused/", "refused/x/y", "perf/x_s", "perf/x"]
-    assert undocumented(names, doc) == ["a/c", "a/plain", "perf/x", "refused/", "refused/x/y"]
-    assert undocumented(["mismatch/k4", "async/lag", "loss/unheard_of"], DOC.read_text()) == [
-        "async/lag",
-        "loss/unheard_of",
-        "mismatch/k4",
-    ]
 
 
 # --- sinks ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from moerl.observe.report import (
     wall_time_s,
     write_report,
 )
-from moerl.observe.report_sections import chart_sections, role_charts, task_charts
+from moerl.observe.report_sections import BY_ROLE, BY_TASK, chart_sections, charts_by
 from moerl.runtime.run_dir import RunDir, next_incarnation
 from moerl.runtime.trace import Tracer, read_spans
 
@@ -151,11 +151,14 @@ def test_a_publish_beside_a_step_does_not_hide_it(run: RunDir) -> None:
     assert not hidden
 
 
-def test_a_running_run_is_not_called_stopped(run: RunDir) -> None:
+def test_a_running_run_is_not_called_stopped_and_its_page_reads_itself_again(run: RunDir) -> None:
     fill(run, 3)
     html = Path(write_report(run, Config(run=RunConfig(steps=20)), is_running=True)).read_text()
     assert '<div class="state good">Running: 3 of 20 steps</div>' in html
-    assert '<div class="state bad">Stopped: 3 of 20 steps</div>' in report(run)
+    assert '<meta http-equiv="refresh" content="20">' in html
+    stopped = report(run)
+    assert '<div class="state bad">Stopped: 3 of 20 steps</div>' in stopped
+    assert 'http-equiv="refresh' not in stopped
 
 
 def test_alarms_are_marked(run: RunDir) -> None:
@@ -196,7 +199,8 @@ def test_hostile_text_is_shown_and_never_markup(run: RunDir) -> None:
     assert "{{ 7 * 7 }}" in page.text
     assert "line 31 of <i>.jsonl:" in page.text
     assert "49" not in card(html, "Reward")
-    assert "\u2407" in page.text  # the bell is visible
+    assert "\u2407" in page.text, "the bell is visible"
+    assert "\x07" not in page.text, "in every text, the heading too"
 
 
 def turn(text: str, **more: object) -> dict[str, object]:
@@ -295,14 +299,6 @@ def test_the_tokens_of_a_single_answer_are_shown_with_their_lag(run: RunDir) -> 
     assert "version 2.4, 3 tokens, trained; lag 1; after an update of the weights" in text
 
 
-def test_the_page_of_a_running_run_reads_itself_again(run: RunDir) -> None:
-    fill(run, 2)
-    config = Config()
-    running = write_report(run, config, is_running=True).read_text()
-    assert '<meta http-equiv="refresh" content="20">' in running
-    assert 'http-equiv="refresh' not in write_report(run, config).read_text(), "control: its end"
-
-
 def test_many_episodes_are_spread_over_the_run(run: RunDir) -> None:
     fill(run, 2)
     sample = {"turns": [turn("a"), turn("b")]}
@@ -368,7 +364,7 @@ def test_charts_of_evaluations_are_over_versions_and_others_count_steps_from_1()
         )
         chart_sections(rows, [], ["a"], ["r"], has_agent=False)
     assert drawn == {"Reward": [5, 9], "Held-out prompts": [4, 8]}
-    held = [chart for chart in (*task_charts(["a"]), *role_charts(["r"])) if "Held" in chart.title]
+    held = [chart for chart in charts_by(["a"], [*BY_TASK, *BY_ROLE]) if "Held" in chart.title]
     assert [chart.x for chart in held] == ["eval/step"] * 2
 
 
@@ -424,13 +420,11 @@ def test_held_out_reward_is_first_evaluation_to_last(run: RunDir) -> None:
     rows = [row(0, 0.2), {"step": 1, "time_s": 0.0}, row(2, 0.5), row(3, 0.7)]
     assert held_out_words(rows) == ("0.200 [0.100, 0.300]", "0.700 [0.600, 0.800]")
     assert held_out_words(rows[1:2]) is None
-    fill(run, 5, **{name: value for name, value in row(0, 0.2).items() if "eval/" in name})
-    assert "0.200 [0.100, 0.300]" in report(run)
-
-
-def test_a_run_without_evaluations_has_no_card_for_them(run: RunDir) -> None:
     fill(run, 5)
     assert "Held-out reward" not in report(run)
+    run.metrics.unlink()
+    fill(run, 5, **{name: value for name, value in row(0, 0.2).items() if "eval/" in name})
+    assert "0.200 [0.100, 0.300]" in report(run)
 
 
 def test_wall_time_counts_the_first_step() -> None:

@@ -62,7 +62,7 @@ def reply(
         sampling_mask=mask if some else None,
         audit_rows=None,
         engine=0,
-        cached_tokens=0,
+        counts={},
         start_s=0.0,
         end_s=1.0,
     )

@@ -383,7 +383,7 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
         with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
             await controller.handle(AbortUpdate(0, V1, "x", 1.0))
         assert not controller.context.pool.serves(0)
-        assert controller.context.step_metrics.engines_suspended == 1
+        assert controller.context.step_metrics["async/engines_suspended"] == 1
         engine.suspended = ""
         await controller.handle(COMMIT)
         assert controller.context.pool.serves(0)

@@ -236,7 +236,6 @@ class Line:
         self.context = Mock(
             config=self.config, buffer=self.buffer, batches=batches, lineage=self.lineage
         )
-        self.context.step_metrics.teacher_s = {}
         self.queue = RefScoreQueue(self.context, Mock())
 
     def write(self, *names: str) -> None:

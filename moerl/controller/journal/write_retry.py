@@ -51,6 +51,6 @@ class WriteRetry:
 
     def failed(self, what: str, error: Exception) -> None:
         """Log and count a write that will be repeated."""
-        self._step_metrics.failed_writes += 1
+        self._step_metrics.add("journal/failed_writes")
         self._step_metrics.last_failed_write = f"{what} could not be written: {error}"
         log.error("%s could not be written, the run waits for the disk: %s", what, error)

@@ -487,11 +487,8 @@ class Learner:
 
     def _metrics(self, total: StepSums, num_steps: int) -> dict[str, float]:
         metrics = loss_metrics(self.config.algorithm, total.loss, num_steps)
-        metrics |= total.mismatch.metrics() | describe(
-            total,
-            replayed=self.model.replay is not None,
-            shares=self.config.trainer.share_prompts,
-        )
+        metrics |= total.mismatch.metrics()
+        metrics |= describe(total, shares=self.config.trainer.share_prompts)
         if self.router_losses is not None:
             metrics |= {f"loss/{name}": total.counts[name] / num_steps for name in NAMES}
         if self.model.replay is not None:

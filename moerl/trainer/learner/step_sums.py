@@ -19,6 +19,7 @@ from moerl.algorithms.head_logprob import Scores
 from moerl.algorithms.loss import SUM_NAMES
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.algorithms.tokens import Sequences
+from moerl.core.step_counts import ratios
 from moerl.core.types import Array
 from moerl.data.packing import Microbatch
 from moerl.trainer.passes.probe import exact_sums
@@ -176,32 +177,20 @@ class StepSums:
         )
 
 
-def describe(sums: StepSums, *, replayed: bool, shares: bool) -> dict[str, float]:
+def describe(sums: StepSums, *, shares: bool) -> dict[str, float]:
     """Coverage and payload metrics; metrics that could not be computed are absent."""
     counts = sums.counts
-    metrics = {"perf/padding_frac": 1.0 - counts["fed"] / counts["forwarded"]}
+    metrics = ratios({name: count for name, count in counts.items() if count})
+    metrics["perf/padding_frac"] = 1.0 - counts["fed"] / counts["forwarded"]
     if shares:
         metrics["perf/shared_frac"] = counts["shared"] / (counts["fed"] + counts["shared"])
-    if counts["sampled"]:
-        metrics["loss/entropy"] = counts["entropy"] / counts["sampled"]
-    if counts["sampled_full"]:
-        metrics["loss/entropy_full"] = counts["entropy_full"] / counts["sampled_full"]
-    if replayed and counts["fed_rows"]:
-        metrics["routing/replay_cover_frac"] = counts["replayed_rows"] / counts["fed_rows"]
+    if counts["fed_rows"]:
         metrics["routing/fallback_rows"] = counts["fed_rows"] - counts["replayed_rows"]
         metrics["routing/bytes_per_token"] = counts["routing_bytes"] / counts["fed"]
     if counts["fed_index_rows"]:
-        metrics["indexer/replay_cover_frac"] = counts["indexer_rows"] / counts["fed_index_rows"]
         metrics["indexer/bytes_per_token"] = counts["indexer_bytes"] / counts["fed"]
-    if counts["sampled_truncated"]:
-        metrics["keep/cover_frac"] = counts["masked"] / counts["sampled_truncated"]
     if counts["masked"]:
-        metrics["keep/size_mean"] = counts["kept"] / counts["masked"]
         metrics["keep/size_max"] = sums.kept_max
-        metrics["keep/singleton_frac"] = counts["kept_singleton"] / counts["masked"]
-        metrics["keep/bytes_per_token"] = counts["mask_bytes"] / counts["masked"]
-    if counts["supported"]:
-        metrics["keep/logprob_bytes_per_token"] = counts["support_bytes"] / counts["supported"]
     return metrics
 
 
