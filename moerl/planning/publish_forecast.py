@@ -33,6 +33,7 @@ from moerl.config.transport_rules import (
     mooncake_protocol,
     why_not,
 )
+from moerl.config.validate import either
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.core.json_files import read_model_config
 from moerl.layout import ModelSpec, model_spec
