@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.reward_checks import check_reward
-from moerl.config.rules import Rows, refuse
+from moerl.config.rules import Reasons, Rows, refuse
 from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, SamplingConfig
 from moerl.config.task_kinds import SOURCE
 from moerl.config.task_mixture import HELD_OUT, TaskEntry, entries_of, naming, reward_models_of
@@ -287,7 +287,7 @@ def _rollout(config: Config) -> Rows:
             yield "rollout.stale_siblings", f"{reason}; use group"
 
 
-def _against_late_siblings(config: Config) -> Iterator[str]:
+def _against_late_siblings(config: Config) -> Reasons:
     rollout = config.rollout
     if not rollout.group_quorum:
         yield "there are none without rollout.group_quorum"
@@ -298,7 +298,7 @@ def _against_late_siblings(config: Config) -> Iterator[str]:
     yield from _against_peers(config)
 
 
-def _against_stale_siblings(config: Config) -> Iterator[str]:
+def _against_stale_siblings(config: Config) -> Reasons:
     if config.rollout.selection == "strict":
         yield "selection=strict trains whole groups in the order of the prompts"
     if config.rollout.fixed_lag >= 0:
@@ -306,7 +306,7 @@ def _against_stale_siblings(config: Config) -> Iterator[str]:
     yield from _against_peers(config)
 
 
-def _against_peers(config: Config) -> Iterator[str]:
+def _against_peers(config: Config) -> Reasons:
     """Reasons why siblings that are not in the batch (`EpisodeGroup.peers`) are not enough."""
     if config.algorithm.advantage == "online_dpo":
         yield "algorithm.advantage=online_dpo pairs siblings of one batch"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moerl.config.lora_settings import SLOT_TARGETS
-from moerl.config.rules import Rows, refuse
+from moerl.config.rules import Reasons, Rows, refuse
 from moerl.config.schema import Config
 from moerl.core.errors import ConfigError
 
@@ -106,7 +106,7 @@ def _slots(config: Config) -> Rows:
         yield "lora.delivery", f"{reason}, or set it to merged"
 
 
-def _against_slots(config: Config) -> Iterator[str]:
+def _against_slots(config: Config) -> Reasons:
     send, mode = config.lora.send, config.rollout.in_flight_mode
     if send != "factors":
         yield f"lora.send = {send}: an adapter is its factors; use factors"
@@ -121,7 +121,7 @@ def _against_slots(config: Config) -> Iterator[str]:
         yield "engine.args.attn_dp_size above 1 was not tried with adapters; leave it out"
 
 
-def _against_factors(config: Config) -> Iterator[str]:
+def _against_factors(config: Config) -> Reasons:
     """Each engine rank uses the factors for itself, next to the weights that it loaded."""
     engine, wanted = config.engine, _DTYPES[config.trainer.dtype]
     if engine.dtype != wanted:

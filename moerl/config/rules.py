@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from moerl.core.errors import ConfigError
 
 Rows: TypeAlias = Iterator[tuple[str, str] | tuple[str, object, str]]
+Reasons: TypeAlias = Iterator[str]  # of rows about one field
 
 
 def refuse(settings: object, rows: Iterable[tuple[str, str] | tuple[str, object, str]]) -> None:
