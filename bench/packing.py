@@ -35,7 +35,7 @@ from moerl.core.types import (
     VersionSpan,
 )
 from moerl.data.batching import plan_batch
-from moerl.data.packing import LossInputs, Microbatch, pack_microbatch
+from moerl.data.packing import LossInputs, Microbatch, ReadOptions, pack_microbatch
 from moerl.records import BlobStore
 from moerl.trainer.model.replay import RouteReplay
 
@@ -71,7 +71,9 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 def pack(plan: BatchPlan, store: BlobStore, layers: tuple[int, ...] = ()) -> Microbatch:
     values = [0.5] * len(plan.rows)
-    return pack_microbatch(plan, 0, 0, store, loss=LossInputs(values, values), layers=layers)
+    return pack_microbatch(
+        plan, 0, 0, store, loss=LossInputs(values, values), reads=ReadOptions(layers=layers)
+    )
 
 
 def pack_and_load(plan: BatchPlan, store: BlobStore) -> None:

@@ -1,4 +1,4 @@
-"""README's table of measured figures, made of the files in docs/results; called by tools/results.
+"""The evidence page's table of figures, made of the files in docs/results; called by tools/results.
 
 The table has the figures with an aim, and the last figure of a file without aims.  A file is the
 output of `bench/*.py --json`, with command, machine and commit.  A figure that misses its aim needs
@@ -15,25 +15,25 @@ from pathlib import Path
 from bench.figures import Result, read
 
 ROOT = Path(__file__).resolve().parents[1]
-README, FOLDER = ROOT / "README.md", ROOT / "docs" / "results"
+PAGE, FOLDER = ROOT / "docs/evidence/performance.md", ROOT / "docs/results"
 BEGIN, END = "<!-- made by tools/results -->", "<!-- end of tools/results -->"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if README differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page differs")
     check = parser.parse_args().check
-    before = README.read_text(encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
     try:
         after = with_table(before, table(load(FOLDER)))
     except ValueError as error:
         print(f"tools/results: {error}", file=sys.stderr)
         return 1
     if check and before != after:
-        print("tools/results: README.md is not what docs/results says; run tools/results")
+        print(f"tools/results: {PAGE.name} is not what docs/results says; run tools/results")
         return 1
     if not check:
-        README.write_text(after, encoding="utf-8")
+        PAGE.write_text(after, encoding="utf-8")
     return 0
 
 
@@ -64,7 +64,7 @@ def _rows(results: Iterable[Result]) -> Iterator[str]:
 def with_table(text: str, rows: str) -> str:
     """The text with another table between the markers.  Raises ValueError without them."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md must have {BEGIN} and {END} once each")
+        raise ValueError(f"{PAGE.name} must have {BEGIN} and {END} once each")
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
     return f"{head}{BEGIN}\n{rows}{END}{tail}"

@@ -168,6 +168,13 @@ def loss_metrics(algorithm: AlgorithmConfig, sums: Tensor, num_steps: int = 1) -
         metrics["loss/kl_teacher"] = value["teacher_kl"] / tokens
     if algorithm.entropy_coef:
         metrics["loss/entropy_bonus"] = value["entropy_bonus"]
+    return metrics | _correction_metrics(algorithm, value)
+
+
+def _correction_metrics(algorithm: AlgorithmConfig, value: dict[str, float]) -> dict[str, float]:
+    """Shares of the tokens and sequences that corrections cut.  value: sums by name."""
+    tokens, sequences = value["tokens"], value["sequences"]
+    metrics = {}
     if algorithm.corrections:
         metrics["loss/reject_frac"] = value["rejected"] / tokens
         metrics["loss/seq_reject_frac"] = value["rejected_seqs"] / sequences

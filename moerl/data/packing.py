@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -247,6 +247,17 @@ class LossInputs:
     weights: Sequence[float | Array]  # weights in the sum over all tokens of the batch
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """The records that `pack_microbatch` reads from the blobs."""
+
+    mask: bool = True  # sampling masks
+    logprobs: bool = True  # False leaves old_logprob NaN
+    support: bool = False  # the engine's log-probabilities of the mask's, or the likeliest, entries
+    layers: Sequence[int] = ()  # their routes, for the next call of `Microbatch.routes`
+    share: tuple[int, int] = (0, 1)  # number of this rank's run of slots, and number of such runs
+
+
 def pack_microbatch(
     plan: BatchPlan,
     dp_rank: int,
@@ -254,93 +265,34 @@ def pack_microbatch(
     store: RecordReads,
     *,
     loss: LossInputs | None = None,
-    read_mask: bool = True,
-    read_logprobs: bool = True,
-    read_support: bool = False,
-    layers: Sequence[int] = (),
-    share: tuple[int, int] = (0, 1),
+    reads: ReadOptions = ReadOptions(),
     grid: Grid = Grid(),
 ) -> Microbatch:
     """Tensors of the rows that one data-parallel rank trains in one microbatch.
 
-    loss: None = zeros, for scoring passes.  read_logprobs: False leaves old_logprob NaN, for passes
-    that do not read it.  read_support: read the engine's log-probabilities of the mask's entries
-    or, without truncation, of its likeliest entries.  A rank without rows, or a microbatch beyond
+    loss: None = zeros, for scoring passes.  A rank without rows, or a microbatch beyond
     `plan.num_microbatches`, gets padding and no sampled token.
-    layers: layers whose routes are read together with the other records, for the next call of
-    `Microbatch.routes`.  share: number of this rank's run of slots, and number of such runs.
     Raises RecordError (`mask_presence`, `mask_rows`, `version_future`, `length`, `logprob_finite`,
     `logprob_sign`) and BlobError.
     """
     order = rows_in(plan, dp_rank, microbatch)
-    rollouts = [rollout_at(plan, idx) for idx in order]
-    fed = [rollout.num_tokens - 1 for rollout in rollouts]
-    shared = shared_in_order(rollouts) if grid.shares else [0] * len(rollouts)
-    own = [num - part for num, part in zip(fed, shared, strict=True)]
-    runs, lengths = grid.place(own)
-    shape, every, seen_until = grid.shape(own), runs, None
-    if grid.shares:
-        runs, every, seen_until = place_shared(runs, shared, shape[1])
-    pieces = Pieces.between(runs, fed, 0, shape[1])
-    tokens, labels, positions = _lay_out(rollouts, runs, pieces, shape)
-    is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
-    held = _find_sampled(is_sampled, fed, Pieces.between(every, fed, 0, shape[1]), shape[1])
-    counts, read = held.counts, BytesRead()
-    truncated = (read_mask or read_support) and _are_truncated(rollouts)
-    has_mask = read_mask and truncated
-    masks = _masks(rollouts, held, truncated=truncated) if has_mask or read_support else []
-    sampled = blob_ranges.SampledReads(
-        masks, rollouts if read_logprobs else (), support=read_support
-    )
+    placed = _Placed.of([rollout_at(plan, idx) for idx in order], grid)
+    held = _find_sampled(placed)
     top_k, route_dtype = _route_kind(plan)
-    span = (shape[1] // share[1] * share[0], shape[1] // share[1] * (share[0] + 1))
-    mine = pieces if share == (0, 1) else Pieces.between(runs, fed, *span)
-    routes = None
-    if layers and mine.num_rows:
-        routes = _route_reads(rollouts, mine, layers, top_k)
-    data = store.read_records([*sampled.reads, *(routes.reads if routes else ())])
-    end = len(data) - (routes.num_bytes if routes else 0)
-    records = sampled.decode(data[:end], store)
-    early = {} if routes is None else {(tuple(layers), span): routes.decode(data[end:])}
-    csr_bytes = records.ids.nbytes + 8 * (len(records.offsets) - 1 + len(masks)) if masks else 0
-    if has_mask:
-        read.mask += csr_bytes
-    read.support += records.support.nbytes + (0 if has_mask else csr_bytes)
-    offsets, ids = torch.from_numpy(records.offsets), torch.from_numpy(records.ids)
-    support = EngineSupport(offsets, ids, torch.from_numpy(records.support))
-    temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
-    no_logprobs = torch.full((int(counts.sum()),), torch.nan, dtype=torch.float32)
     return Microbatch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        positions=torch.from_numpy(positions),
-        cu_seqlens=_cu_seqlens(lengths) if grid.packed and not grid.shares else None,
-        seen_until=None if seen_until is None else torch.from_numpy(seen_until),
-        sampled_rows=torch.from_numpy(held.slots),
-        held=torch.from_numpy(held.tokens),
-        sampled=_tensor([_join([r.token_ids for r in rollouts], np.int32)[is_sampled]], np.int64),
-        old_logprob=torch.from_numpy(records.logprobs) if read_logprobs else no_logprobs,
-        advantage=_spread(order, counts, loss.advantages if loss else None),
-        weight=_spread(order, counts, loss.weights if loss else None),
-        lag=torch.from_numpy(_lags(rollouts, counts, plan.version)),
-        joined=torch.from_numpy(
-            _within(counts) >= np.repeat([r.joined_from for r in rollouts], counts)
-        ),
-        temperature=torch.from_numpy(np.repeat(temperatures, counts)),
-        seq=torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
-        mask_offsets=offsets if has_mask else None,
-        mask_ids=ids if has_mask else None,
-        num_fed=pieces.num_rows,
+        **_slot_tensors(placed),
+        **_token_tensors(placed.rollouts, held, plan.version),
+        **_read_records(store, placed, held, top_k, reads),
+        advantage=_spread(order, held.counts, loss.advantages if loss else None),
+        weight=_spread(order, held.counts, loss.weights if loss else None),
+        num_fed=placed.pieces.num_rows,
         num_experts_per_token=top_k,
-        rollouts=tuple(rollouts),
-        runs=tuple(runs),
-        every=tuple(every),
-        num_shared=sum(shared),
+        rollouts=tuple(placed.rollouts),
+        runs=tuple(placed.runs),
+        every=tuple(placed.every),
+        num_shared=placed.num_shared,
         route_dtype=route_dtype,
         store=store,
-        read=read,
-        support=support if read_support else None,
-        early=early,
     )
 
 
@@ -385,12 +337,43 @@ def rows_in(plan: BatchPlan, dp_rank: int, microbatch: int) -> list[int]:
     return [idx for _, idx in chosen]
 
 
-def _lay_out(
-    rollouts: Sequence[Rollout], runs: Sequence[Run], pieces: Pieces, shape: tuple[int, int]
-) -> tuple[Array, Array, Array]:
-    """Tokens, labels and positions, [B, S] i64 each."""
-    tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
-    _, row, slot, begin, num = np.array(runs, np.int64).reshape(-1, 5).T
+class _Placed(NamedTuple):
+    """The rollouts of a microbatch in this rank's slots."""
+
+    rollouts: Sequence[Rollout]
+    shape: tuple[int, int]  # (B, S)
+    runs: Sequence[Run]
+    every: Sequence[Run]
+    pieces: Pieces
+    cu_seqlens: Tensor | None
+    seen_until: Tensor | None
+    num_shared: int
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], grid: Grid) -> _Placed:
+        fed = [rollout.num_tokens - 1 for rollout in rollouts]
+        shared = shared_in_order(rollouts) if grid.shares else [0] * len(rollouts)
+        own = [num - part for num, part in zip(fed, shared, strict=True)]
+        runs, lengths = grid.place(own)
+        shape, every, cu_seqlens, seen = grid.shape(own), runs, None, None
+        if grid.shares:
+            runs, every, seen_until = place_shared(runs, shared, shape[1])
+            seen = torch.from_numpy(seen_until)
+        elif grid.packed:
+            cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+        pieces = Pieces.between(runs, fed, 0, shape[1])
+        return cls(rollouts, shape, runs, every, pieces, cu_seqlens, seen, sum(shared))
+
+    def between(self, runs: Sequence[Run], first: int, last: int) -> Pieces:
+        """The parts of `runs` in these slots, without padding."""
+        return Pieces.between(runs, [r.num_tokens - 1 for r in self.rollouts], first, last)
+
+
+def _slot_tensors(placed: _Placed) -> dict[str, Any]:
+    """Fields of `Microbatch` by slot: tokens, labels and positions, [B, S] i64 each."""
+    rollouts, pieces = placed.rollouts, placed.pieces
+    tokens, labels, positions = (np.zeros(placed.shape, np.int64) for _ in range(3))
+    _, row, slot, begin, num = np.array(placed.runs, np.int64).reshape(-1, 5).T
     within = _within(num)
     positions[np.repeat(row, num), np.repeat(slot, num) + within] = np.repeat(begin, num) + within
     ids = _join([rollout.token_ids for rollout in rollouts], np.int64)
@@ -398,30 +381,104 @@ def _lay_out(
     fed = np.repeat(at, pieces.num) + _within(pieces.num)
     places = pieces.places()
     tokens[places], labels[places] = ids[fed], ids[fed + 1]
-    return tokens, labels, positions
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "positions": torch.from_numpy(positions),
+        "cu_seqlens": placed.cu_seqlens,
+        "seen_until": placed.seen_until,
+    }
+
+
+def _token_tensors(
+    rollouts: Sequence[Rollout], held: _Sampled, trained: PolicyVersion
+) -> dict[str, Any]:
+    """Fields of `Microbatch` by sampled token that the headers hold."""
+    counts = held.counts
+    joined = np.repeat([rollout.joined_from for rollout in rollouts], counts)
+    temperatures = np.array([r.sampling.temperature for r in rollouts], np.float32)
+    ids = _join([rollout.token_ids for rollout in rollouts], np.int64)
+    return {
+        "sampled_rows": torch.from_numpy(held.slots),
+        "held": torch.from_numpy(held.tokens),
+        "sampled": torch.from_numpy(ids[held.is_sampled]),
+        "lag": torch.from_numpy(_lags(rollouts, counts, trained)),
+        "joined": torch.from_numpy(_within(counts) >= joined),
+        "temperature": torch.from_numpy(np.repeat(temperatures, counts)),
+        "seq": torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
+    }
+
+
+def _read_records(
+    store: RecordReads, placed: _Placed, held: _Sampled, top_k: int, options: ReadOptions
+) -> dict[str, Any]:
+    """Fields of `Microbatch` that one read of the blobs gives."""
+    rollouts, read = placed.rollouts, BytesRead()
+    truncated = (options.mask or options.support) and _are_truncated(rollouts)
+    has_mask = options.mask and truncated
+    masks = _masks(rollouts, held, truncated=truncated) if has_mask or options.support else []
+    sampled = blob_ranges.SampledReads(
+        masks, rollouts if options.logprobs else (), support=options.support
+    )
+    key, routes = _early_routes(placed, top_k, options)
+    data = store.read_records([*sampled.reads, *(routes.reads if routes else ())])
+    end = len(data) - (routes.num_bytes if routes else 0)
+    records = sampled.decode(data[:end], store)
+    csr_bytes = records.ids.nbytes + 8 * (len(records.offsets) - 1 + len(masks)) if masks else 0
+    if has_mask:
+        read.mask += csr_bytes
+    read.support += records.support.nbytes + (0 if has_mask else csr_bytes)
+    offsets, ids = torch.from_numpy(records.offsets), torch.from_numpy(records.ids)
+    support = EngineSupport(offsets, ids, torch.from_numpy(records.support))
+    no_logprobs = torch.full((int(held.counts.sum()),), torch.nan, dtype=torch.float32)
+    return {
+        "old_logprob": torch.from_numpy(records.logprobs) if options.logprobs else no_logprobs,
+        "mask_offsets": offsets if has_mask else None,
+        "mask_ids": ids if has_mask else None,
+        "support": support if options.support else None,
+        "read": read,
+        "early": {} if routes is None else {key: routes.decode(data[end:])},
+    }
+
+
+def _early_routes(
+    placed: _Placed, top_k: int, options: ReadOptions
+) -> tuple[tuple[tuple[int, ...], Span], blob_ranges.RouteReads | None]:
+    """The routes that are read with the other records, and their key in `Microbatch.early`."""
+    index, num = options.share
+    width = placed.shape[1] // num
+    span = (width * index, width * (index + 1))
+    mine = placed.between(placed.runs, *span)
+    is_read = options.layers and mine.num_rows
+    routes = _route_reads(placed.rollouts, mine, options.layers, top_k) if is_read else None
+    return (tuple(options.layers), span), routes
 
 
 class _Sampled(NamedTuple):
     """Sampled tokens of some rollouts, and this rank's share of them."""
 
+    is_sampled: Array  # [T] bool, the tokens of all rollouts, one behind the other
     counts: Array  # [rollouts] i64
     tokens: Array  # [M] i64 into 0..N-1
     slots: Array  # [M] i64 into the flattened grid
     intervals: list[list[blob_ranges.Interval]]  # for each rollout: of its sampled tokens, held
 
 
-def _find_sampled(is_sampled: Array, fed: Sequence[int], pieces: Pieces, length: int) -> _Sampled:
-    """is_sampled: [T] bool, the tokens of all rollouts, one behind the other.  length: slots."""
-    starts = _starts([num + 1 for num in fed])
+def _find_sampled(placed: _Placed) -> _Sampled:
+    rollouts, length = placed.rollouts, placed.shape[1]
+    is_sampled = _join([rollout.loss_mask for rollout in rollouts], np.bool_)
+    pieces = placed.between(placed.every, 0, length)
+    lengths = np.array([rollout.num_tokens for rollout in rollouts], np.int64)
+    starts = _starts(lengths)
     before = np.concatenate([[0], np.cumsum(is_sampled)])  # sampled tokens before each token
     firsts = before[starts]
-    counts = before[starts + np.array(fed, np.int64) + 1] - firsts
+    counts = before[starts + lengths] - firsts
     # the logits of a position produce the token behind it
     produced = starts[pieces.rollout] + pieces.begin + 1
     low, high = before[produced], before[produced + pieces.num]
     at = np.repeat(produced, pieces.num) + _within(pieces.num)
     row, slot = pieces.places()
-    intervals: list[list[blob_ranges.Interval]] = [[] for _ in fed]
+    intervals: list[list[blob_ranges.Interval]] = [[] for _ in rollouts]
     own = firsts[pieces.rollout]
     for rollout, begin, end in zip(
         pieces.rollout.tolist(), (low - own).tolist(), (high - own).tolist(), strict=True
@@ -433,7 +490,8 @@ def _find_sampled(is_sampled: Array, fed: Sequence[int], pieces: Pieces, length:
             begin = known.pop()[0]
         known.append((begin, end))
     mine = is_sampled[at]
-    return _Sampled(counts, before[at][mine], (row * length + slot)[mine], intervals)
+    slots = (row * length + slot)[mine]
+    return _Sampled(is_sampled, counts, before[at][mine], slots, intervals)
 
 
 def version_lag(trained: PolicyVersion, sampled: PolicyVersion) -> int:
@@ -461,7 +519,7 @@ def _tensor(arrays: Sequence[Array], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(_join(arrays, dtype))
 
 
-def _starts(counts: Sequence[int]) -> Array:
+def _starts(counts: Sequence[int] | Array) -> Array:
     """First place of each of several runs of items, one behind the other."""
     sizes = np.array(counts, np.int64)
     return np.cumsum(sizes) - sizes
@@ -480,10 +538,6 @@ def _spread(order: Sequence[int], counts: Array, values: Sequence[float | Array]
         each = [np.broadcast_to(v, num) for v, num in zip(rows, counts, strict=True)]
         return _tensor(each, np.float32)
     return torch.from_numpy(np.repeat(np.array(rows, np.float64), counts).astype(np.float32))
-
-
-def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def _lags(rollouts: Sequence[Rollout], counts: Array, trained: PolicyVersion) -> Array:

@@ -68,16 +68,14 @@ from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from moerl.trainer.hf_io.adapter_files import start_factors
-from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
 from moerl.trainer.learner.parked import PARTS, Parked, Part
 from moerl.trainer.learner.step import Learner
-from moerl.trainer.live_adapters import save_live_adapters
-from moerl.trainer.model.gpt import build
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
+from moerl.trainer.policy_model import load_policy, save_live_adapters
 from moerl.trainer.teacher_writer import TeacherSource, TeacherWriter
 from moerl.trainer.weights_digest import weights_digest
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
@@ -126,66 +124,45 @@ class TrainLoop:
         self.tracer = Tracer(context.run.trace, f"trainer-{parallel.rank}")
         _seed(config.run.seed)
         self.source = HfFolder(config.model.path)
-        self.model = build(
-            self.source.spec,
-            config.trainer,
-            parallel,
-            with_replay=config.replay.routing != "off",
-            lora=config.lora,
-            fp32_head=config.model.fp32_lm_head,
-        )
-        load_hf(self.model.tensors, self.model.tiles, self.source)
-        self.model.keep_base()
-        if config.lora.start and context.checkpoint is None:
-            self.model.set_factors(start_factors(config.lora, self.source))
+        self.model = load_policy(config, self.source, parallel, resumes=bool(context.checkpoint))
         self.records = ReadAhead(context.blobs)
         self.ahead: BatchPlan | None = None  # the next step's plan, if it came with this one
-        critic = None
-        if config.algorithm.advantage == "gae":
-            critic = Critic(config, parallel, self.records)
+        is_gae = config.algorithm.advantage == "gae"
+        critic = Critic(config, parallel, self.records) if is_gae else None
         self.learner = Learner(self.model, parallel, config, self.records, critic)
+        self.learner.before_update = self._before_update
+        self.learner.bad.report = self._report_bad
         self.version = PolicyVersion(context.incarnation, 0)
         # the first version of each trainer that contributed to these weights
         self.begins: tuple[PolicyVersion, ...] = (self.version,)
         self.consumed = IdSet()  # ids of the trained groups
-        self.saved_step = -1  # step of the newest checkpoint
-        self.hf_step = -1  # step of the weights in hf/
+        self.saved_step = self.hf_step = -1  # of the newest checkpoint, of the weights in hf/
         self.handed: dict[str, float] = {}  # metrics of the last hand-over
         # half of it, as for the journal: peers and the controller wait no longer
         self.patience = DiskPatience(config.trainer.step_timeout_s / 2, self._tell)
         self.expert_load = LineWriter(context.run.expert_load, self._tell)
-        self.writer = CheckpointWriter(
-            context.run,
-            config.checkpoint,
-            parallel,
-            self.tracer,
-            context.incarnation,
-            self.patience,
-        )
-        self.client: RpcClient | None = None
+        writes = context.run, config.checkpoint, parallel, self.tracer, context.incarnation
+        self.writer = CheckpointWriter(*writes, self.patience)
+        self.client = self._open_client() if parallel.is_first else None
         self.publisher: WeightPublisher | None = None
-        if parallel.is_first:
-            timeout_s = config.trainer.step_timeout_s
-            self.client = RpcClient(context.controller, context.keys, timeout_s=timeout_s)
         if config.engine.count and not context.is_rerun:
             self.publisher = open_publisher(config, self._sync_context(on_failure))
-        self.teachers: TeacherWriter | None = None
-        separate = config.ref_models.placement == "separate"
-        if followers_of(config.algorithm) and not (context.is_rerun and separate):
-            self.teachers = TeacherWriter(
-                config,
-                context.run,
-                TeacherSource(self.model, self.source.path),
-                parallel,
-                self.tracer,
-                on_failure,
-                self.patience,
-            )
-        self.learner.before_update = self._before_update
-        self.learner.bad.report = self._report_bad
-        self.parked: Parked | None = None
-        if takes_turns(config.cluster):
-            self.parked = Parked(self.learner, parallel.device)
+        self.teachers = self._open_teachers(on_failure)
+        self.parked = Parked(self.learner, parallel.device) if takes_turns(config.cluster) else None
+
+    def _open_client(self) -> RpcClient:
+        timeout_s = self.config.trainer.step_timeout_s
+        return RpcClient(self.context.controller, self.context.keys, timeout_s=timeout_s)
+
+    def _open_teachers(self, on_failure: Callable[[BaseException], None]) -> TeacherWriter | None:
+        """The writer of teachers that follow the policy.  A rerun has no separate ones."""
+        config, context = self.config, self.context
+        is_away = context.is_rerun and config.ref_models.placement == "separate"
+        if is_away or not followers_of(config.algorithm):
+            return None
+        source = TeacherSource(self.model, self.source.path)
+        own = self.parallel, self.tracer, on_failure, self.patience
+        return TeacherWriter(config, context.run, source, *own)
 
     def run(self) -> None:
         """Train until the controller stops the run, then save the checkpoint and the HF folder."""

@@ -116,15 +116,13 @@ async def play(world: World, parser: SglangAnswers) -> Played:
         {"role": "system", "content": "You add."},
         {"role": "user", "content": "What is 5 + 6?"},
     ]
-    started = asyncio.get_running_loop().time()
     history = await agent.loop(begin, 3)
-    pace_s = asyncio.get_running_loop().time() - started
     one = await agent.loop(begin, 1)  # the same request once more: a sibling
     again = {"role": "user", "content": "again"}
     shown = await agent.ask([*one[:3], again], logprobs=True)
     values = [entry.logprob for entry in shown.choices[0].logprobs.content]
     siblings = asyncio.ensure_future(agent.ask(history, n=6, max_tokens=500))
-    await update(world, pace_s / 6)  # some 20 tokens
+    await update(world, siblings)
     last = (await siblings).choices[0].message
     await agent.loop([*history, *_after(last, "11")], 2)
     await agent.loop(one, 1)  # its parent was sampled under the old weights

@@ -44,7 +44,7 @@ from tests.helpers.agent_records import MAX_GAP, MEAN_GAP, Tap, update
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer, save
 from tests.helpers.engine_tiny_model import SHAPE
 from tests.helpers.one_engine import far, finished, open_episode
-from tests.helpers.replay_scenario import A, B, C, Scoring, World
+from tests.helpers.replay_scenario import STEPS, A, B, C, Scoring, World
 from tests.helpers.session_publisher import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(560)]
@@ -165,7 +165,7 @@ async def play(world: World, parser: SglangAnswers) -> Played:
         await client.each(1)
         if meets is not None:
             asking = asyncio.ensure_future(client.each(3))
-            await meets(world, publisher)
+            await meets(world, publisher, asking)
             await asking
         await client.bad()
         await client.text("pattern", 1, regex=PATTERN)  # the engine still serves
@@ -175,25 +175,29 @@ async def play(world: World, parser: SglangAnswers) -> Played:
     return played
 
 
-async def abort_resume(world: World, _publisher: Publisher) -> None:
-    await update(world, 0.3)
+async def abort_resume(world: World, _: Publisher, asking: asyncio.Future[Any]) -> None:
+    await update(world, asking, steps=STEPS)
 
 
-async def retract(world: World, publisher: Publisher) -> None:
-    await publish(world, publisher, protocol.RETRACT_AUDIT, C)
+async def retract(world: World, publisher: Publisher, asking: asyncio.Future[Any]) -> None:
+    await publish(world, publisher, asking, protocol.RETRACT_AUDIT, C)
 
 
-async def in_place(world: World, publisher: Publisher) -> None:
-    await publish(world, publisher, protocol.IN_PLACE, D)
+async def in_place(world: World, publisher: Publisher, asking: asyncio.Future[Any]) -> None:
+    await publish(world, publisher, asking, protocol.IN_PLACE, D)
 
 
-async def publish(world: World, publisher: Publisher, mode: str, version: PolicyVersion) -> None:
+async def publish(
+    world: World,
+    publisher: Publisher,
+    asking: asyncio.Future[Any],
+    mode: str,
+    version: PolicyVersion,
+) -> None:
     """A session that running requests meet."""
     seen = world.prefills()
     await publisher.stage(version)
-    while world.prefills() <= seen:
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.3)
+    await world.decode_a_while(asking, seen, steps=STEPS)
     world.host._updates.mode = mode
     await publisher.commit(version)
 

@@ -110,11 +110,9 @@ async def finish(world: World, turns: Sequence[TurnInFlight]) -> list[list[int]]
 async def aborted(world: World, turns: Sequence[TurnInFlight]) -> None:
     """Ask, and abort by name in the middle."""
     requests = [turn.request() for turn in turns]
-    running = asyncio.create_task(world.host.generate(requests))
     seen = world.prefills()
-    while world.prefills() <= seen:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(world.pace_s / 4)
+    running = asyncio.create_task(world.host.generate(requests))
+    await world.decode_a_while(running, seen, steps=STEPS)
     await world.host.abort([request.name for request in requests])
     for turn, reply in zip(turns, await running, strict=True):
         assert isinstance(reply, Segment), reply

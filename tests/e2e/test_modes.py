@@ -77,12 +77,6 @@ class Stage:
 
     async def play(self) -> Played:
         world = self.world
-        for tag in ("pace", "warm"):  # the first call also warms the server up
-            begin = asyncio.get_running_loop().time()
-            await world.complete(
-                [start(tag, tokens(40, seed=40), replace(LONG, max_new_tokens=24))]
-            )
-            world.pace_s = asyncio.get_running_loop().time() - begin
         for mode, how in MODES.items():
             world.host._updates.mode = how
             await self.publish(mode)
@@ -111,20 +105,14 @@ class Stage:
         running = asyncio.create_task(self.until_cut(turns, updates))
         self.played.closed[mode] = []  # of updates that met requests
         for _ in range(updates):
-            await self.decode_a_while(seen)
+            await self.world.decode_a_while(running, seen)
             seen = -1 if mode == "in_place" else self.world.prefills()
             await self.publish(mode)
         if updates:
-            await self.decode_a_while(seen)
+            await self.world.decode_a_while(running, seen)
             await self.cut(running)
         await running
         self.played.rollouts[mode] = [row_of(turn) for turn in turns]
-
-    async def decode_a_while(self, seen: int) -> None:
-        """After the prefill that comes next: time for some two dozen tokens."""
-        while self.world.prefills() <= seen:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(self.world.pace_s)
 
     async def until_cut(self, turns: Sequence[TurnInFlight], updates: int) -> None:
         """Resume what a commit interrupts, as the controller does."""
@@ -158,7 +146,7 @@ class Stage:
         await self.publisher.stage(version)
         seen, mode, updates.mode = self.world.prefills(), updates.mode, ""
         running = asyncio.create_task(self.world.call([start("answered", tokens(30, 30), LONG)]))
-        await self.decode_a_while(seen)
+        await self.world.decode_a_while(running, seen)
         switch = self.world.root / LATE
         switch.touch()
         await self.cut(running)

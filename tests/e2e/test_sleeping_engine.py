@@ -86,9 +86,7 @@ class Sleeper:
         seen = self.world.prefills()
         running = asyncio.create_task(self.finish(turns))
         for switch in switches:
-            while self.world.prefills() <= seen and not running.done():
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(self.world.pace_s)
+            await self.world.decode_a_while(running, seen)
             assert not running.done(), "they ended before the switch"
             seen = self.world.prefills()
             await switch()
@@ -158,13 +156,13 @@ class Scenario(Sleeper):
     def __init__(self, world: World, switch: Path) -> None:
         super().__init__(world)
         self.slept, self._open = Slept(world), switch
+        self._pace_s = 0.0  # that the server takes for some two dozen tokens
 
     async def run(self) -> Slept:
         slept, updates = self.slept, self.world.host._updates
-        for name in ("warm", "pace"):  # the first also warms the server up
-            begin = asyncio.get_running_loop().time()
-            await self.world.complete([start(name, tokens(40, 40), FULL)])
-            self.world.pace_s = asyncio.get_running_loop().time() - begin
+        begin = asyncio.get_running_loop().time()
+        await self.world.complete([start("pace", tokens(40, 40), FULL)])
+        self._pace_s = asyncio.get_running_loop().time() - begin
         slept.whole = await self.play("whole")
         for mode, how in MODES.items():
             updates.mode = how
@@ -183,16 +181,14 @@ class Scenario(Sleeper):
     async def doze(self) -> None:
         """The KV cache alone, for a while in which requests would have gone on."""
         self.slept.memory["kv"] = await self.sleep(*KV)
-        await asyncio.sleep(2 * self.world.pace_s)
+        await asyncio.sleep(2 * self._pace_s)
         await self.wake(*KV)
 
     async def abort_asleep(self) -> None:
         """A request that runs is aborted while it has no cache."""
         request, seen = start("cut", tokens(30, 30), SURE).request(), self.world.prefills()
         running = asyncio.create_task(self.world.host.generate([request]))
-        while self.world.prefills() <= seen:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(self.world.pace_s)
+        await self.world.decode_a_while(running, seen)
         await self.sleep(*KV)
         await self.world.host.abort([request.name])
         await asyncio.sleep(0.2)

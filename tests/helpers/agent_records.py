@@ -84,15 +84,13 @@ class Records:
         return self.scoring.gaps(self.job(what, step), variant)
 
 
-async def update(world: World, wait_s: float) -> None:
-    """Weights change under running requests, as a publish session changes them.
+async def update(world: World, running: asyncio.Future[Any], *, steps: int = 24) -> None:
+    """Weights change under `running` requests, as a publish session changes them.
 
-    wait_s: from the first prefill on.
+    steps: of decoding, before the update.
     """
-    seen = world.prefills()
-    while world.prefills() <= seen:
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(wait_s)
+    await world.decode_a_while(running, world.prefills(), steps=steps)
+    assert not running.done(), "they ended before the update"
     await update_now(world)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Coroutine, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -47,6 +46,7 @@ FULL = SamplingParams(24, temperature=1.3, ignore_eos=True)
 LONG = replace(TRUNCATED, max_new_tokens=900)
 LATE = "late"  # file that holds the scheduler up, in the root of a world (late_scheduler)
 CHUNK = 64  # tokens of one prefill chunk
+STEPS = 8  # decode steps between two reports of the scheduler
 NOISE = 0.01  # of a tensor's standard deviation, per version
 T = TypeVar("T")
 
@@ -67,7 +67,6 @@ class World:
     cached: dict[str, int] = field(default_factory=dict)  # prompt tokens from the prefix cache
     paused: dict[str, list[object]] = field(default_factory=dict)  # replies, by mode of the pause
     settings: dict[str, Any] = field(default_factory=dict)  # of the server, as it reports them
-    pace_s: float = 0.5  # how long this machine takes for some two dozen tokens
     turns: dict[str, SampledTurn] = field(default_factory=dict)  # of complete rollouts
     folders: dict[PolicyVersion, Path] = field(default_factory=dict)
 
@@ -89,7 +88,8 @@ class World:
         context = EngineContext(
             self.folders[A], self.shape, ReplayConfig(), run, TOKEN, sleeps=self.sleeps
         )
-        self.host = EngineHost(0, self.config, context, self.store)
+        config = replace(self.config, args={**self.config.args, "decode_log_interval": STEPS})
+        self.host = EngineHost(0, config, context, self.store)
 
     def fresh(self) -> World:
         """The same server for another scenario: its first weights again, and no records."""
@@ -138,9 +138,7 @@ class World:
     # --- scenario --------------------------------------------------------------------------------
     async def play(self) -> None:
         self.settings = await self.ask("GET", "/server_info")
-        begin = time.monotonic()
-        await self.complete([start("pace", tokens(40, seed=40), TRUNCATED)])
-        self.pace_s = max(self.pace_s, time.monotonic() - begin)
+        await self.complete([start("warm", tokens(40, seed=40), TRUNCATED)])
         prompts = {n: tokens(n, seed=n) for n in (1, 5, 33, 200)}
         for tag, sampling in (("trunc", TRUNCATED), ("full", FULL)):
             for attempt in ("plain", "hit"):
@@ -190,9 +188,7 @@ class World:
         asks = [start(f"{mode}.{i}", tokens(30, seed=i), LONG).request() for i in range(2)]
         seen = self.prefills()
         running = asyncio.create_task(self.host.generate(asks))
-        while self.prefills() <= seen:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(self.pace_s)
+        await self.decode_a_while(running, seen)
         await self.ask("POST", "/pause_generation", mode=mode)
         await self.ask(
             "POST",
@@ -222,13 +218,10 @@ class World:
             turn.add(reply)
 
     async def interrupt(self, turns: Sequence[TurnInFlight]) -> None:
-        """Abort all of them in mid-generation, after some forty tokens of each: on a busy machine
-        the seconds to a number of tokens differ too much.
-        """
-        seen = self.decodes()
+        """Abort all of them in mid-generation, after some forty tokens of each."""
+        seen = self.prefills()
         running = asyncio.create_task(self.call(turns))
-        while self.decodes() <= seen and not running.done():
-            await asyncio.sleep(0.02)
+        await self.decode_a_while(running, seen, steps=40)
         client = self.host._client
         assert client is not None
         while not running.done():
@@ -239,8 +232,22 @@ class World:
             assert turn.segments[-1].finish == "abort"
             assert len(turn.segments[-1].output_ids) > 1
 
+    async def decode_a_while(
+        self, running: asyncio.Future[Any], seen: int, *, steps: int = 24
+    ) -> None:
+        """After the prefill that follows `seen` prefills, wait for some `steps` decode steps.
+
+        Steps are counted by reports of the scheduler: the seconds that they take differ by a factor
+        of ten on a busy machine.
+        """
+        while self.prefills() <= seen and not running.done():
+            await asyncio.sleep(0.02)
+        goal = self.decodes() + steps // STEPS
+        while self.decodes() < goal and not running.done():
+            await asyncio.sleep(0.02)
+
     def decodes(self) -> int:
-        """Reports of the scheduler, one every 40 steps."""
+        """Reports of the scheduler, one every `STEPS` decode steps."""
         return self.log.read_text().count("Decode batch")
 
     def prefills(self) -> int:

@@ -27,7 +27,7 @@ from moerl.layout import hf_shapes, model_spec
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir
 from tests.helpers import engine_tiny_model, family_servers, replay_scenario
-from tests.helpers.replay_scenario import LONG, TOKEN, A, B, World, start, tokens
+from tests.helpers.replay_scenario import LONG, STEPS, TOKEN, A, B, World, start, tokens
 from tests.helpers.tiny_families import family_config
 
 SAMPLING = SamplingParams(8, top_p=0.9, top_k=60, ignore_eos=True)
@@ -44,7 +44,11 @@ ENGINE = EngineConfig(
     count=1,
     max_running_requests=8,
     max_total_tokens=8192,
-    args={"chunked_prefill_size": 256, "disable_radix_cache": False},
+    args={
+        "chunked_prefill_size": 256,
+        "disable_radix_cache": False,
+        "decode_log_interval": STEPS,
+    },
 )
 _SERVER_S = 200.0
 

@@ -35,7 +35,7 @@ from moerl.config.schema import (  # noqa: E402
     TrainerConfig,
 )
 from moerl.core.types import BatchPlan, MaskBlob, Rollout  # noqa: E402
-from moerl.data.packing import LossInputs, Microbatch, pack_microbatch  # noqa: E402
+from moerl.data.packing import LossInputs, Microbatch, ReadOptions, pack_microbatch  # noqa: E402
 from moerl.records.blob_ranges import read_mask  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
@@ -137,7 +137,7 @@ def term_from_logits(
     loss = LossInputs(plan_advantages(algorithm, plan, None), plan_weights(algorithm, plan))
     for index in range(plan.num_microbatches):
         batch = pack_microbatch(
-            plan, 0, index, learner.store, loss=loss, read_support=teacher is None
+            plan, 0, index, learner.store, loss=loss, reads=ReadOptions(support=teacher is None)
         )
         model = learner.model
         forward.load_routes(model, batch, index, ranks)

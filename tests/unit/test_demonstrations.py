@@ -15,7 +15,7 @@ from moerl.config.schema import AlgorithmConfig, Config, TinyModel
 from moerl.core.errors import ConfigError, LineError
 from moerl.core.types import BatchPlan, Prompt, PromptOrigin
 from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
-from moerl.data.packing import LossInputs, pack_microbatch
+from moerl.data.packing import LossInputs, ReadOptions, pack_microbatch
 from moerl.data.prompt_mixture import usable
 from moerl.data.tasks import load_tokenizer
 from moerl.data.tiny_model import make_tiny_model
@@ -54,7 +54,7 @@ def test_the_answer_and_the_end_count_and_the_prompt_does_not(tmp_path: Path) ->
         0,
         BlobStore(tmp_path, "n"),
         loss=LossInputs(plan_advantages(algorithm, plan), plan_weights(algorithm, plan)),
-        read_mask=False,
+        reads=ReadOptions(mask=False),
     )
     assert batch.sampled.tolist() == [97, 98, EOS] * 3
     assert batch.tokens.tolist() == [[i, 7, 97, 98] for i in (6, 7, 8)]

@@ -18,7 +18,7 @@ from moerl.core.errors import BlobError, RecordError
 from moerl.core.types import BatchPlan, PlanRow, PolicyVersion, Rollout, SamplingParams
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
-from moerl.data.packing import LossInputs, pack_microbatch, version_lag
+from moerl.data.packing import LossInputs, ReadOptions, pack_microbatch, version_lag
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from tests.helpers.random_rollouts import LAYERS, TOP_K, TRUNCATED, VOCAB, group, make_rollout
@@ -51,7 +51,9 @@ def test_the_example_of_the_alignment_law(store: BlobStore) -> None:
     short = make_rollout(store, "a", 2, 2)
     short = replace(short, token_ids=np.array([5, 9, 7, 2], np.int32))
     longer = make_rollout(store, "b", 2, 3)
-    packed = pack_microbatch(one_microbatch([short, longer]), 0, 0, store, read_mask=False)
+    packed = pack_microbatch(
+        one_microbatch([short, longer]), 0, 0, store, reads=ReadOptions(mask=False)
+    )
     assert packed.tokens[0].tolist() == [5, 9, 7, 0]
     assert packed.labels[0].tolist() == [9, 7, 2, 0]
     assert packed.positions.tolist() == [[0, 1, 2, 3]] * 2
@@ -205,7 +207,9 @@ def test_full_sampling_has_no_mask_and_a_mixture_is_refused(store: BlobStore) ->
 
 
 def test_a_mask_that_is_not_asked_for_is_not_read(store: BlobStore) -> None:
-    packed = pack_microbatch(one_microbatch(three(store)), 0, 0, store, read_mask=False)
+    packed = pack_microbatch(
+        one_microbatch(three(store)), 0, 0, store, reads=ReadOptions(mask=False)
+    )
     assert (packed.mask_offsets, packed.mask_ids, packed.read.mask) == (None, None, 0)
 
 

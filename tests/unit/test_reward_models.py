@@ -37,7 +37,7 @@ from moerl.core.messages import (
 )
 from moerl.core.serialization import decode, encode
 from moerl.core.types import Prompt, Segment
-from moerl.data.packing import pack_microbatch
+from moerl.data.packing import ReadOptions, pack_microbatch
 from moerl.data.tasks import load_tokenizer
 from moerl.data.tiny_model import make_tiny_model
 from moerl.data.value_rows import labelled_row, value_plan, with_steps
@@ -339,7 +339,7 @@ def test_a_row_is_read_at_the_last_token_of_each_part(tmp_path: Path) -> None:
     }
     assert rollouts[0].token_ids.tolist() == [5, 6, 7, 8, 8]
     assert np.flatnonzero(rollouts[0].loss_mask).tolist() == [2, 4], "read at tokens 1 and 3"
-    batch = pack_microbatch(plan, 0, 0, BlobStore(tmp_path, "n"), read_mask=False)
+    batch = pack_microbatch(plan, 0, 0, BlobStore(tmp_path, "n"), reads=ReadOptions(mask=False))
     tokens = batch.tokens.flatten()[batch.sampled_rows].tolist()
     assert sorted(tokens) == [6, 8, 9]
 

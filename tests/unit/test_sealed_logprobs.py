@@ -28,7 +28,7 @@ from moerl.core.types import (
     Rollout,
     Turn,
 )
-from moerl.data.packing import pack_microbatch
+from moerl.data.packing import ReadOptions, pack_microbatch
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check
@@ -90,7 +90,7 @@ def test_wrong_values_are_refused_where_they_are_read(
 
 def test_what_was_not_read_cannot_be_used(store: BlobStore) -> None:
     bad = resealed(store, make_rollout(store, "a", 2, 3), [np.nan] * 3)
-    packed = pack_microbatch(plan_of(bad), 0, 0, store, read_logprobs=False)
+    packed = pack_microbatch(plan_of(bad), 0, 0, store, reads=ReadOptions(logprobs=False))
     assert packed.old_logprob.isnan().all()
 
 

@@ -214,22 +214,18 @@ class Generation:
         async def seal(replies: Sequence[tuple[int, dict[str, Any]]]) -> None:
             self._expect(asker)
             end_s, asked = time.time(), [requests[place] for place, _ in replies]
-            for request, (_, reply) in zip(asked, replies, strict=True):
-                self._sent.pop(request.name, None)
-                self._updates.aborted += _was_aborted(reply)
             came = [
                 Came(ids[request.name], request, reply)
                 for request, (_, reply) in zip(asked, replies, strict=True)
             ]
+            for one in came:
+                self._sent.pop(one.request.name, None)
+                self._updates.aborted += _was_aborted(one.reply)
             parse = partial(self._parse, records, came, version, self._in_flight(version))
-            if _are_short(asked):
-                parsed = parse()  # a thread would cost more
-            else:
-                async with self._decoding:
-                    parsed = await asyncio.to_thread(parse)
+            parsed = await self._run_parse(parse, asked)
             self._expect(asker)
-            for request, one in zip(asked, parsed, strict=True):
-                finish(request, self._segment(one, request, version, start_s, end_s))
+            for request, result in zip(asked, parsed, strict=True):
+                finish(request, self._segment(result, request, version, start_s, end_s))
 
         if slots is not None:
             body["lora_path"] = [slots.enter(version, len(requests))] * len(requests)
@@ -317,6 +313,17 @@ class Generation:
         later = tuple(sorted({v for v in self._updates.served if v >= version}))
         mode = self._updates.mode
         return InFlight(later, mode == IN_PLACE, mode == RETRACT_AUDIT) if mode else None
+
+    async def _run_parse(
+        self,
+        parse: Callable[[], list[Reply | RecordError]],
+        requests: Sequence[GenerateRequest],
+    ) -> list[Reply | RecordError]:
+        """Short replies here, as a thread would cost more; others in one thread at a time."""
+        if _are_short(requests):
+            return parse()
+        async with self._decoding:
+            return await asyncio.to_thread(parse)
 
     def _parse(
         self,

@@ -251,23 +251,14 @@ def _parsed(
     support: bool,
 ) -> Reply:
     """`parse` without the check of types: a value of an unexpected type raises any exception."""
-    meta, output = reply["meta_info"], np.asarray(reply["output_ids"])
-    if len(output) and output.dtype.kind not in "iu":
-        raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
-    output = output.astype(np.int64).reshape(-1)
-    finish = _finish(meta, output, request, shape)
-    cached = int(meta.get("cached_tokens", 0))
-    num_new = len(output)
-    truncates = request.sampling.truncates
-    if num_new == 0 or (
-        finish is Finish.ABORT and not records and (routing or truncates or support)
-    ):
+    meta, output = reply["meta_info"], _output_ids(reply, request)
+    finish, num_new = _finish(meta, output, request, shape), len(output)
+    cached, truncates = int(meta.get("cached_tokens", 0)), request.sampling.truncates
+    is_recorded = routing or truncates or support
+    if num_new == 0 or (finish is Finish.ABORT and not records and is_recorded):
         # aborted in the waiting queue, never started or retracted: it is sent again
         return _nothing(request, finish, cached)
-    if num_new > request.sampling.max_new_tokens:
-        raise RecordError("length", f"{num_new} tokens, {request.sampling.max_new_tokens} allowed")
-    if output.min() < 0 or output.max() >= shape.vocab_size:
-        raise RecordError("token_range", f"token ids must lie in 0..{shape.vocab_size - 1}")
+    _check_tokens(output, request, shape)
     spans = _spans(meta, in_flight or InFlight((version,)), num_new)
     output = output.astype(np.int32)
     rows: Array | None = None
@@ -298,6 +289,22 @@ def _parsed(
         spans=spans,
         recomputed=recomputed,
     )
+
+
+def _output_ids(reply: dict[str, Any], request: GenerateRequest) -> Array:
+    """[n] i64."""
+    output = np.asarray(reply["output_ids"])
+    if len(output) and output.dtype.kind not in "iu":
+        raise RecordError("reply", f"{request.rollout_id}: tokens of type {output.dtype}")
+    return output.astype(np.int64).reshape(-1)
+
+
+def _check_tokens(output: Array, request: GenerateRequest, shape: ModelShape) -> None:
+    most = request.sampling.max_new_tokens
+    if len(output) > most:
+        raise RecordError("length", f"{len(output)} tokens, {most} allowed")
+    if output.min() < 0 or output.max() >= shape.vocab_size:
+        raise RecordError("token_range", f"token ids must lie in 0..{shape.vocab_size - 1}")
 
 
 def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, Reply]]:

@@ -190,26 +190,35 @@ def arguments(
     }
     if config.max_total_tokens:  # else SGLang fills what mem_fraction_static leaves
         args["max_total_tokens"] = config.max_total_tokens
-        if not cuda:
-            # The memory that other processes take while the weights load counts as the engine's,
-            # and a start on a busy machine was refused for it; the cache has its size anyway.
-            args["mem_fraction_static"] = max(config.mem_fraction_static, _CPU_MEMORY)
     if routing and model_type in SPARSE:
         args["enable_return_indexer_topk"] = True
-    if cuda:
-        # SGLang's own choice by model and GPU would pack, swap or join expert weights
-        # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.
-        args |= {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
-        if routing and config.attention_dp > 1:
-            args |= _without_prefill_graphs(config.args)
-    else:
-        args |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
-            **cpu_kernels.arguments_of(model_type, config.args),
-        }
-    return args | config.args
+    own = _cuda_arguments(config, routing=routing) if cuda else _cpu_arguments(config, model_type)
+    return args | own | config.args
+
+
+def _cuda_arguments(config: EngineConfig, *, routing: bool) -> dict[str, Any]:
+    # SGLang's own choice by model and GPU would pack, swap or join expert weights
+    # (arg_groups/model_overrides); `moerl.engine.weight_layout` has the proven layouts.
+    args: dict[str, Any] = {
+        "moe_runner_backend": "triton",
+        "disable_shared_experts_fusion": True,
+    }
+    if routing and config.attention_dp > 1:
+        args |= _without_prefill_graphs(config.args)
+    return args
+
+
+def _cpu_arguments(config: EngineConfig, model_type: str) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sleep_on_idle": True,  # else an engine without requests keeps one core busy polling
+    }
+    if config.max_total_tokens:
+        # The memory that other processes take while the weights load counts as the engine's, and
+        # a start on a busy machine was refused for it; the cache has its size anyway.
+        args["mem_fraction_static"] = max(config.mem_fraction_static, _CPU_MEMORY)
+    return args | cpu_kernels.arguments_of(model_type, config.args)
 
 
 def check_planned_layout(

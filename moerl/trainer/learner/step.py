@@ -139,24 +139,24 @@ class Learner:
         self.ddp: list[DistributedDataParallel] = wrap(model, config.trainer, parallel.platform)
         self.optimizer: MegatronOptimizer = make_optimizer(self.ddp, config.trainer)
         self.schedule = make_schedule(self.optimizer, optimizer, config.run.steps)
-        self.ref_models: dict[
-            str, RefModel
-        ] = {}  # by role; empty with ref_models.placement: separate
+        self.ref_models: dict[str, RefModel] = {}  # by role; empty where other ranks have them
         if config.ref_models.placement == "trainer":
             self.ref_models = open_ref_models(config, model.spec.vocab_size, parallel)
-        self.borrowed = {
-            name: BorrowedPolicy(model, config, parallel, lambda: self.before_update())
-            for name in (
-                *(["reference"] if base_is_reference(config) else []),
-                *(t.name for t in teachers_of(config.algorithm) if borrows_policy(config, t)),
-            )
-        }
+        self.borrowed = self._borrowed()
         routers_move = bool(model.spec.moe_layers) and not model.adapters
         self.watches_routers = routers_move and not optimizer.distributed
         self.router_losses = None
         if model.config.moe_z_loss_coeff or model.config.moe_aux_loss_coeff:
             self.router_losses = RouterLosses(model, parallel)
         connect(model, self.ddp, self.optimizer)
+
+    def _borrowed(self) -> dict[str, BorrowedPolicy]:
+        """Reference and teachers, by name, that are the policy with other factors or none."""
+        config = self.config
+        names = ["reference"] if base_is_reference(config) else []
+        names += [t.name for t in teachers_of(config.algorithm) if borrows_policy(config, t)]
+        own = self.model, config, self.parallel
+        return {name: BorrowedPolicy(*own, lambda: self.before_update()) for name in names}
 
     def step(self, plan: BatchPlan) -> dict[str, float]:
         """Train one plan; returns the metrics of the step, which are equal on all ranks.
@@ -254,16 +254,7 @@ class Learner:
                     raise TrainerError(f"{plan.teachers[name]} of {name} is wanted, it has {taken}")
         for part in minibatches:
             batches = Batches(part.plan, config, self.parallel, self.store)
-            scores = ReferenceLogprobs()
-            if proximal.is_needed(config):
-                scores = proximal.proximal_pass(self.model, config, batches)
-            for role, policy in self.ref_models.items():
-                if self._is_exact_teacher(role):
-                    scores.supports[role] = teacher_supports(
-                        policy.model, config.algorithm, batches
-                    )
-                else:
-                    scores.logprobs[role] = policy.logprobs(batches)
+            scores = self._scores_here(batches)
             for role, values in came.items():
                 scores.logprobs[role] = batches.by_microbatch(part.of(values))
             known.append(scores)
@@ -278,6 +269,19 @@ class Learner:
             limit = config.algorithm.m2_limit
             proximal.bound_second_moment(minibatches, known, limit, self.parallel, self.store)
         return known
+
+    def _scores_here(self, batches: Batches) -> ReferenceLogprobs:
+        """Scores of the policy before its update, if needed, and of models on these ranks."""
+        scores = ReferenceLogprobs()
+        if proximal.is_needed(self.config):
+            scores = proximal.proximal_pass(self.model, self.config, batches)
+        for role, policy in self.ref_models.items():
+            if self._is_exact_teacher(role):
+                support = teacher_supports(policy.model, self.config.algorithm, batches)
+                scores.supports[role] = support
+            else:
+                scores.logprobs[role] = policy.logprobs(batches)
+        return scores
 
     def _is_exact_teacher(self, role: str) -> bool:
         return role != "reference" and exact_distillation(self.config.algorithm)

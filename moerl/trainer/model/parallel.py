@@ -91,7 +91,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         raise ConfigError(
             "trainer.parallel", sizes, f"needs {sizes.world_size} ranks and has {world_size}"
         )
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
@@ -101,17 +101,7 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         world_size=world_size,
         timeout=timeout,
     )
-    parallel_state.initialize_model_parallel(
-        sizes.tp,
-        sizes.pp,
-        sizes.vpp if sizes.vpp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
-        distributed_timeout_minutes=timeout_s / 60,  # a timedelta accepts fractions
-        create_gloo_process_groups=True,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    _make_groups(sizes, timeout_s)
     return Parallel(
         sizes=sizes,
         platform=platform,
@@ -129,6 +119,23 @@ def start(sizes: ParallelConfig, platform: Platform, *, timeout_s: float) -> Par
         control=dist.new_group(backend="gloo", timeout=timeout + _CONTROL_SLACK),
         timeout=timeout,
     )
+
+
+def _make_groups(sizes: ParallelConfig, timeout_s: float) -> None:
+    """Build Megatron's groups over the default one, and seed its random states."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        sizes.tp,
+        sizes.pp,
+        sizes.vpp if sizes.vpp > 1 else None,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        distributed_timeout_minutes=timeout_s / 60,  # a timedelta accepts fractions
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def stop() -> None:

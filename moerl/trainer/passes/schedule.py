@@ -25,7 +25,14 @@ from moerl.algorithms.device_copies import upload
 from moerl.config.schema import Config, TrainerConfig
 from moerl.core.errors import TrainerError
 from moerl.core.types import Array, BatchPlan
-from moerl.data.packing import LossInputs, Microbatch, by_microbatch, pack_microbatch, placed_tokens
+from moerl.data.packing import (
+    LossInputs,
+    Microbatch,
+    ReadOptions,
+    by_microbatch,
+    pack_microbatch,
+    placed_tokens,
+)
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Mode
@@ -103,11 +110,13 @@ class Batches:
             self._numbers[microbatch],
             self._store,
             loss=self._loss,
-            read_mask=self._read_mask,
-            read_logprobs=self.parallel.is_last_stage,
-            read_support=self._read_support,
-            layers=layers,
-            share=(self.parallel.tp_rank, self.parallel.tp_size),
+            reads=ReadOptions(
+                mask=self._read_mask,
+                logprobs=self.parallel.is_last_stage,
+                support=self._read_support,
+                layers=layers,
+                share=(self.parallel.tp_rank, self.parallel.tp_size),
+            ),
             grid=forward.grid_of(self.parallel, self._config.trainer, self.shape),
         )
 

@@ -1,4 +1,4 @@
-"""The adapters of a live model as folders, of peft and of SGLang."""
+"""The trained model: opened with its weights, and its adapters as folders of peft and SGLang."""
 
 from __future__ import annotations
 
@@ -6,18 +6,44 @@ import logging
 from pathlib import Path
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.schema import Config
 from moerl.runtime.disk_wait import DiskPatience
 from moerl.trainer.hf_io.adapter_files import (
     gather_factors,
     note_base,
     save_adapter,
     save_sglang_adapter,
+    start_factors,
 )
-from moerl.trainer.model.gpt import Model
+from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
+from moerl.trainer.model.gpt import Model, build
 from moerl.trainer.model.parallel import Parallel
 from moerl.weight_sync.adapters.sglang_adapter import sglang_refusal
 
 log = logging.getLogger(__name__)
+
+
+def load_policy(
+    config: Config, source: HfFolder, parallel: Parallel, *, resumes: bool = False
+) -> Model:
+    """This rank's part of the model, with the weights of `source`, and its factors with LoRA.
+
+    resumes: a checkpoint replaces the factors, so `lora.start` is not read.
+    Raises ModelError and ConfigError.
+    """
+    model = build(
+        source.spec,
+        config.trainer,
+        parallel,
+        with_replay=config.replay.routing != "off",
+        lora=config.lora,
+        fp32_head=config.model.fp32_lm_head,
+    )
+    load_hf(model.tensors, model.tiles, source)
+    model.keep_base()
+    if config.lora.start and not resumes:
+        model.set_factors(start_factors(config.lora, source))
+    return model
 
 
 def save_live_adapters(
