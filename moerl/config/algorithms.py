@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from moerl.config.functions import check_importable
+from moerl.config.rules import Rows, refuse
 from moerl.config.schema import AlgorithmConfig, Config, TeacherConfig
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, naming
@@ -174,18 +176,11 @@ def check_algorithm(config: Config, *, folders: bool = True) -> None:
     """
     a = config.algorithm
     chosen = _chosen(a)
-    if len(set(a.corrections)) != len(a.corrections):
-        raise ConfigError("algorithm.corrections", a.corrections, "name each correction once")
-    _refuse_unread(a, chosen)
-    _refuse_unmet(config)
-    _check_values(config)
-    _check_measure(a)
-    _check_centering(config)
-    _check_distillation(config)
-    _check_roles(config)
-    _check_forks(config)
+    refuse(config, _names_and_needs(config, chosen))
+    refuse(config, chain(_values(config), _measure(a), _centering(config), _teachers(config)))
+    refuse(config, chain(_distillation(config), _role_rows(config), _forks(config)))
     if folders:
-        _check_folders(config)
+        refuse(config, _folders(a))
         if a.objective not in OBJECTIVES:
             check_importable("algorithm.objective", a.objective, list(OBJECTIVES))
 
@@ -261,148 +256,116 @@ def entry(field: str, name: str, table: Mapping[str, Entry]) -> Entry:
     return replace(_OWN_OBJECTIVE, function=name)
 
 
-def _check_folders(config: Config) -> None:
-    a = config.algorithm
+def _folders(a: AlgorithmConfig) -> Rows:
     found = {f"{ref_field(t.name)}.path": t.path for t in teachers_of(a) if t.path}
     found |= {"algorithm.reference": a.reference} if a.reference else {}
     for field, folder in found.items():
         if not Path(folder, "config.json").is_file():
-            raise ConfigError(field, folder, "a Hugging Face model folder is needed")
+            yield field, folder, "a Hugging Face model folder is needed"
 
 
-def _refuse_unread(a: AlgorithmConfig, chosen: list[Entry]) -> None:
+def _names_and_needs(config: Config, chosen: list[Entry]) -> Rows:
+    a = config.algorithm
+    if len(set(a.corrections)) != len(a.corrections):
+        yield "algorithm.corrections", "name each correction once"
+    read, default = _read(a, chosen), AlgorithmConfig()
+    for item in fields(a):
+        if item.name not in read and getattr(a, item.name) != getattr(default, item.name):
+            readers = ", ".join(_readers(item.name)) or _SWITCHES.get(item.name, "distill_coef")
+            allowed = f"nothing that is configured reads it; {readers} would"
+            yield f"algorithm.{item.name}", allowed
+    if "engine_ratio" in needed(a) and a.ratio != "engine":
+        yield "algorithm.ratio", f"{a.objective} is defined against the engine; use engine"
+    for entry in entries_of(config) if "steps" in needed(a) else ():
+        with naming(entry):
+            refuse({"task": entry}, _steps(entry, a))
+    if a.kl != "off" and a.kl_coef == 0:
+        yield "algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0"
+
+
+def _read(a: AlgorithmConfig, chosen: list[Entry]) -> frozenset[str]:
+    """Fields of AlgorithmConfig that something reads."""
     read = _ALWAYS_READ | {name for line in chosen for name in line.reads}
     read |= {"teachers", "distill_over"} if a.distill_coef else set()
     read |= {"distill_kl"} if exact_distillation(a) else set()
     read |= {"distill_top_k"} if a.distill_over == "teacher_top_k" else set()
     read |= {"centering_top_k"} if a.centering else set()
-    read |= {"reference"} if a.reward_kl_coef else set()
-    default = AlgorithmConfig()
-    for item in fields(a):
-        value = getattr(a, item.name)
-        if item.name not in read and value != getattr(default, item.name):
-            readers = sorted(
-                name
-                for table in (ADVANTAGES, OBJECTIVES, CORRECTIONS, KLS, AGGREGATIONS)
-                for name, line in table.items()
-                if item.name in line.reads
-            )
-            raise ConfigError(
-                f"algorithm.{item.name}",
-                value,
-                "nothing that is configured reads it; "
-                f"{', '.join(readers) or _SWITCHES.get(item.name, 'distill_coef')} would",
-            )
+    return read | ({"reference"} if a.reward_kl_coef else set())
 
 
-def _refuse_unmet(config: Config) -> None:
-    a = config.algorithm
-    needs = needed(a)
-    if "engine_ratio" in needs and a.ratio != "engine":
-        raise ConfigError(
-            "algorithm.ratio", a.ratio, f"{a.objective} is defined against the engine; use engine"
-        )
-    for entry in entries_of(config) if "steps" in needs else ():
-        with naming(entry):
-            _check_steps(entry, a)
-    if a.kl != "off" and a.kl_coef == 0:
-        raise ConfigError("algorithm.kl_coef", 0, f"algorithm.kl={a.kl} needs a number above 0")
+def _readers(field: str) -> list[str]:
+    """Algorithms that read a field of AlgorithmConfig."""
+    tables = (ADVANTAGES, OBJECTIVES, CORRECTIONS, KLS, AGGREGATIONS)
+    lines = (line for table in tables for line in table.items())
+    return sorted(name for name, line in lines if field in line.reads)
 
 
-def _check_steps(task: TaskEntry, a: AlgorithmConfig) -> None:
-    reward = task.reward
-    if any(term.unit in ("step", "turn") for term in task.rewards):
-        return
-    functions = [term.function for term in task.rewards] or [reward]
-    if not any(one in STEP_REWARDS or ":" in one for one in functions):
-        raise ConfigError(
+def _steps(task: TaskEntry, a: AlgorithmConfig) -> Rows:
+    functions = [term.function for term in task.rewards] or [task.reward]
+    by_terms = any(term.unit in ("step", "turn") for term in task.rewards)
+    if not by_terms and not any(one in STEP_REWARDS or ":" in one for one in functions):
+        yield (
             "task.reward",
-            reward,
             f"algorithm.advantage={a.advantage} needs a reward per step: use "
             f"{', '.join(STEP_REWARDS)}, package.module:function that returns steps, or a term of "
-            "task.rewards with unit=step or turn "
-            "(docs/algorithms.md)",
+            "task.rewards with unit=step or turn (docs/algorithms.md)",
         )
 
 
-def _check_values(config: Config) -> None:
+def _values(config: Config) -> Rows:
     a = config.algorithm
-    for low, high in (
-        ("icepop_low", "icepop_high"),
-        ("mis_token_low", "mis_token_high"),
-        ("mis_sequence_low", "mis_sequence_high"),
-        ("mis_geometric_low", "mis_geometric_high"),
-    ):
-        if not 0 <= getattr(a, low) <= getattr(a, high):
-            raise ConfigError(f"algorithm.{low}", getattr(a, low), f"use 0 up to algorithm.{high}")
+    for name in ("icepop", "mis_token", "mis_sequence", "mis_geometric"):
+        if not 0 <= getattr(a, f"{name}_low") <= getattr(a, f"{name}_high"):
+            yield f"algorithm.{name}_low", f"use 0 up to algorithm.{name}_high"
     if "opsm" in a.corrections and a.off_policy_delta <= 0:
-        raise ConfigError(
-            "algorithm.off_policy_delta", a.off_policy_delta, "opsm needs a number above 0"
-        )
+        yield "algorithm.off_policy_delta", "opsm needs a number above 0"
     if a.objective == "ppo_dual_clip" and a.dual_clip <= 1 + a.clip_high:
-        raise ConfigError(
-            "algorithm.dual_clip", a.dual_clip, "it must exceed 1 + algorithm.clip_high"
-        )
+        yield "algorithm.dual_clip", "it must exceed 1 + algorithm.clip_high"
     if a.aggregation == "constant" and a.constant_tokens < 1:
-        raise ConfigError(
-            "algorithm.constant_tokens", a.constant_tokens, "aggregation constant needs at least 1"
-        )
+        yield "algorithm.constant_tokens", "aggregation constant needs at least 1"
     shortest = min(entry.sampling.max_new_tokens for entry in entries_of(config))
     if a.overlong_buffer > shortest:
-        raise ConfigError(
-            "algorithm.overlong_buffer",
-            a.overlong_buffer,
-            f"it lies inside sampling.max_new_tokens = {shortest}",
-        )
-    _check_pairs(config)
-    if config.rollout.group_size == 1 and (
-        a.advantage in _COMPARES_SIBLINGS or config.rollout.drop_zero_variance
-    ):
-        raise ConfigError(
+        yield "algorithm.overlong_buffer", f"it lies inside sampling.max_new_tokens = {shortest}"
+    if a.advantage == "online_dpo":
+        for field, value, want in _of_pairs(config):
+            if value != want:
+                yield field, value, f"online_dpo is defined with {want} only"
+    compares = a.advantage in _COMPARES_SIBLINGS or config.rollout.drop_zero_variance
+    if config.rollout.group_size == 1 and compares:
+        yield (
             "rollout.group_size",
-            1,
             "a group of one has no siblings to compare with; use at least 2, or an advantage "
             "without a group baseline (reward, reinforce_pp) and no rollout.drop_zero_variance",
         )
 
 
-def _check_pairs(config: Config) -> None:
+def _of_pairs(config: Config) -> tuple[tuple[str, object, object], ...]:
     """Online DPO equals the gradient of its loss only as a plain sum, at the scored weights."""
     a = config.algorithm
-    if a.advantage != "online_dpo":
-        return
-    for name, want in (
-        ("algorithm.objective", "reinforce"),
-        ("algorithm.aggregation", "seq_mean_token_sum"),
-        ("algorithm.mask_truncated", False),
-        ("trainer.minibatches", 1),
-    ):
-        section, _, field = name.partition(".")
-        value = getattr(getattr(config, section), field)
-        if value != want:
-            raise ConfigError(name, value, f"online_dpo is defined with {want} only")
+    return (
+        ("algorithm.objective", a.objective, "reinforce"),
+        ("algorithm.aggregation", a.aggregation, "seq_mean_token_sum"),
+        ("algorithm.mask_truncated", a.mask_truncated, False),
+        ("trainer.minibatches", config.trainer.minibatches, 1),
+    )
 
 
-def _check_measure(a: AlgorithmConfig) -> None:
+def _measure(a: AlgorithmConfig) -> Rows:
     """Refuse weights by proximal / engine with a ratio against the engine: a double count."""
     weighing = [name for name in a.corrections if CORRECTIONS[name].reweighs]
     if len(weighing) > 1:
-        raise ConfigError(
-            "algorithm.corrections",
-            a.corrections,
-            f"{' and '.join(weighing)} each multiply by proximal / engine; keep one",
-        )
+        allowed = f"{' and '.join(weighing)} each multiply by proximal / engine; keep one"
+        yield "algorithm.corrections", allowed
     objective = entry("algorithm.objective", a.objective, OBJECTIVES)
     if weighing and objective.reweighs and a.ratio == "engine":
-        raise ConfigError(
+        yield (
             "algorithm.corrections",
-            a.corrections,
             f"{weighing[0]} weighs by proximal / engine, which the ratio of {a.objective} against "
             "the engine already contains; use algorithm.ratio=proximal",
         )
 
 
-def _check_centering(config: Config) -> None:
+def _centering(config: Config) -> Rows:
     """Refuse objectives of which no exact sum shows the term, and runs without the masks."""
     a = config.algorithm
     if not a.centering:
@@ -410,24 +373,18 @@ def _check_centering(config: Config) -> None:
     rule = RatioRule.of(a)
     moves = config.trainer.minibatches > 1 and not _reads_current(a)
     if rule is None or moves or a.distill_coef:
-        raise ConfigError(
+        yield (
             "algorithm.centering",
-            True,
             "its term is known for objective reinforce, cispo, ppo_clip and ppo_dual_clip with "
             "ratio=engine and corrections of age (lag, lag_decay) alone, and, where "
             "trainer.minibatches=1, for ratio=proximal with at most one of tis_token and icepop; "
             "not with distill_coef",
         )
-    if rule.kind == "plain":
-        raise ConfigError(
-            "algorithm.centering", True, "the term of a ratio without bounds is 0: leave it off"
-        )
+    elif rule.kind == "plain":
+        yield "algorithm.centering", "the term of a ratio without bounds is 0: leave it off"
     if _truncates(config) and not config.replay.sampling_mask:
-        raise ConfigError(
-            "algorithm.centering",
-            True,
-            "where sampling truncates, replay.sampling_mask=true is needed",
-        )
+        allowed = "where sampling truncates, replay.sampling_mask=true is needed"
+        yield "algorithm.centering", allowed
 
 
 def _reads_current(a: AlgorithmConfig) -> bool:
@@ -441,31 +398,30 @@ def exact_distillation(a: AlgorithmConfig) -> bool:
     return a.distill_coef > 0 and a.distill_over != "token"
 
 
-def _check_teachers(config: Config) -> None:
+def _teachers(config: Config) -> Rows:
     a, seen = config.algorithm, set[str]()
     if a.distill_coef and not a.teachers:
-        raise ConfigError("algorithm.teachers", [], "distill_coef needs at least one")
+        yield "algorithm.teachers", "distill_coef needs at least one"
     labels = [entry.label for entry in entries_of(config)]
     for teacher in teachers_of(a):
         name, field = teacher.name, ref_field(teacher.name)
         if name in seen or not _NAME.fullmatch(name) or name in _ROLES:
             allowed = f"a name of its own: letters, digits, _ and -, not {' or '.join(_ROLES)}"
-            raise ConfigError("algorithm.teachers.name", name, allowed)
+            yield "algorithm.teachers.name", name, allowed
         seen.add(name)
         if bool(teacher.path) == bool(teacher.follows):
-            both = (teacher.path, teacher.follows)
-            raise ConfigError(field, both, "give either path or follows: policy")
+            yield field, (teacher.path, teacher.follows), "give either path or follows: policy"
         versions = (teacher.lag, teacher.every, teacher.ema)
-        if teacher.path and versions != (0, 1, 0.0):
+        is_plain = versions == (0, 1, 0.0)
+        if teacher.path and not is_plain:
             allowed = "a folder has one version; leave lag, every and ema out, or use follows"
-            raise ConfigError(field, versions, allowed)
-        if teacher.follows and versions == (0, 1, 0.0):
-            raise ConfigError(
-                field, versions, "it would be the policy itself: use a lag, every above 1, or ema"
-            )
+            yield field, versions, allowed
+        if teacher.follows and is_plain:
+            allowed = "it would be the policy itself: use a lag, every above 1, or ema"
+            yield field, versions, allowed
         if unknown := [label for label in teacher.tasks if label not in labels]:
             known = ", ".join(filter(None, labels)) or "none: the run has one task without a label"
-            raise ConfigError(f"{field}.tasks", unknown, f"the labels are {known}")
+            yield f"{field}.tasks", unknown, f"the labels are {known}"
 
 
 def weight_for(teacher: TeacherConfig, task: str) -> float:
@@ -473,38 +429,34 @@ def weight_for(teacher: TeacherConfig, task: str) -> float:
     return teacher.weight if not teacher.tasks or task in teacher.tasks else 0.0
 
 
-def _check_distillation(config: Config) -> None:
+def _distillation(config: Config) -> Rows:
     a = config.algorithm
-    _check_teachers(config)
     if not exact_distillation(a):
         return
     for entry in entries_of(config):
         every = [t.name for t in a.teachers if weight_for(t, entry.label)]
         if len(every) > 1:
-            raise ConfigError(
+            yield (
                 "algorithm.teachers",
                 every,
                 f"distill_over={a.distill_over} takes one teacher for each task: give each its "
                 "tasks, or use distill_over=token",
             )
-    over = a.distill_over
     if config.ref_models.placement != "trainer":
-        raise ConfigError(
+        yield (
             "algorithm.distill_over",
-            over,
             "separate ranks send one number per token: use token, or ref_models.placement=trainer",
         )
     masked = config.replay.sampling_mask and _truncates(config)
-    if masked != (over == "support"):
-        raise ConfigError(
+    if masked != (a.distill_over == "support"):
+        yield (
             "algorithm.distill_over",
-            over,
             "use support where sampling truncates and replay.sampling_mask=true, teacher_top_k "
             "where the trainer scores over the whole vocabulary",
         )
 
 
-def _check_roles(config: Config) -> None:
+def _role_rows(config: Config) -> Rows:
     """Refuse settings that compare or carry one number per episode."""
     advantage, rollout = config.algorithm.advantage, config.rollout
     for task in entries_of(config):
@@ -512,44 +464,47 @@ def _check_roles(config: Config) -> None:
             continue
         if advantage in ("gae", "online_dpo") or "steps" in ADVANTAGES[advantage].needs:
             allowed = "task.roles needs an advantage of one number per role, such as grpo_mean"
-            raise ConfigError("algorithm.advantage", advantage, allowed)
+            yield "algorithm.advantage", allowed
         for name, wanted in (("late_siblings", "drop"), ("stale_siblings", "group")):
-            if (value := getattr(rollout, name)) != wanted:
+            if getattr(rollout, name) != wanted:
                 allowed = f"task.roles needs {wanted}: a sibling elsewhere is known by one reward"
-                raise ConfigError(f"rollout.{name}", value, allowed)
+                yield f"rollout.{name}", allowed
         for name, role in task.roles.items():
             if role.baseline != "role" and advantage not in _COMPARES_SIBLINGS:
-                field, allowed = f"roles.{name}.baseline", f"{advantage} compares no siblings"
-                with naming(task):
-                    raise ConfigError(f"task.{field}", role.baseline, allowed)
+                above = f"tasks.{task.label}" if task.label else "task"
+                field, allowed = f"{above}.roles.{name}", f"{advantage} compares no siblings"
+                yield f"{field}.baseline", role.baseline, allowed
 
 
-def _check_forks(config: Config) -> None:
+def _forks(config: Config) -> Rows:
     """Forks and the advantage over their trees need each other, and single answers."""
     a, forks = config.algorithm, config.rollout.forks
     if bool(forks.pivots) != ("forks" in needed(a)):
         allowed = "algorithm.advantage=vine and rollout.forks.pivots above 0 need each other"
-        raise ConfigError("rollout.forks.pivots", forks.pivots, allowed)
+        yield "rollout.forks.pivots", allowed
     if not forks.pivots:
         return
     if not (forks.every or forks.separator):
-        raise ConfigError("rollout.forks.separator", "", "a text that ends a step is needed")
+        yield "rollout.forks.separator", "a text that ends a step is needed"
     for name, value in (
         ("algorithm.overlong_buffer", a.overlong_buffer),
         ("algorithm.mask_truncated", a.mask_truncated),
         ("rollout.oversample", config.rollout.oversample - 1),
     ):
         if value:
-            raise ConfigError(name, value, "it reads whole answers; it is not for rollout.forks")
+            yield name, value, "it reads whole answers; it is not for rollout.forks"
     for task in entries_of(config):
         with naming(task):
-            if task.kind is not TaskKind.SINGLE_ANSWER:
-                allowed = "rollout.forks continues single answers"
-                raise ConfigError("task.environment", task.environment, allowed)
-            for term in task.terms:
-                if term.unit in ("step", "turn"):
-                    allowed = "with rollout.forks a term scores whole answers: episode or group"
-                    raise ConfigError("task.rewards", term.unit, allowed)
+            refuse({"task": task}, _of_forked(task))
+
+
+def _of_forked(task: TaskEntry) -> Rows:
+    if task.kind is not TaskKind.SINGLE_ANSWER:
+        yield "task.environment", "rollout.forks continues single answers"
+    for term in task.terms:
+        if term.unit in ("step", "turn"):
+            allowed = "with rollout.forks a term scores whole answers: episode or group"
+            yield "task.rewards", term.unit, allowed
 
 
 def _truncates(config: Config) -> bool:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,8 @@ from moerl.config.lora_checks import check_lora, check_quantised_base
 from moerl.config.mesh import TRAINER, check_divides, check_mesh
 from moerl.config.optimizer_settings import check_optimizer_settings
 from moerl.config.reward_checks import check_reward
-from moerl.config.schema import (
-    Config,
-    ParallelConfig,
-    RefModelsConfig,
-    RolloutConfig,
-    SamplingConfig,
-)
+from moerl.config.rules import Reasons, Rows, refuse
+from moerl.config.schema import Config, ParallelConfig, RefModelsConfig, SamplingConfig
 from moerl.config.task_kinds import SOURCE
 from moerl.config.task_mixture import HELD_OUT, TaskEntry, entries_of, naming, reward_models_of
 from moerl.config.task_tables import EXTRACTS, REWARD_NAMES, REWARDS, SOURCES, check_isolation
@@ -75,38 +71,22 @@ def check(config: Config, *, starts: bool = True) -> None:
     starts: require also the other models that the algorithm reads.
     """
     validate(config)
-    if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
-        raise ConfigError(
-            "run.name", config.run.name, "use letters, digits, _, . and -, not . or - first"
-        )
-    _check_parallel(TRAINER, config.trainer.parallel)
-    _check_ref_models(config)
-    _check_replay(config)
-    _check_head(config)
-    _check_shared_prompts(config)
-    _check_minibatches(config)
+    refuse(config, chain(_ranks(config), _replay(config), _batch(config)))
     check_optimizer_settings(config.trainer)
     check_lora(config)
     _check_tasks(config)
     check_episodes(config)
-    _check_sync(config)
-    _check_sizes(config)
-    _check_evaluation(config)
-    _check_rollout(config.rollout)
-    _check_late_siblings(config)
-    _check_stale_siblings(config)
-    _check_start(config)
+    refuse(config, chain(_engines(config), _evaluation(config), _rollout(config), _start(config)))
     check_cluster(config)
     check_transport(config)
     check_algorithm(config, folders=starts)
 
 
-def _check_start(config: Config) -> None:
+def _start(config: Config) -> Rows:
     start, made = config.checkpoint.start, Path(config.run.root) / config.run.name / "start"
     if start and not Path(start).is_dir() and not made.is_dir():  # a resume needs it no longer
-        raise ConfigError(
+        yield (
             "checkpoint.start",
-            start,
             "no such folder; name a run, one of its checkpoints/step-N, or a torch_dist checkpoint "
             "of Megatron-LM",
         )
@@ -131,55 +111,43 @@ def check_model(config: Config) -> dict[str, Any]:
     folder = Path(config.model.path)
     if not config.model.path or not folder.is_dir():
         raise ConfigError("model.path", config.model.path, missing_folder(config.model.path))
-    try:
-        hf = read_model_config(folder)
-    except ModelError as error:
-        raise ConfigError("model.path", config.model.path, str(error)) from error
+    hf = _model_config("model.path", config.model.path)
     if not (config.checkpoint.start or any(folder.glob("*.safetensors"))):
         raise ConfigError("model.path", config.model.path, "it holds no *.safetensors file")
     for tp in {config.engine.tp, *config.engine.tp_each}:
         check_model_sizes(config.trainer.parallel, tp, hf)
     if hf.get("index_topk"):
-        _check_sparse(config)
+        refuse(config, sparse_attention(config))
     check_quantised_base(config, hf)
     if config.ref_models.placement == "separate":
         for path in (*ref_models_of(config).values(), *reward_models_of(config)):
-            try:
-                other = read_model_config(Path(path))
-            except ModelError as error:
-                raise ConfigError("ref_models", path, str(error)) from error
+            other = _model_config("ref_models", path)
             check_model_sizes(config.ref_models.parallel, 1, other, field="ref_models.parallel")
     return hf
 
 
-def _check_sparse(config: Config) -> None:
+def _model_config(field: str, path: str) -> dict[str, Any]:
+    try:
+        return read_model_config(Path(path))
+    except ModelError as error:
+        raise ConfigError(field, path, str(error)) from error
+
+
+def sparse_attention(config: Config) -> Rows:
     """A model with sparse attention: its positions are recorded and replayed with the routes."""
-    engine = config.engine
-    is_cut = engine.tp > 1 and not engine.args.get("enable_dp_attention")
-    wrong = (
-        (
-            "replay.routing",
-            config.replay.routing,
-            config.replay.routing == "R2",
-            "positions are replayed from the engine's record; use R3 or off",
-        ),
-        (
-            "rollout.in_flight_mode",
-            config.rollout.in_flight_mode,
-            config.rollout.in_flight_mode != "abort_resume",
-            "a reply of several versions has positions of one; use abort_resume",
-        ),
-        (
+    routing, engine, end = config.replay.routing, config.engine, " (sparse attention)"
+    if routing == "R2":
+        allowed = "positions are replayed from the engine's record; use R3 or off"
+        yield "replay.routing", allowed + end
+    if config.rollout.in_flight_mode != "abort_resume":
+        allowed = "a reply of several versions has positions of one; use abort_resume"
+        yield "rollout.in_flight_mode", allowed + end
+    if routing == "R3" and engine.tp > 1 and not engine.args.get("enable_dp_attention"):
+        yield (
             "engine.tp",
-            engine.tp,
-            config.replay.routing == "R3" and is_cut,
             "SGLang records positions where attention is not cut; use tp 1 or "
-            "engine.args.enable_dp_attention",
-        ),
-    )
-    for field, value, holds, reason in wrong:
-        if holds:
-            raise ConfigError(field, value, f"{reason} (sparse attention)")
+            f"engine.args.enable_dp_attention{end}",
+        )
 
 
 def check_model_sizes(
@@ -211,63 +179,42 @@ def check_model_sizes(
         )
 
 
-def _check_sync(config: Config) -> None:
-    sync = config.sync
+def _engines(config: Config) -> Rows:
+    """Versions that engines get, ranks of attention, and engines of different sizes."""
+    sync, engine, each = config.sync, config.engine, config.engine.tp_each
     if sync.transport == "disk" and not Path(sync.folder).is_dir():
-        raise ConfigError("sync.folder", sync.folder, "transport disk needs an existing folder")
+        yield "sync.folder", "transport disk needs an existing folder"
     if sync.delta and sync.direct:
-        raise ConfigError(
-            "sync.direct", sync.direct, "engines do not relay deltas: use 0, or sync.delta=false"
-        )
-    if sync.quorum > config.engine.count:
-        raise ConfigError(
-            "sync.quorum", sync.quorum, f"use at most engine.count = {config.engine.count}"
-        )
-
-
-def _check_sizes(config: Config) -> None:
-    """Ranks of attention, and engines of different sizes."""
-    engine, each = config.engine, config.engine.tp_each
+        yield "sync.direct", "engines do not relay deltas: use 0, or sync.delta=false"
+    if sync.quorum > engine.count:
+        yield "sync.quorum", f"use at most engine.count = {engine.count}"
     if not each and (engine.attention_dp < 1 or engine.tp % engine.attention_dp):
-        raise ConfigError(
-            "engine.args.attn_dp_size",
-            engine.args["attn_dp_size"],
-            f"it must divide engine.tp = {engine.tp}",
-        )
+        yield "engine.args.attn_dp_size", f"it must divide engine.tp = {engine.tp}"
     if 0 < engine.max_total_tokens < _LEAST_CACHE:
-        raise ConfigError(
-            "engine.max_total_tokens",
-            engine.max_total_tokens,
-            f"use at least {_LEAST_CACHE}, or 0: as many as engine.mem_fraction_static leaves",
-        )
-    _check_nodes(config)
+        allowed = f"use at least {_LEAST_CACHE}, or 0: as many as engine.mem_fraction_static leaves"
+        yield "engine.max_total_tokens", allowed
+    if engine.nodes > 1:
+        yield from _nodes(config)
     if not each:
         return
     if len(each) != engine.count:
-        raise ConfigError(
-            "engine.tp_each", each, f"name one size for each of engine.count = {engine.count}"
-        )
+        yield "engine.tp_each", f"name one size for each of engine.count = {engine.count}"
     cut = math.lcm(engine.ep, engine.attention_dp)
     if any(tp < 1 or tp % cut for tp in each):
-        raise ConfigError("engine.tp_each", each, f"every size must be a multiple of {cut}")
-    if config.sync.direct and len(set(each)) > 1:
-        raise ConfigError(
-            "sync.direct", config.sync.direct, "engines of other sizes cannot copy a version: use 0"
-        )
+        yield "engine.tp_each", f"every size must be a multiple of {cut}"
+    if sync.direct and len(set(each)) > 1:
+        yield "sync.direct", "engines of other sizes cannot copy a version: use 0"
 
 
-def _check_nodes(config: Config) -> None:
+def _nodes(config: Config) -> Rows:
     """Engines that span several nodes."""
-    engine, nodes = config.engine, config.engine.nodes
-    if nodes == 1:
-        return
+    engine = config.engine
     if is_local(config.cluster):
-        raise ConfigError("engine.nodes", nodes, "cluster.launcher = local is one machine: use 1")
-    uneven = [tp for tp in engine.sizes.values() if tp % nodes]
-    if uneven:
-        raise ConfigError("engine.nodes", nodes, f"it must divide the size of each engine {uneven}")
+        yield "engine.nodes", "cluster.launcher = local is one machine: use 1"
+    if uneven := [tp for tp in engine.sizes.values() if tp % engine.nodes]:
+        yield "engine.nodes", f"it must divide the size of each engine {uneven}"
     if engine.attention_dp > 1:
-        raise ConfigError(
+        yield (
             "engine.args.attn_dp_size",
             engine.attention_dp,
             "between nodes SGLang would send requests to data-parallel ranks through ports that "
@@ -275,51 +222,34 @@ def _check_nodes(config: Config) -> None:
         )
 
 
-def _check_sampling(sampling: SamplingConfig, *, kept: bool) -> None:
-    """Check one task's sampling settings.  kept: sampling masks are recorded."""
+def _sampling(sampling: SamplingConfig, *, kept: bool) -> Rows:
+    """Of a task or a role.  kept: sampling masks are recorded."""
     if sampling.top_k == 1:
-        raise ConfigError(
-            "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
-        )
-    for name in ("top_k", "mask_top_k"):
-        value = getattr(sampling, name)
+        yield "sampling.top_k", 1, "greedy sampling has no gradient; use -1 or at least 2"
+    for name, value in (("top_k", sampling.top_k), ("mask_top_k", sampling.mask_top_k)):
         unlimited = value == -1 and name == "top_k"
         if not unlimited and not 2 <= value <= _ENGINE_MASK_CAP:
-            raise ConfigError(
-                f"sampling.{name}", value, f"use 2..{_ENGINE_MASK_CAP}, the engine's largest mask"
-            )
+            yield f"sampling.{name}", value, f"use 2..{_ENGINE_MASK_CAP}, the engine's largest mask"
     if sampling.min_p > 0 and kept:
-        raise ConfigError(
-            "sampling.min_p",
-            sampling.min_p,
-            "min-p is not proven with Keep Sampling Mask (sampling backends differ); use 0",
-        )
+        allowed = "min-p is not proven with Keep Sampling Mask (sampling backends differ); use 0"
+        yield "sampling.min_p", sampling.min_p, allowed
 
 
-def _check_best(config: Config) -> None:
-    """Every checkpoint that is ranked by an evaluation must have one."""
-    best, every = config.checkpoint.best, config.evaluation.every
+def _evaluation(config: Config) -> Rows:
+    evaluation, best = config.evaluation, config.checkpoint.best
+    every, limit, largest = evaluation.every, evaluation.top_k, f"2..{_ENGINE_MASK_CAP}"
     if best.startswith("eval/") and (not every or config.checkpoint.every % every):
-        raise ConfigError(
+        yield (
             "checkpoint.best",
-            best,
             f"evaluation.every must divide checkpoint.every = {config.checkpoint.every}, "
             f"not be {every}: only evaluated weights can be compared",
         )
-
-
-def _check_evaluation(config: Config) -> None:
-    evaluation = config.evaluation
-    _check_best(config)
-    if not evaluation.every:
+    if not every:
         return
-    limit = evaluation.top_k
     if limit != -1 and not 2 <= limit <= _ENGINE_MASK_CAP:
-        raise ConfigError(
-            "evaluation.top_k", limit, f"use -1, or 2..{_ENGINE_MASK_CAP}; temperature=0 is greedy"
-        )
+        yield "evaluation.top_k", f"use -1, or {largest}; temperature=0 is greedy"
     if evaluation.top_p < 1.0 and limit == -1:
-        raise ConfigError("evaluation.top_k", -1, f"with top_p < 1 use 2..{_ENGINE_MASK_CAP}")
+        yield "evaluation.top_k", f"with top_p < 1 use {largest}"
     for entry in entries_of(config):
         _check_held_out(entry)
 
@@ -335,169 +265,134 @@ def _check_held_out(entry: TaskEntry) -> None:
         raise ConfigError(field, path, "use another file than task.path, or another split of it")
 
 
-def _check_rollout(rollout: RolloutConfig) -> None:
+def _rollout(config: Config) -> Rows:
+    rollout, quorum = config.rollout, config.rollout.group_quorum
     if rollout.cancel_lag > rollout.max_lag:
-        raise ConfigError(
-            "rollout.cancel_lag", rollout.cancel_lag, f"use at most max_lag = {rollout.max_lag}"
-        )
-    if rollout.admission == "unbounded" and (
-        rollout.fixed_lag >= 0 or rollout.selection == "strict"
-    ):
-        raise ConfigError(
+        yield "rollout.cancel_lag", f"use at most max_lag = {rollout.max_lag}"
+    in_order = rollout.fixed_lag >= 0 or rollout.selection == "strict"
+    if rollout.admission == "unbounded" and in_order:
+        yield (
             "rollout.admission",
-            "unbounded",
             "later groups may fill the buffer while a fixed lag and selection=strict wait for the "
             "next ones; use bounded",
         )
-    quorum = rollout.group_quorum
-    if not quorum:
-        return
-    if not 2 <= quorum <= rollout.group_size or rollout.oversample > 1:
-        raise ConfigError(
-            "rollout.group_quorum",
-            quorum,
-            f"use 0, or 2..group_size = {rollout.group_size} with rollout.oversample=1",
-        )
+    if quorum and (not 2 <= quorum <= rollout.group_size or rollout.oversample > 1):
+        allowed = f"use 0, or 2..group_size = {rollout.group_size} with rollout.oversample=1"
+        yield "rollout.group_quorum", allowed
+    if rollout.late_siblings == "carry":
+        for reason in _against_late_siblings(config):
+            yield "rollout.late_siblings", f"{reason}; use drop"
+    if rollout.stale_siblings == "drop":
+        for reason in _against_stale_siblings(config):
+            yield "rollout.stale_siblings", f"{reason}; use group"
 
 
-def _check_late_siblings(config: Config) -> None:
+def _against_late_siblings(config: Config) -> Reasons:
     rollout = config.rollout
-    if rollout.late_siblings == "drop":
-        return
-    reasons = {
-        "there are none without rollout.group_quorum": not rollout.group_quorum,
-        "selection=strict would wait for them": rollout.selection == "strict",
-        "their lag is not fixed: rollout.fixed_lag=-1 is needed": rollout.fixed_lag >= 0,
-        **_reasons_against_peers(config),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError("rollout.late_siblings", "carry", f"{reason}; use drop")
+    if not rollout.group_quorum:
+        yield "there are none without rollout.group_quorum"
+    if rollout.selection == "strict":
+        yield "selection=strict would wait for them"
+    if rollout.fixed_lag >= 0:
+        yield "their lag is not fixed: rollout.fixed_lag=-1 is needed"
+    yield from _against_peers(config)
 
 
-def _check_stale_siblings(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.stale_siblings == "group":
-        return
-    reasons = {
-        "selection=strict trains whole groups in the order of the prompts": (
-            rollout.selection == "strict"
-        ),
-        "with a fixed lag no sibling is older than another: rollout.fixed_lag=-1 is needed": (
-            rollout.fixed_lag >= 0
-        ),
-        **_reasons_against_peers(config),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError("rollout.stale_siblings", "drop", f"{reason}; use group")
+def _against_stale_siblings(config: Config) -> Reasons:
+    if config.rollout.selection == "strict":
+        yield "selection=strict trains whole groups in the order of the prompts"
+    if config.rollout.fixed_lag >= 0:
+        yield "with a fixed lag no sibling is older than another: rollout.fixed_lag=-1 is needed"
+    yield from _against_peers(config)
 
 
-def _reasons_against_peers(config: Config) -> dict[str, bool]:
+def _against_peers(config: Config) -> Reasons:
     """Reasons why siblings that are not in the batch (`EpisodeGroup.peers`) are not enough."""
-    advantage = config.algorithm.advantage
-    return {
-        "algorithm.advantage=online_dpo pairs siblings of one batch": advantage == "online_dpo",
-        "peers bring their rewards, not those of their steps that process_mean and process_std "
-        "compare": advantage in ("process_mean", "process_std"),
-    }
+    if config.algorithm.advantage == "online_dpo":
+        yield "algorithm.advantage=online_dpo pairs siblings of one batch"
+    if config.algorithm.advantage in ("process_mean", "process_std"):
+        yield (
+            "peers bring their rewards, not those of their steps that process_mean and process_std "
+            "compare"
+        )
 
 
-def _check_ref_models(config: Config) -> None:
-    ref_models, default = config.ref_models, RefModelsConfig()
-    if ref_models.placement == "trainer":
-        if ref_models != default:
-            raise ConfigError(
-                "ref_models.parallel",
-                ref_models.parallel,
-                "only ref_models.placement = separate has one",
+def _ranks(config: Config) -> Rows:
+    """The run's name; trainer and reference ranks."""
+    if config.run.name and not _RUN_NAME.fullmatch(config.run.name):
+        yield "run.name", "use letters, digits, _, . and -, not . or - first"
+    yield from _parallel(TRAINER, config.trainer.parallel)
+    if config.ref_models.placement == "separate":
+        if not (ref_models_of(config) or reward_models_of(config)):
+            yield (
+                "ref_models.placement",
+                "the algorithm reads neither a reference nor a teacher, and no reward has "
+                "where=model",
             )
-        return
-    if not (ref_models_of(config) or reward_models_of(config)):
-        raise ConfigError(
-            "ref_models.placement",
-            "separate",
-            "the algorithm reads neither a reference nor a teacher, and no reward has where=model",
-        )
-    _check_parallel("ref_models.parallel", ref_models.parallel)
+        yield from _parallel("ref_models.parallel", config.ref_models.parallel)
+    elif config.ref_models != RefModelsConfig():
+        yield "ref_models.parallel", "only ref_models.placement = separate has one"
 
 
-def _check_shared_prompts(config: Config) -> None:
-    if not config.trainer.share_prompts:
-        return
-    if not config.trainer.packing:
-        raise ConfigError(
-            "trainer.share_prompts", True, "rows share slots: trainer.packing=true is needed"
-        )
-    sizes = {TRAINER: config.trainer.parallel, "ref_models.parallel": config.ref_models.parallel}
-    for field, parallel in sizes.items():
-        if parallel.cp > 1:
-            reason = "trainer.share_prompts=true takes whole rows: use 1"
-            raise ConfigError(f"{field}.cp", parallel.cp, reason)
-
-
-def _check_parallel(field: str, p: ParallelConfig) -> None:
+def _parallel(field: str, p: ParallelConfig) -> Rows:
     check_mesh(p, field)
     if p.etp not in (1, p.tp):
-        raise ConfigError(f"{field}.etp", p.etp, f"use 1 or tp = {p.tp}")
+        yield f"{field}.etp", f"use 1 or tp = {p.tp}"
 
 
-def _check_replay(config: Config) -> None:
-    megatron = config.trainer.megatron
-    for name, why in NOT_WITH_REPLAY.items():
-        value = megatron.get(name)
-        if config.replay.routing != "off" and value not in (None, False, "none"):
-            raise ConfigError(
-                f"trainer.megatron.{name}", value, f"{why}; leave it out, or replay.routing=off"
-            )
-    if config.rollout.turn_rows == "split" and not config.replay.audit:
-        raise ConfigError(
-            "rollout.turn_rows",
-            "split",
-            "a row under new weights needs its prefix of them; set replay.audit, or use join",
-        )
-    if config.rollout.buffer_depth > 0 and config.rollout.max_lag == 0:
-        raise ConfigError(
+def _replay(config: Config) -> Rows:
+    rollout = config.rollout
+    for name, why in NOT_WITH_REPLAY.items() if config.replay.routing != "off" else ():
+        if config.trainer.megatron.get(name) not in (None, False, "none"):
+            yield f"trainer.megatron.{name}", f"{why}; leave it out, or replay.routing=off"
+    if rollout.turn_rows == "split" and not config.replay.audit:
+        allowed = "a row under new weights needs its prefix of them; set replay.audit, or use join"
+        yield "rollout.turn_rows", allowed
+    if rollout.buffer_depth > 0 and rollout.max_lag == 0:
+        yield (
             "rollout.max_lag",
-            0,
             "a buffer holds rollouts of older weights; use at least 1, or rollout.buffer_depth=0",
         )
 
 
-def _check_head(config: Config) -> None:
-    both = config.model.fp32_lm_head
+def _batch(config: Config) -> Rows:
+    trainer, both = config.trainer, config.model.fp32_lm_head
     if config.engine.args.get("enable_fp32_lm_head", both) != both:
-        raise ConfigError(
-            "engine.args.enable_fp32_lm_head",
-            config.engine.args["enable_fp32_lm_head"],
-            f"it must be model.fp32_lm_head = {both}, which sets it for trainer and engines",
-        )
-
-
-def _check_minibatches(config: Config) -> None:
-    count, groups = config.trainer.minibatches, config.rollout.groups_per_step
-    if groups % count:
-        raise ConfigError(
-            "trainer.minibatches", count, f"it must divide rollout.groups_per_step = {groups}"
-        )
+        allowed = f"it must be model.fp32_lm_head = {both}, which sets it for trainer and engines"
+        yield "engine.args.enable_fp32_lm_head", allowed
+    if trainer.share_prompts:
+        if not trainer.packing:
+            yield "trainer.share_prompts", "rows share slots: trainer.packing=true is needed"
+        for field, parallel in (
+            (TRAINER, trainer.parallel),
+            ("ref_models.parallel", config.ref_models.parallel),
+        ):
+            if parallel.cp > 1:
+                yield f"{field}.cp", "trainer.share_prompts=true takes whole rows: use 1"
+    if (groups := config.rollout.groups_per_step) % trainer.minibatches:
+        yield "trainer.minibatches", f"it must divide rollout.groups_per_step = {groups}"
 
 
 def _check_tasks(config: Config) -> None:
-    entries = entries_of(config)
-    kept = config.replay.sampling_mask
+    entries, kept = entries_of(config), config.replay.sampling_mask
     for entry in entries:
         with naming(entry):
-            _check_task(entry)
+            refuse({"task": entry}, _task(entry))
             for sampling in entry.samplings.values():
-                _check_sampling(sampling, kept=kept)
+                refuse({}, _sampling(sampling, kept=kept))
+    refuse(config, _mixture(config, entries))
+
+
+def _mixture(config: Config, entries: tuple[TaskEntry, ...]) -> Rows:
+    """Several tasks beside each other."""
     for name in HELD_OUT if config.tasks else ():
-        if value := getattr(config.evaluation, name):
+        if getattr(config.evaluation, name):
             way = f"with several tasks it belongs to one of them: use tasks.LABEL.evaluation_{name}"
-            raise ConfigError(f"evaluation.{name}", value, way)
+            yield f"evaluation.{name}", way
     truncates = {entry.sampling.truncates: entry for entry in entries}
-    if kept and len(truncates) > 1:
+    if config.replay.sampling_mask and len(truncates) > 1:
         plain = truncates[False]
-        raise ConfigError(
+        yield (
             f"tasks.{plain.label}.sampling.top_p",
             plain.sampling.top_p,
             f"tasks.{truncates[True].label} truncates, and a microbatch has sampling masks for all "
@@ -505,38 +400,37 @@ def _check_tasks(config: Config) -> None:
         )
 
 
-def _check_task(task: TaskEntry) -> None:
+def _task(task: TaskEntry) -> Rows:
     if task.name not in SOURCES:
-        raise ConfigError("task.name", task.name, f"use {either(tuple(SOURCES))}")
+        yield "task.name", f"use {either(tuple(SOURCES))}"
     for name in ("columns", "split") if task.name not in _FILES else ():
-        if value := getattr(task, name):
-            raise ConfigError(f"task.{name}", value, f"only {either(tuple(_FILES))} reads it")
+        if getattr(task, name):
+            yield f"task.{name}", f"only {either(tuple(_FILES))} reads it"
     if task.name in _FILES:
         _check_file("task.path", task.name, task.path)
         if task.reward in ("", SOURCE) and not (task.brings_reward or task.rewards):
-            raise ConfigError("task.reward", task.reward, f"use {functions(REWARDS)}")
+            yield "task.reward", f"use {functions(REWARDS)}"
     if task.reward and task.reward not in REWARD_NAMES:
         check_reward("task.reward", task.reward, REWARD_NAMES)
     if task.name == "reasoning_gym" and not task.dataset:
-        raise ConfigError("task.dataset", "", "name a reasoning-gym dataset")
-    _check_extract(task.extract)
+        yield "task.dataset", "name a reasoning-gym dataset"
+    if not _is_extract(task.extract):
+        names = ", ".join(filter(None, EXTRACTS))
+        yield "task.extract", f"use {names}, or a regular expression with one group"
     has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
-    for name in ("system", "template_arguments"):
-        if (value := getattr(task, name)) and not has_messages:
-            raise ConfigError(f"task.{name}", value, "it needs task.chat_template=true")
-    for problem in template_problems("task", task.chat_template, task.template_arguments):
-        raise ConfigError(*problem)
+    for name in ("system", "template_arguments") if not has_messages else ():
+        if getattr(task, name):
+            yield f"task.{name}", "it needs task.chat_template=true"
+    yield from template_problems("task", task.chat_template, task.template_arguments)
     if any("\ud800" <= letter <= "\udfff" for letter in task.system):
-        raise ConfigError("task.system", task.system, "it has half a character, a lone surrogate")
+        yield "task.system", "it has half a character, a lone surrogate"
     check_isolation(task)
 
 
-def _check_extract(rule: str) -> None:
+def _is_extract(rule: str) -> bool:
     with suppress(re.error):
-        if rule in EXTRACTS or re.compile(rule).groups == 1:
-            return
-    allowed = f"{', '.join(filter(None, EXTRACTS))}, or a regular expression with one group"
-    raise ConfigError("task.extract", rule, f"use {allowed}")
+        return rule in EXTRACTS or re.compile(rule).groups == 1
+    return False
 
 
 def _check_file(field: str, source: str, path: str) -> None:

@@ -27,6 +27,7 @@ from typing import get_args
 
 import psutil
 
+from moerl.config.rules import Rows, refuse
 from moerl.config.schema import (
     ClusterConfig,
     Config,
@@ -190,149 +191,107 @@ def is_local(cluster: ClusterConfig) -> bool:
 
 def check_cluster(config: Config) -> None:
     """Every rule about `cluster`.  Raises ConfigError naming field, value and allowed values."""
-    cluster = config.cluster
-    for name in sorted(_GPU_VARIABLES & cluster.environment.keys()):
-        raise ConfigError(
-            f"cluster.environment.{name}",
-            cluster.environment[name],
-            "each process gets its own; set cluster.nodes.*.devices, or set it for moerl train",
-        )
-    for name, group in cluster.nodes.items():
-        _check_group(f"cluster.nodes.{name}", group, cluster.launcher)
-    if is_shared(cluster):
-        _check_shared(config)
-    if takes_turns(cluster):
-        _check_turns(config)
-    if is_local(cluster):
-        if sum(group.count for group in cluster.nodes.values()) > 1:
-            raise ConfigError(
-                "cluster.launcher", "local", "it is for one machine; use hosts, slurm or kuberay"
-            )
-        _check_devices(config)
-    else:
-        _check_network(config)
+    refuse(config, _cluster(config))
     placement(config)
 
 
-def _check_group(field: str, group: NodeGroup, launcher: str) -> None:
-    if group.hosts and len(group.hosts) != group.count:
-        raise ConfigError(
-            f"{field}.hosts", group.hosts, f"name as many as {field}.count = {group.count}"
+def _cluster(config: Config) -> Rows:
+    cluster = config.cluster
+    for name in sorted(_GPU_VARIABLES & cluster.environment.keys()):
+        yield (
+            f"cluster.environment.{name}",
+            "each process gets its own; set cluster.nodes.*.devices, or set it for moerl train",
         )
-    if launcher == "hosts" and not group.hosts:
-        raise ConfigError(
-            f"{field}.hosts", [], "cluster.launcher = hosts needs the address of each node"
-        )
+    for name, group in cluster.nodes.items():
+        field = f"cluster.nodes.{name}"
+        if group.hosts and len(group.hosts) != group.count:
+            yield f"{field}.hosts", group.hosts, f"name as many as {field}.count = {group.count}"
+        if cluster.launcher == "hosts" and not group.hosts:
+            allowed = "cluster.launcher = hosts needs the address of each node"
+            yield f"{field}.hosts", group.hosts, allowed
+    if is_shared(cluster):
+        yield from _shared(config)
+    if takes_turns(cluster):
+        yield from _turns(config)
+    if not is_local(cluster):
+        yield from _network(config)
+        return
+    if sum(group.count for group in cluster.nodes.values()) > 1:
+        yield "cluster.launcher", "it is for one machine; use hosts, slurm or kuberay"
+    # Processes on GPUs that nobody has dealt would each take the first ones
+    for side in ("engine", "trainer"):
+        groups = [group for group in cluster.nodes.values() if side in group.roles]
+        on_cuda = getattr(config, side).platform == "cuda"
+        if on_cuda and not any(group.devices for group in groups):
+            allowed = "cluster.nodes.*.devices names no GPU: name their number, or use cluster=gpu1"
+            yield f"{side}.platform", allowed
 
 
-def _check_devices(config: Config) -> None:
-    """Refuse processes on GPUs that nobody has dealt: each would take the first ones."""
-    platforms = {"engine": config.engine.platform, "trainer": config.trainer.platform}
-    for side, platform in platforms.items():
-        groups = [group for group in config.cluster.nodes.values() if side in group.roles]
-        if platform == "cuda" and not any(group.devices for group in groups):
-            raise ConfigError(
-                f"{side}.platform",
-                "cuda",
-                "cluster.nodes.*.devices names no GPU: name their number, or use cluster=gpu1",
-            )
-
-
-def _check_shared(config: Config) -> None:
-    """Refuse settings for which the shares of a GPU do not hold."""
-    engine, field = config.engine, "cluster.colocated"
+def _shared(config: Config) -> Rows:
+    """Settings for which the shares of a GPU do not hold."""
     if not is_local(config.cluster):
-        raise ConfigError(field, "shared", "it is for one machine: use none")
+        yield "cluster.colocated", "it is for one machine: use none"
     if not any(group.devices for group in config.cluster.nodes.values()):
-        raise ConfigError(field, "shared", "name the GPUs in cluster.nodes.*.devices, or use none")
-    _check_tokens(engine)
-    if engine.mem_fraction_static > 0.8:
-        raise ConfigError(
-            "engine.mem_fraction_static",
-            engine.mem_fraction_static,
-            "the trainer shares the GPU: use at most 0.8",
-        )
+        yield "cluster.colocated", "name the GPUs in cluster.nodes.*.devices, or use none"
+    yield from _tokens(config)
+    if config.engine.mem_fraction_static > 0.8:
+        yield "engine.mem_fraction_static", "the trainer shares the GPU: use at most 0.8"
 
 
-def _check_tokens(engine: EngineConfig) -> None:
-    if not engine.max_total_tokens:
-        raise ConfigError(
+def _tokens(config: Config) -> Rows:
+    if not config.engine.max_total_tokens:
+        yield (
             "engine.max_total_tokens",
-            0,
             "SGLang would fill what is free with its KV cache, and the trainer shares the GPU: "
             "name a number of tokens",
         )
 
 
-def _check_turns(config: Config) -> None:
-    """Refuse settings under which a sleep would lose something, or a turn never ends."""
-    field, mode = "cluster.colocated", config.rollout.in_flight_mode
+def _turns(config: Config) -> Rows:
+    """Settings under which a sleep would lose something, or a turn never ends."""
     if not is_local(config.cluster):
-        raise ConfigError(field, "turns", "it is for one machine: use none")
+        yield "cluster.colocated", "it is for one machine: use none"
     if any(group.devices for group in config.cluster.nodes.values()):
-        _check_tokens(config.engine)
-    if mode not in ("abort_resume", "retract"):
-        raise ConfigError(
-            "rollout.in_flight_mode",
-            mode,
-            "a sleep drops the KV cache of running rollouts: use abort_resume or retract",
-        )
-    for setting, value, other in (
-        ("sync.delta", config.sync.delta, "false: weights are written in place, from no base"),
-        ("sync.direct", config.sync.direct, "0: an engine keeps no version to send on"),
-    ):
-        if value:
-            raise ConfigError(setting, value, f"with cluster.colocated=turns use {other}")
+        yield from _tokens(config)
+    if config.rollout.in_flight_mode not in ("abort_resume", "retract"):
+        allowed = "a sleep drops the KV cache of running rollouts: use abort_resume or retract"
+        yield "rollout.in_flight_mode", allowed
+    use = "with cluster.colocated=turns use"
+    if config.sync.delta:
+        yield "sync.delta", f"{use} false: weights are written in place, from no base"
+    if config.sync.direct:
+        yield "sync.direct", f"{use} 0: an engine keeps no version to send on"
     if any(teacher.follows for teacher in config.algorithm.teachers):
-        raise ConfigError(
-            field, "turns", "a teacher that follows the policy copies weights that may be parked"
-        )
-    moves = moved_parts(config)
+        allowed = "a teacher that follows the policy copies weights that may be parked"
+        yield "cluster.colocated", allowed
+    moves = list(moved_parts(config))
     if "kv_cache" not in moves:
-        raise ConfigError("turn.moves", list(moves), "kv_cache must be in it: engines sleep by it")
+        yield "turn.moves", moves, "kv_cache must be in it: engines sleep by it"
     if config.lora.rank and "engine_weights" in moves:
-        raise ConfigError(
-            "turn.moves",
-            list(moves),
-            "without engine_weights: only factors are published, and the base would be lost",
-        )
+        allowed = "without engine_weights: only factors are published, and the base would be lost"
+        yield "turn.moves", moves, allowed
 
 
-def _check_network(config: Config) -> None:
-    """Refuse settings that work, or are safe, on one machine only."""
+def _network(config: Config) -> Rows:
+    """Settings that work, or are safe, on one machine only."""
     cluster, ports = config.cluster, config.cluster.ports
     if cluster.address:
-        raise ConfigError(
-            "cluster.address", cluster.address, "several nodes bind to their own: leave it empty"
-        )
+        yield "cluster.address", "several nodes bind to their own: leave it empty"
     if cluster.interface == "lo":
-        raise ConfigError(
-            "cluster.interface", "lo", "name the interface that the nodes reach each other by"
-        )
-    numbers = {
-        "controller": ports.controller,
-        "blobs": ports.blobs,
-        "ray": ports.ray,
-        "rendezvous": ports.rendezvous,
-    }
+        yield "cluster.interface", "name the interface that the nodes reach each other by"
+    names = ["controller", "blobs", "ray", "rendezvous"]
     if config.ref_models.placement == "separate":
-        numbers["ref_models"] = ports.ref_models
+        names.append("ref_models")
         if cluster.launcher == "kuberay":
-            raise ConfigError(
-                "ref_models.placement", "separate", "Kubernetes starts one trainer: use trainer"
-            )
-    for name, port in numbers.items():
-        taken = [other for other, used in numbers.items() if used == port and other != name]
-        if not 1024 <= port <= 65535 or taken:
-            raise ConfigError(
-                f"cluster.ports.{name}", port, "a port of its own from 1024 to 65535 is needed"
-            )
+            yield "ref_models.placement", "Kubernetes starts one trainer: use trainer"
+    numbers = [getattr(ports, name) for name in names]
+    for name, port in zip(names, numbers, strict=True):
+        field = f"cluster.ports.{name}"
+        if not 1024 <= port <= 65535 or numbers.count(port) > 1:
+            yield field, "a port of its own from 1024 to 65535 is needed"
         if name != "blobs" and ports.blobs < port < ports.blobs + config.engine.count:
-            raise ConfigError(
-                f"cluster.ports.{name}",
-                port,
-                f"engine {port - ports.blobs} serves its records there: raise cluster.ports.blobs",
-            )
+            engine = port - ports.blobs
+            yield field, f"engine {engine} serves its records there: raise cluster.ports.blobs"
 
 
 def _controller(nodes: tuple[Node, ...]) -> Node:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from moerl.config.rules import Rows, refuse
 from moerl.config.schema import Config, EngineConfig
-from moerl.config.task_mixture import entries_of, naming
-from moerl.core.errors import ConfigError
+from moerl.config.task_mixture import TaskEntry, entries_of, naming
 
 # A request has at most min(context, cache) - 7 tokens (SGLang 0.5.23: `max_req_input_len` of
 # tp_worker.py, `validate_input_length`), and a last one may resume all but one of a sequence.
@@ -24,15 +24,18 @@ def check_context(config: Config, max_positions: int) -> None:
     """
     most = longest_sequence(config.engine, max_positions)
     for entry in entries_of(config):
-        answer = max(one.max_new_tokens for one in entry.samplings.values())
         with naming(entry):
-            if answer >= most and not entry.kind.speaks_messages:
-                raise ConfigError(
-                    "sampling.max_new_tokens",
-                    answer,
-                    f"the engines take {most} tokens of prompt and answer together "
-                    "(engine.args.context_length, engine.max_total_tokens, the model's positions)",
-                )
-            if entry.context_tokens > most:
-                problem = f"the engines take at most {most}"
-                raise ConfigError("task.context_tokens", entry.context_tokens, problem)
+            refuse({"task": entry}, _of_task(entry, most))
+
+
+def _of_task(task: TaskEntry, most: int) -> Rows:
+    answer = max(one.max_new_tokens for one in task.samplings.values())
+    if answer >= most and not task.kind.speaks_messages:
+        yield (
+            "sampling.max_new_tokens",
+            answer,
+            f"the engines take {most} tokens of prompt and answer together "
+            "(engine.args.context_length, engine.max_total_tokens, the model's positions)",
+        )
+    if task.context_tokens > most:
+        yield "task.context_tokens", f"the engines take at most {most}"

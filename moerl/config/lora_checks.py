@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.lora_settings import SLOT_TARGETS
+from moerl.config.rules import Reasons, Rows, refuse
 from moerl.config.schema import Config
 from moerl.core.errors import ConfigError
 
@@ -34,43 +35,44 @@ _RELEASED = {"layernorm", "moe_act", "mla_up_proj"}
 
 def check_lora(config: Config) -> None:
     """Raises ConfigError."""
-    lora = config.lora
-    if not lora.rank:
-        if lora.start:
-            raise ConfigError("lora.start", lora.start, "lora.rank is 0: no weight has an adapter")
-        return
+    refuse(config, _adapters(config) if config.lora.rank else _without(config))
+
+
+def _without(config: Config) -> Rows:
+    if config.lora.start:
+        yield "lora.start", "lora.rank is 0: no weight has an adapter"
+
+
+def _adapters(config: Config) -> Rows:
+    lora, megatron = config.lora, config.trainer.megatron
     made = Path(config.run.root) / config.run.name / "start"  # of checkpoint.start, on a resume
     if lora.start and config.checkpoint.start and Path(lora.start) != made:
-        raise ConfigError(
-            "lora.start", lora.start, "checkpoint.start names adapters, too; set one of them"
-        )
+        yield "lora.start", "checkpoint.start names adapters, too; set one of them"
     if lora.dropout:
-        raise ConfigError(
-            "lora.dropout", lora.dropout, "merged weights cannot drop a part of a token; use 0"
-        )
+        yield "lora.dropout", "merged weights cannot drop a part of a token; use 0"
     if not lora.targets:
-        raise ConfigError("lora.targets", lora.targets, "name at least one pattern, such as *_proj")
+        yield "lora.targets", "name at least one pattern, such as *_proj"
     for pattern, rank in lora.ranks.items():
         if rank < 1:
-            raise ConfigError(f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed")
+            yield f"lora.ranks.{pattern}", rank, "a rank of at least 1 is needed"
     if config.algorithm.advantage == "gae":
-        raise ConfigError(
-            "lora.rank", lora.rank, "a critic (algorithm.advantage = gae) was not tried; use 0"
-        )
+        yield "lora.rank", "a critic (algorithm.advantage = gae) was not tried; use 0"
     for name, reason in _NOT_WITH_ADAPTERS.items():
-        if value := config.trainer.megatron.get(name):
-            raise ConfigError(f"trainer.megatron.{name}", value, reason)
-    if found := _RELEASED & set(config.trainer.megatron.get("recompute_modules") or ()):
-        raise ConfigError(
+        if megatron.get(name):
+            yield f"trainer.megatron.{name}", reason
+    if found := _RELEASED & set(megatron.get("recompute_modules") or ()):
+        yield (
             "trainer.megatron.recompute_modules",
             sorted(found),
             "they release inputs that adapters need; not with lora, "
             "recompute_granularity = full is possible",
         )
     if lora.serves_adapters:
-        _check_slots(config)
+        yield from _slots(config)
     if lora.sends_factors and config.engine.count:
-        _check_sending(config)
+        other = f"set lora.{'delivery = merged' if lora.serves_adapters else 'send = weights'}"
+        for reason in _against_factors(config):
+            yield "lora.send", f"{reason}, or {other}"
 
 
 def check_quantised_base(config: Config, model: Mapping[str, Any]) -> None:
@@ -90,62 +92,48 @@ def check_quantised_base(config: Config, model: Mapping[str, Any]) -> None:
         )
 
 
-def _check_slots(config: Config) -> None:
-    """Check that SGLang's adapter slots can serve the adapters and their changes of version."""
-    lora = config.lora
-    others = [name for name in lora.targets if re.split(r"[.*]", name)[-1] not in SLOT_TARGETS]
-    if others:
-        raise ConfigError(
+def _slots(config: Config) -> Rows:
+    """Whether SGLang's adapter slots can serve the adapters and their changes of version."""
+    targets = config.lora.targets
+    if others := [name for name in targets if re.split(r"[.*]", name)[-1] not in SLOT_TARGETS]:
+        yield (
             "lora.targets",
             others,
             f"engines serve adapters of {', '.join(SLOT_TARGETS)} alone; name these, such as "
             "*.q_proj, or use lora.delivery = merged",
         )
-    in_flight = config.rollout.in_flight_mode
-    refused = (
-        (
-            lora.send != "factors",
-            f"lora.send = {lora.send}: an adapter is its factors; use factors",
-        ),
-        (
-            in_flight in ("in_place", "retract"),
-            f"rollout.in_flight_mode = {in_flight}: a request ends under the adapter that it began "
-            "with; use abort_resume or drain",
-        ),
-        (config.engine.nodes > 1, "engine.nodes above 1 was not tried with adapters; use 1"),
-        (
-            config.engine.attention_dp > 1,
-            "engine.args.attn_dp_size above 1 was not tried with adapters; leave it out",
-        ),
-    )
-    for holds, reason in refused:
-        if holds:
-            raise ConfigError("lora.delivery", "adapter", f"{reason}, or set it to merged")
+    for reason in _against_slots(config):
+        yield "lora.delivery", f"{reason}, or set it to merged"
 
 
-def _check_sending(config: Config) -> None:
+def _against_slots(config: Config) -> Reasons:
+    send, mode = config.lora.send, config.rollout.in_flight_mode
+    if send != "factors":
+        yield f"lora.send = {send}: an adapter is its factors; use factors"
+    if mode in ("in_place", "retract"):
+        yield (
+            f"rollout.in_flight_mode = {mode}: a request ends under the adapter that it began "
+            "with; use abort_resume or drain"
+        )
+    if config.engine.nodes > 1:
+        yield "engine.nodes above 1 was not tried with adapters; use 1"
+    if config.engine.attention_dp > 1:
+        yield "engine.args.attn_dp_size above 1 was not tried with adapters; leave it out"
+
+
+def _against_factors(config: Config) -> Reasons:
     """Each engine rank uses the factors for itself, next to the weights that it loaded."""
-    slots = config.lora.serves_adapters
-    wanted = _DTYPES[config.trainer.dtype]
-    refused = (
-        (
-            config.engine.dtype != wanted,
-            f"engines in {config.engine.dtype} round another sum than a trainer in {wanted}; set "
-            "engine.dtype to that",
-        ),
-        (config.sync.delta, "sync.delta was not tried with factors, which are small; set it false"),
-        (
-            config.sync.direct > 0,
-            "sync.direct was not tried with factors, which are small; set it to 0",
-        ),
-        (
-            "quantization" in config.engine.args,
-            "quantised weights were not tried below adapters"
-            if slots
-            else "engines with quantised weights cannot merge factors",
-        ),
-    )
-    for holds, reason in refused:
-        if holds:
-            other = f"set lora.{'delivery = merged' if slots else 'send = weights'}"
-            raise ConfigError("lora.send", config.lora.send, f"{reason}, or {other}")
+    engine, wanted = config.engine, _DTYPES[config.trainer.dtype]
+    if engine.dtype != wanted:
+        yield (
+            f"engines in {engine.dtype} round another sum than a trainer in {wanted}; set "
+            "engine.dtype to that"
+        )
+    if config.sync.delta:
+        yield "sync.delta was not tried with factors, which are small; set it false"
+    if config.sync.direct > 0:
+        yield "sync.direct was not tried with factors, which are small; set it to 0"
+    if "quantization" in engine.args and config.lora.serves_adapters:
+        yield "quantised weights were not tried below adapters"
+    elif "quantization" in engine.args:
+        yield "engines with quantised weights cannot merge factors"

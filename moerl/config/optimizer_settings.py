@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from moerl.config.rules import Rows, refuse
 from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError, nearest
 
-_Rule = tuple[str, object, object, str]  # (field, value, whether it is refused, allowed)
 _DTYPES = {  # of fields that name a torch.dtype; others take any of moerl's names
     "main_params_dtype": ("fp32", "fp16"),
     "exp_avg_dtype": ("fp32", "bf16", "fp16", "fp8"),
@@ -102,9 +102,7 @@ def check_optimizer_settings(trainer: TrainerConfig) -> None:
     _check_fields("trainer.ddp", trainer.ddp, ddp, DDP_REFUSED)
     optimizer = installed_fields("optimizer/optimizer_config.py", "OptimizerConfig")
     _check_fields("trainer.optimizer_args", trainer.optimizer_args, optimizer, OPTIMIZER_REFUSED)
-    for field, value, is_broken, allowed in chain(_ddp_rules(trainer), _optimizer_rules(trainer)):
-        if is_broken:
-            raise ConfigError(field, value, allowed)
+    refuse({"trainer": trainer}, chain(_ddp(trainer), _offload(trainer), _precision(trainer)))
 
 
 @cache
@@ -165,55 +163,75 @@ def _check_value(field: str, name: str, value: object, annotation: str) -> None:
         raise ConfigError(field, value, f"a {inner} is needed")
 
 
-def _ddp_rules(trainer: TrainerConfig) -> Iterator[_Rule]:
+def _ddp(trainer: TrainerConfig) -> Rows:
     size, gathers = trainer.ddp.get("bucket_size"), trainer.ddp.get("overlap_param_gather")
     overlaps = ddp_args(trainer, cuda=trainer.platform != "cpu")["overlap_grad_reduce"]
-    field = "trainer.ddp.bucket_size"
-    yield field, size, size is not None and size < 1, "use at least 1 parameter"
-    text = "without overlapped reduction all gradients are one bucket; set "
-    text += "trainer.ddp.overlap_grad_reduce=true"
-    yield field, size, size is not None and not overlaps, text
+    if size is not None and size < 1:
+        yield "trainer.ddp.bucket_size", "use at least 1 parameter"
+    if size is not None and not overlaps:
+        yield (
+            "trainer.ddp.bucket_size",
+            "without overlapped reduction all gradients are one bucket; set "
+            "trainer.ddp.overlap_grad_reduce=true",
+        )
     field = "trainer.ddp.overlap_param_gather"
-    text = "only the distributed optimizer gathers parameters; set "
-    text += "trainer.optimizer.distributed=true"
-    yield field, True, gathers and not trainer.optimizer.distributed, text
-    text = "it works on the buckets of trainer.ddp.overlap_grad_reduce; set both to true"
-    yield field, True, gathers and not overlaps, text
+    if gathers and not trainer.optimizer.distributed:
+        yield (
+            field,
+            True,
+            "only the distributed optimizer gathers parameters; set "
+            "trainer.optimizer.distributed=true",
+        )
+    if gathers and not overlaps:
+        allowed = "it works on the buckets of trainer.ddp.overlap_grad_reduce; set both to true"
+        yield field, True, allowed
 
 
-def _optimizer_rules(trainer: TrainerConfig) -> Iterator[_Rule]:
+def _offload(trainer: TrainerConfig) -> Rows:
     user, args, section = trainer.optimizer_args, optimizer_args(trainer), "trainer.optimizer_args"
-    offloads, is_precise = (
-        user.get(name) for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
-    )
-    for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
-        text = "only an offloaded optimizer reads it; set optimizer_cpu_offload=true"
-        yield f"{section}.{name}", user.get(name), name in user and not offloads, text
-    lacks = {
-        "trainer.optimizer.distributed=true": not trainer.optimizer.distributed,
-        "trainer.dtype=bf16": trainer.dtype != "bf16",
-    }
+    if not user.get("optimizer_cpu_offload"):
+        for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
+            if name in user:
+                allowed = "only an offloaded optimizer reads it; set optimizer_cpu_offload=true"
+                yield f"{section}.{name}", allowed
+        return
     needs = {
-        "trainer.platform=cuda; on the CPU nothing is offloaded": trainer.platform == "cpu",
-        **lacks,
-        "use_precision_aware_optimizer=true": not args.get("use_precision_aware_optimizer"),
-        "decoupled_weight_decay=true": not args.get("decoupled_weight_decay", True),
+        "trainer.platform=cuda; on the CPU nothing is offloaded": trainer.platform != "cpu",
+        **_precise_needs(trainer),
+        "use_precision_aware_optimizer=true": args.get("use_precision_aware_optimizer"),
+        "decoupled_weight_decay=true": args.get("decoupled_weight_decay", True),
     }
-    for need, is_missing in needs.items():
-        field = f"{section}.optimizer_cpu_offload"
-        yield field, True, offloads and is_missing, f"it needs {need}"
+    for need, is_met in needs.items():
+        if not is_met:
+            yield f"{section}.optimizer_cpu_offload", True, f"it needs {need}"
     for name in _DTYPES:
-        value = args.get(name, "fp32")
-        text = "an offloaded optimizer keeps fp32; use fp32"
-        yield f"{section}.{name}", value, offloads and value != "fp32", text
-    needs = {"trainer.platform=cuda: it is Transformer Engine's Adam": trainer.platform == "cpu"}
-    for need, is_missing in (needs | lacks).items():
-        field = f"{section}.use_precision_aware_optimizer"
-        yield field, True, is_precise and is_missing, f"it needs {need}"
+        if args.get(name, "fp32") != "fp32":
+            yield f"{section}.{name}", "an offloaded optimizer keeps fp32; use fp32"
+
+
+def _precision(trainer: TrainerConfig) -> Rows:
+    user, section = trainer.optimizer_args, "trainer.optimizer_args"
+    if user.get("use_precision_aware_optimizer"):
+        on_cuda = "trainer.platform=cuda: it is Transformer Engine's Adam"
+        needs = {on_cuda: trainer.platform != "cpu", **_precise_needs(trainer)}
+        for need, is_met in needs.items():
+            if not is_met:
+                field = f"{section}.use_precision_aware_optimizer"
+                yield field, True, f"it needs {need}"
+        return
     for name in _DTYPES:
-        value = user.get(name, "fp32")
-        text = "it needs use_precision_aware_optimizer=true; without it use fp32"
-        yield f"{section}.{name}", value, not is_precise and value != "fp32", text
-    name = "store_param_remainders"
-    text = "only the precision-aware optimizer reads it; set use_precision_aware_optimizer=true"
-    yield f"{section}.{name}", user.get(name), name in user and not is_precise, text
+        if user.get(name, "fp32") != "fp32":
+            allowed = "it needs use_precision_aware_optimizer=true; without it use fp32"
+            yield f"{section}.{name}", allowed
+    if "store_param_remainders" in user:
+        yield (
+            f"{section}.store_param_remainders",
+            "only the precision-aware optimizer reads it; set use_precision_aware_optimizer=true",
+        )
+
+
+def _precise_needs(trainer: TrainerConfig) -> dict[str, bool]:
+    return {
+        "trainer.optimizer.distributed=true": trainer.optimizer.distributed,
+        "trainer.dtype=bf16": trainer.dtype == "bf16",
+    }

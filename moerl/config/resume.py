@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from moerl.config.lora_settings import LoraConfig
+from moerl.config.rules import Rows, refuse
 from moerl.config.run_paths import moved
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide
@@ -230,41 +231,38 @@ def check_resume(config: Config, saved: Mapping[str, Any], *, reset_optimizer: b
 
     saved: the checkpoint's manifest.  reset_optimizer: only weights and schedule position are used.
     """
-    trainer = config.trainer
+    refuse(config, _weights_of(config, saved))
+    if not reset_optimizer:
+        refuse(config, _optimizer_of(config, saved))
+
+
+def _weights_of(config: Config, saved: Mapping[str, Any]) -> Rows:
     if config.run.steps < (done := saved.get("step", 0)):
-        raise ConfigError(
-            "run.steps", config.run.steps, f"{done} steps are done; use at least that"
-        )
-    if trainer.dtype != saved["dtype"]:
-        raise ConfigError(
-            "trainer.dtype", trainer.dtype, f"the checkpoint holds {saved['dtype']} weights; use it"
-        )
+        yield "run.steps", f"{done} steps are done; use at least that"
+    if config.trainer.dtype != saved["dtype"]:
+        yield "trainer.dtype", f"the checkpoint holds {saved['dtype']} weights; use it"
     if config.algorithm.advantage == "gae" and not saved["critic"]:
-        raise ConfigError("algorithm.advantage", "gae", "the checkpoint holds no critic")
+        yield "algorithm.advantage", "the checkpoint holds no critic"
     check_adapters(config, saved)
     if saved.get("base") and (base := resume_facts(config)["base"]) != saved["base"]:
-        raise ConfigError(
+        yield (
             "model.path",
-            config.model.path,
             f"its files have the fingerprint {base}, the checkpoint's adapters belong to weights "
             f"with {saved['base']}; name their folder",
         )
-    if reset_optimizer:
-        return
-    ep, saved_ep = trainer.parallel.ep, saved["parallel"]["ep"]
-    if (ep > 1) != (saved_ep > 1):
-        raise ConfigError(
+
+
+def _optimizer_of(config: Config, saved: Mapping[str, Any]) -> Rows:
+    if (config.trainer.parallel.ep > 1) != ((ep := saved["parallel"]["ep"]) > 1):
+        yield (
             "trainer.parallel.ep",
-            ep,
-            f"the checkpoint was written with ep {saved_ep}, and megatron-core keeps the optimizer "
+            f"the checkpoint was written with ep {ep}, and megatron-core keeps the optimizer "
             "of ep 1 in another form than that of ep > 1; stay on that side, or give "
             "--reset-optimizer to start with fresh optimizer state",
         )
-    distributed = trainer.optimizer.distributed
-    if distributed != saved["distributed_optimizer"]:
-        raise ConfigError(
+    if config.trainer.optimizer.distributed != (kept := saved["distributed_optimizer"]):
+        yield (
             "trainer.optimizer.distributed",
-            distributed,
-            f"the checkpoint was written with {saved['distributed_optimizer']}, and the two keep "
+            f"the checkpoint was written with {kept}, and the two keep "
             "their state in different forms; use that, or give --reset-optimizer",
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from moerl.config.rules import Rows
 
 # Of `apply_chat_template` and of a template's surroundings; `documents` is an argument like others.
 _TAKEN = frozenset(
@@ -24,10 +26,8 @@ def is_reserved(name: str) -> bool:
     return name in _TAKEN or name.endswith("_token")
 
 
-def template_problems(
-    section: str, chosen: bool | str, arguments: Mapping[str, object]
-) -> Iterator[tuple[str, object, str]]:
-    """(field, value, allowed) of faults that show without the template's text."""
+def template_problems(section: str, chosen: bool | str, arguments: Mapping[str, object]) -> Rows:
+    """Faults that show without the template's text."""
     if isinstance(chosen, str) and chosen and not Path(chosen).expanduser().is_file():
         allowed = "true, false or a file of a Jinja template is needed"
         yield f"{section}.chat_template", chosen, allowed

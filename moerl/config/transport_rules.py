@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from moerl.config.clusters import is_local, nodes, takes_turns
+from moerl.config.rules import Rows, refuse
 from moerl.config.schema import SAME_MACHINE, Config, NodeGroup, Role, TransportName
 from moerl.config.validate import either
-from moerl.core.errors import ConfigError
 
 PROTOCOL, DEVICES = "MOERL_MOONCAKE_PROTOCOL", "MOERL_MOONCAKE_DEVICES"
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -55,18 +55,20 @@ def default_transport(config: Config) -> TransportChoice:
 
 def check_transport(config: Config) -> None:
     """Raises ConfigError for a transport that cannot work with the other settings."""
+    refuse(config, _transport(config))
+
+
+def _transport(config: Config) -> Rows:
     sync = config.sync
     if sync.transport != "auto" and (cause := why_not(config, sync.transport)):
-        raise ConfigError("sync.transport", sync.transport, cause)
-    if sync.mooncake_protocol == "rdma":
-        for group in _groups(config):
-            if sync.transport == "mooncake" and not group.rdma:
-                raise ConfigError(
-                    "sync.mooncake_protocol",
-                    "rdma",
-                    "name the cards of every engine and trainer node in cluster.nodes.*.rdma, or "
-                    "use auto or tcp",
-                )
+        yield "sync.transport", cause
+    is_rdma = (sync.transport, sync.mooncake_protocol) == ("mooncake", "rdma")
+    if is_rdma and not all(group.rdma for group in _groups(config)):
+        yield (
+            "sync.mooncake_protocol",
+            "name the cards of every engine and trainer node in cluster.nodes.*.rdma, or "
+            "use auto or tcp",
+        )
 
 
 def why_not(config: Config, name: TransportName) -> str:

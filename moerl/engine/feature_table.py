@@ -257,7 +257,7 @@ FEATURES = (
         "greedy sampling for training",
         Verdict.NEVER,
         "the one kept token has probability 1 and no gradient; an evaluation may be greedy",
-        proof="tests/unit/test_config.py::test_bad_override",
+        proof="tests/unit/test_refusals.py::test_settings_are_refused_with_their_sentence",
     ),
     Feature(
         "custom logit processors",

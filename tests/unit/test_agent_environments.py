@@ -32,8 +32,6 @@ from moerl.agents.environments.episode_environment import (
 from moerl.agents.episode_types import Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.config.checks import check
-from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import Score
@@ -591,23 +589,3 @@ def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
             await play(episodes, ScriptedEngine(), "7.1")
 
     asyncio.run(body())
-
-
-def test_settings_that_an_environment_cannot_have_are_one_sentence() -> None:
-    tools = ["task.environment=sandbox_tools", "task.tools=[shell]"]
-    for overrides, sentence in (
-        (["task.environment=sandbox"], "use .*sandbox_tools, http, package.module:Class or"),
-        (["task.environment=no.such:Class"], "have no module no.such"),
-        (["task.environment=sandbox_tools"], "name at least one"),
-        (tools, "sandbox_tools gives none; use exact_match, .*source or"),
-        (["task.environment=http"], "http needs a url"),
-        (["task.tools=[shell]"], "needs a task.environment that is a class, sandbox_tools or http"),
-        (["task.agent.command=[python]", "task.tools=[shell]"], "needs a task.environment"),
-        (["task.agent.command=[python]", f"task.environment={COUNTING}"], "one of both"),
-        ([f"task.environment={COUNTING}", "task.agent.workers=1"], "settings of an agent need"),
-        ([f"task.environment={COUNTING}", "task.reward=turn_gains"], "no place in branches"),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            check(load_config("quickstart", overrides))
-    check(load_config("quickstart", [f"task.environment={COUNTING}"]))
-    check(load_config("quickstart", [*tools, "task.reward=source"]))

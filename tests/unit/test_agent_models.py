@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.config.checks import check
-from moerl.config.load import load_config
 from moerl.config.task_programs import OtherModelConfig
-from moerl.core.errors import ConfigError, EngineError, RecordError
+from moerl.core.errors import EngineError, RecordError
 from moerl.core.serialization import encode_value
 from moerl.core.types import (
     Episode,
@@ -499,26 +497,6 @@ def test_a_run_records_the_graph_and_trains_the_policys_turns_only(tmp_path: Pat
 
 
 # --- settings ------------------------------------------------------------------------------------
-def test_settings_of_other_models_that_cannot_work_are_one_sentence() -> None:
-    url, judge = "base_url=http://h/v1", "task.agent.models.judge"
-    for overrides, sentence in (
-        ([f"{judge}.base_url=h/v1"], r"judge\.base_url = .*begins with http:// or https://"),
-        ([f"{judge}.base_url=http://me:{KEY}@h/v1"], r"judge\.base_url = .*no login; use api_key"),
-        ([f"{judge}.{url}", f"{judge}.api_key=a b"], r"judge\.api_key = '\(hidden\)'.*printable"),
-        ([f"task.agent.models.policy.{url}"], "is not policy, which is trained"),
-        ([f"task.agent.models.a/b.{url}"], "a name has letters, digits"),
-        ([f"{judge}.{url}", f"{judge}.timeout_s=0"], r"judge\.timeout_s = 0"),
-        ([f"{judge}.key=1"], "unknown key"),
-    ):
-        with pytest.raises(ConfigError, match=sentence) as error:
-            check(load_config("digits-by-agent", overrides))
-        assert KEY not in str(error.value)
-    check(load_config("digits-by-agent", [f"{judge}.{url}", f"{judge}.api_key={KEY}"]))
-    environment = ["task.agent.command=[]", "task.environment=examples.live_environment:Locks"]
-    with pytest.raises(ConfigError, match="the settings of an agent need its program"):
-        check(load_config("digits-by-agent", [*environment, f"{judge}.{url}"]))
-
-
 def test_workers_of_rewards_get_no_keys() -> None:
     task = python("x", models={"judge": OtherModelConfig("http://h/v1", "big", KEY)})
     box = WorkerProcess(Isolation(task.limits, {}), task, 1.0)

@@ -502,34 +502,6 @@ def test_the_report_shows_each_turn_behind_what_it_answers() -> None:
     assert _response({"response": "b", "turns": turns[:1]}) == "b"
 
 
-def test_settings_that_an_agent_cannot_have_are_one_sentence() -> None:
-    for override, sentence in (
-        ("task.reward=position_steps", "rewards of steps have no place in branches"),
-        ("task.agent.command=[no-such]", "there is no program 'no-such' on PATH"),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            check(load_config("digits-by-agent", [override]))
-    for override in (
-        *(
-            "task.isolation=process",
-            "task.isolation=bwrap",
-            "task.reward=exact_match",
-            "task.reward=source",
-        ),
-        *("task.chat_template=true", "task.system=Sort.", "rollout.group_quorum=2"),
-    ):
-        check(load_config("digits-by-agent", [override]))
-    check(load_config("digits-in-turns", ["task.isolation=bwrap"]))
-    with pytest.raises(ConfigError, match=r"task\.agent\.command = \[\]"):
-        check(load_config("quickstart", ["task.agent.workers=3"]))
-    with pytest.raises(ConfigError, match=r"tasks\.turns\.environment.*use one of both"):
-        check(load_config("digits-mixture", ["task.agent.command=[python,agent.py]"]))
-    with pytest.raises(ConfigError, match=r"tasks\.five\.agent\.command = \[\]"):
-        check(load_config("digits-mixture", ["tasks.five.agent.workers=3"]))
-    one = "tasks.five.agent.command=[python,agent.py]"
-    check(load_config("digits-mixture", [one, "tasks.three.agent.command=[python,other.py]"]))
-
-
 def _commands(page: str) -> list[list[str]]:
     """Recipe and overrides of the `moerl train` commands of a page that name a recipe."""
     text = Path(__file__).parents[2].joinpath("docs", page).read_text().replace("\\\n", " ")

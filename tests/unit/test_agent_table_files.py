@@ -17,8 +17,6 @@ import pytest
 from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
-from moerl.config.task_tables import SOURCES
-from moerl.config.validate import either
 from moerl.core.errors import ConfigError
 from moerl.data.prompt_files import PromptFiles
 from moerl.data.tasks import PromptStream, load_tokenizer
@@ -123,9 +121,3 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pyarrow is not installed; .*'\.\[tables\]'"):
         PromptFiles(task(DATA / "saved"), 0)
-
-
-def test_columns_belong_to_tasks_with_files() -> None:
-    readers = either(tuple(name for name, source in SOURCES.items() if source.files))
-    with pytest.raises(ConfigError, match=f"only {readers} reads it"):
-        check(load_config("quickstart", ["task.columns={prompt: question}"]))

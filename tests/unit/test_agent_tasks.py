@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.config import Config, load_config, resolve, save_config
-from moerl.config.checks import check
 from moerl.config.load import load_saved
 from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_weights
 from moerl.core.errors import ConfigError
@@ -65,56 +64,6 @@ def test_a_truncating_entry_gets_a_finite_top_k() -> None:
     config = load_config(RECIPE, ["sampling.top_k=-1"])
     assert [e.sampling.top_k for e in entries_of(config)] == [512, 32, 512]
     assert entries_of(resolve(config)) == entries_of(config)
-
-
-BAD: list[tuple[list[str], str, str]] = [
-    (["tasks=[{digits: 3}]"], "tasks.0.label", "a letter"),
-    (["tasks=[{label: 3x}]"], "tasks.0.label", "a letter"),
-    (["tasks=[{label: a}, {label: a}]"], "tasks.1.label", "once"),
-    (["tasks.three.digit=3"], "tasks.three.digit", "unknown key"),
-    (["tasks.three.sampling.top=3"], "tasks.three.sampling.top", "unknown key"),
-    (["tasks.six.digits=3"], "tasks.six", "three, five, turns"),
-    (["tasks.three=4"], "tasks.three", "tasks.LABEL.FIELD=VALUE"),
-    (["tasks.three.weight=0"], "tasks.three.weight", "above 0"),
-    (["tasks.three.weight=0.99999"], "tasks.three.weight", "10,000"),
-    (["tasks.three.digits=0"], "tasks.three.digits", "at least 1"),
-    (["tasks.three.sampling.top_k=1"], "tasks.three.sampling.top_k", "greedy"),
-    (["tasks.five.max_turns=2"], "tasks.five.max_turns", "task.environment that answers"),
-    (["tasks.five.name=jsonl"], "tasks.five.path", "JSON lines"),
-    (["tasks.five.reward=best"], "tasks.five.reward", "package.module:function"),
-    (["evaluation.path=x"], "evaluation.path", "tasks.LABEL.evaluation_path"),
-    (
-        ["tasks.five.sampling={top_p: 1.0, top_k: -1}"],
-        "tasks.five.sampling.top_p",
-        "masks for all of its rows or for none",
-    ),
-    (["algorithm.advantage=process_mean"], "tasks.three.reward", "reward per step"),
-    (["algorithm.overlong_buffer=4"], "algorithm.overlong_buffer", "max_new_tokens = 3"),
-    (["tasks=3"], "tasks", "list"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "field", "words"), BAD)
-def test_a_bad_setting_names_the_entry(overrides: list[str], field: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(load_config(RECIPE, overrides))
-    assert caught.value.field == field
-    assert words in str(caught.value)
-
-
-def test_plain_and_truncated_tasks_mix_without_masks() -> None:
-    mixed = ["tasks.five.sampling={top_p: 1.0, top_k: -1}", "replay.sampling_mask=false"]
-    check(load_config(RECIPE, mixed))
-
-
-def test_held_out_files_belong_to_entries(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "1", "answer": "1"}\n')
-    own = f"tasks=[{{label: a, name: jsonl, reward: exact_match, path: {path}}}]"
-    with pytest.raises(ConfigError, match=r"tasks\.a\.evaluation_path"):
-        check(load_config(RECIPE, [own]))
-    with pytest.raises(ConfigError, match="another file"):
-        check(load_config(RECIPE, [own, f"tasks.a.evaluation_path={path}"]))
 
 
 # --- order ---------------------------------------------------------------------------------------

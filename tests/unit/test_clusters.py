@@ -189,31 +189,6 @@ def test_the_blocker_blocks() -> None:
     assert "not installed on this login node" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "field"),
-    [
-        (("cluster.launcher=pbs",), "cluster.launcher"),
-        (("cluster.nodes.all.roles=[trainer]",), "cluster.nodes"),
-        (("cluster.nodes.all.roles=[trainer,cook]",), "cluster.nodes.all.roles"),
-        (("cluster.nodes.all.count=2",), "cluster.launcher"),
-        (("cluster=hosts",), "cluster.nodes.engine.hosts"),
-        ((*HOSTS, "sync.transport=shm"), "sync.transport"),
-        ((*HOSTS, "cluster.address=10.9.0.1"), "cluster.address"),
-        ((*HOSTS, "cluster.interface=lo"), "cluster.interface"),
-        ((*HOSTS, "cluster.ports.ray=17100"), "cluster.ports"),
-        ((*HOSTS, "cluster.ports.blobs=80"), "cluster.ports.blobs"),
-        ((*HOSTS, "cluster.ports.blobs=17101", "engine.count=2"), "cluster.ports.ray"),
-        ((*HOSTS, "trainer.parallel.dp=3", "trainer.parallel.ep=1"), "trainer.parallel"),
-        (("cluster=node8", "engine.count=3"), "trainer.parallel"),
-        (("cluster=node8", "engine.count=5"), "engine.count"),
-        (("cluster=node9",), "cluster"),
-    ],
-)
-def test_what_cannot_run_is_refused(overrides: tuple[str, ...], field: str) -> None:
-    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
-        check(resolve(load_config("quickstart", overrides)))
-
-
 def test_readers_on_several_nodes_know_the_copies_of_shared_runs(tmp_path: Path) -> None:
     run, lost = RunDir(tmp_path), "blob://127.0.0.1:9/a"
     seal(run.segments / "6.group", [(lost, b"123")])

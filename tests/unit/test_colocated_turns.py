@@ -16,13 +16,12 @@ from typing import Any, get_args
 import pytest
 
 from moerl.config import resolve
-from moerl.config.clusters import check_cluster
-from moerl.config.schema import Config, NodeGroup, Role, TeacherConfig
+from moerl.config.schema import Config, NodeGroup, Role
 from moerl.controller import engine_calls, engine_pool
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.turns import TurnPhase
-from moerl.core.errors import ConfigError, EngineError, ProtocolError
+from moerl.core.errors import EngineError, ProtocolError
 from moerl.core.messages import (
     AskEngine,
     Message,
@@ -495,29 +494,6 @@ def test_a_turn_gets_longer_while_it_drops_more_than_it_samples(
 
 
 # --- settings -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"rollout": {"in_flight_mode": "in_place"}}, "abort_resume or retract"),
-        ({"rollout": {"in_flight_mode": "drain"}}, "abort_resume or retract"),
-        ({"turn": {"moves": ["gradients"]}}, "kv_cache must be in it"),
-        ({"lora": {"rank": 4}, "turn": {"moves": ["kv_cache", "engine_weights"]}}, "base would be"),
-        ({"cluster": {"launcher": "slurm"}}, "for one machine"),
-        ({"sync": {"delta": True}}, "from no base"),
-        ({"sync": {"direct": 1}}, "keeps no version"),
-        ({"algorithm": {"teachers": [TeacherConfig(follows="policy")]}}, "may be parked"),
-    ],
-)
-def test_settings_that_cannot_take_turns_are_refused(change: dict[str, Any], says: str) -> None:
-    def changed(config: Config) -> Config:
-        parts = {name: replace(getattr(config, name), **fields) for name, fields in change.items()}
-        return replace(config, **parts)
-
-    check_cluster(TURNS)
-    with pytest.raises(ConfigError, match=says):
-        check_cluster(changed(TURNS))
-
-
 # --- hybrid ---------------------------------------------------------------------------------------
 TWO_GPUS = NodeGroup(roles=list(get_args(Role)), devices=2)
 HYBRID = replace(

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from moerl.config import load_config
-from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, LineError
 from moerl.core.serialization import decode_value, encode_value
@@ -222,14 +220,6 @@ def test_a_value_that_cannot_be_sent_on_is_refused(line: str, says: str, tmp_pat
     assert "line 2" in str(error)
     assert (error.field, error.value) == ("task.path", str(tmp_path / "x.jsonl"))
     assert len(str(error)) < 500
-
-
-def test_a_system_message_has_whole_characters() -> None:
-    """YAML writes half a character as an escape."""
-    words = ["task.chat_template=true", r'task.system="12\ud83d"']
-    with pytest.raises(ConfigError, match=r"task\.system = .* half a character"):
-        check(load_config("quickstart-smoke", words))
-    check(load_config("quickstart-smoke", [words[0], r'task.system="12\u00e9"']))
 
 
 def test_values_that_json_has_are_kept(tmp_path: Path) -> None:

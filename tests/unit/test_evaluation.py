@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from moerl.config.checks import check
-from moerl.config.load import load_config
 from moerl.config.reward_terms import RewardTerm, RoleConfig
 from moerl.config.schema import EvaluationConfig
 from moerl.controller.evaluation import interval_95, pass_at, sampling_of
-from moerl.core.errors import ConfigError
 from moerl.core.messages import Stop, TakePlan
 from moerl.core.types import PolicyVersion, Prompt, SamplingParams, Score
 from tests.helpers.controllers import CONFIG, Prompts, StubScorer, make, running, sibling, train
@@ -145,29 +142,6 @@ def test_its_distribution() -> None:
     assert greedy == SamplingParams(9, top_k=1, stop_token_ids=(2,))
     plain = sampling_of(EvaluationConfig(temperature=0.6), training)
     assert plain == SamplingParams(9, temperature=0.6, stop_token_ids=(2,))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["evaluation.top_p=0.9"], "with top_p < 1"),
-        (["evaluation.top_k=1"], "temperature=0 is greedy"),
-        (["evaluation.hold_s=0"], "above 0"),
-        (["checkpoint.best=eval/reward_mean", "checkpoint.every=12"], "every = 12, not be 5"),
-        (["checkpoint.best=eval/reward_mean", "evaluation.every=0"], "not be 0"),
-    ],
-)
-def test_refusals(overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check(load_config("quickstart", ["evaluation.every=5", *overrides]))
-
-
-def test_the_training_file_is_not_held_out(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n')
-    task = ["task.name=jsonl", "task.reward=exact_match", f"task.path={path}"]
-    with pytest.raises(ConfigError, match=r"another file than task\.path"):
-        check(load_config("quickstart", [*task, "evaluation.every=5", f"evaluation.path={path}"]))
 
 
 @pytest.mark.parametrize("right", [0, 1, 13, 63, 64])

@@ -20,7 +20,7 @@ from moerl.algorithms.fork_advantages import plan_vine
 from moerl.config.checks import check
 from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig, Config, ForkConfig
-from moerl.core.errors import ConfigError, RecordError
+from moerl.core.errors import RecordError
 from moerl.core.types import (
     BatchPlan,
     Episode,
@@ -390,26 +390,5 @@ def test_continuations_of_several_versions_are_refused() -> None:
 
 
 # --- settings ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (["quickstart", "rollout.forks.pivots=1"], "forks.pivots"),
-        (["quickstart", "algorithm.advantage=vine"], "forks.pivots"),
-        (["vine", "rollout.forks.continuations=1"], "continuations"),
-        (["vine", "rollout.forks={every: 0, separator: ''}"], "separator"),
-        (["vine", "algorithm.mask_truncated=true"], "mask_truncated"),
-        (["vine", "rollout.oversample=2"], "oversample"),
-        (["vine", "task.environment=check_digits", "task.max_turns=2"], "task.environment"),
-        (
-            ["vine", "task.rewards=[{name: x, where: http, url: 'http://x', unit: turn}]"],
-            "task.rewards",
-        ),
-    ],
-)
-def test_settings_that_have_no_meaning_are_refused(settings: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check(load_config(settings[0], settings[1:]))
-
-
 def test_the_recipe_is_checked() -> None:
     check(load_config("vine", []))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from moerl.config import load_config
-from moerl.config.checks import check
 from moerl.config.clusters import VISIBLE, engine_gpus, placement, visible_devices
 from moerl.core.errors import ConfigError
 from moerl.distributed import numa
@@ -30,13 +29,6 @@ def test_numbers_count_in_the_list_of_the_process_that_starts() -> None:
         visible_devices((4, 5), four)
     with pytest.raises(ConfigError, match="GPU 0 of the node"):
         visible_devices((0,), {VISIBLE: ""})
-
-
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"])
-def test_one_list_for_all_processes_is_refused(name: str) -> None:
-    config = load_config("quickstart", ("cluster=node8", f"cluster.environment.{name}='0'"))
-    with pytest.raises(ConfigError, match=rf"cluster\.environment\.{name} = '0'"):
-        check(config)
 
 
 def test_an_engine_that_joins_gets_free_gpus_only() -> None:

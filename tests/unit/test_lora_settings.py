@@ -12,7 +12,6 @@ import pytest
 from moerl.config.algorithms import base_is_reference, ref_models_of
 from moerl.config.checks import check, check_model
 from moerl.config.load import CONFIG_ROOT, load_config, resolve
-from moerl.config.lora_checks import check_lora
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.resume import check_resume, resume_facts
 from moerl.config.schema import (
@@ -21,7 +20,6 @@ from moerl.config.schema import (
     ModelConfig,
     ParallelConfig,
     RefModelsConfig,
-    TrainerConfig,
 )
 from moerl.core.errors import ConfigError, EngineError, LayoutError
 from moerl.layout import ModelSpec, hf_shapes, join, megatron_tiles, model_spec, num_elements
@@ -77,67 +75,6 @@ def test_the_dry_run_counts_no_second_model() -> None:
     assert "others" not in adapters
 
 
-@pytest.mark.parametrize(
-    ("lora", "field", "says"),
-    [
-        (replace(ON, dropout=0.1), "lora.dropout", "use 0"),
-        (replace(ON, targets=[]), "lora.targets", "at least one pattern"),
-        (replace(ON, ranks={"*.up_proj": 0}), "lora.ranks", "at least 1"),
-    ],
-)
-def test_wrong_settings_are_refused(lora: LoraConfig, field: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=field) as refused:
-        check_lora(replace(Config(), lora=lora))
-    assert says in str(refused.value)
-    check_lora(replace(Config(), lora=replace(lora, rank=0)))  # off
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("moe_z_loss_coeff", 1e-3, "routers are frozen"),
-        ("moe_shared_expert_overlap", True, "where their adapters do"),
-        ("use_transformer_engine_op_fuser", True, "without calling its linear layers"),
-        ("fine_grained_activation_offloading", True, "releases inputs"),
-        ("delay_wgrad_compute", True, "no gradient to delay"),
-        ("overlap_dispatch_backward_with_experts_wgrad", True, "no gradient to delay"),
-        ("recompute_modules", ["moe_act", "core_attn"], "release inputs"),
-        ("fp8", "hybrid", "not compared"),
-        ("fp4", "e2m1", "not compared"),
-    ],
-)
-def test_fields_under_which_a_hook_sees_other_numbers_are_refused(
-    field: str, value: object, says: str
-) -> None:
-    config = replace(Config(), lora=ON, trainer=TrainerConfig(megatron={field: value}))
-    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{field}.*{says}"):
-        check_lora(config)
-    check_lora(replace(config, trainer=TrainerConfig(megatron={field: False})))
-    check_lora(replace(config, lora=LoraConfig()))
-
-
-def test_a_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.rank.*critic"):
-        check(load_config("ppo", ["lora.rank=4", "run.name=x"]))
-    check(load_config("quickstart-lora", ["run.name=x"]))
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("engine.dtype=bfloat16", "engines in bfloat16 round another sum"),
-        ("sync.delta=true", "sync.delta was not tried"),
-        ("sync.direct=1", "sync.direct was not tried"),
-        ("engine.args={quantization: fp8}", "quantised weights"),
-    ],
-)
-def test_engines_that_cannot_merge_get_weights(setting: str, says: str) -> None:
-    settings = ["run.name=x", "engine.count=2", setting]
-    with pytest.raises(ConfigError, match=says):
-        check_lora(load_config("quickstart-lora", settings))
-    check_lora(load_config("quickstart-lora", [*settings, "lora.send=weights"]))
-
-
 def test_a_quantised_folder_is_refused_by_the_dry_run_and_before_a_start() -> None:
     """DeepSeek-V3's released folder is fp8 without a setting; SGLang keeps it so."""
     settings = ["lora.send=factors"]
@@ -154,38 +91,6 @@ def test_a_quantised_folder_is_refused_by_the_dry_run_and_before_a_start() -> No
     with pytest.raises(ConfigError, match=r"lora\.send = 'factors'"):
         check_model(folder)
     assert "deepseek-v3" in describe(resolve(load_config("deepseek-v3-lora")), ["deepseek-v3-lora"])
-
-
-SLOTS = ["run.name=x", "lora.delivery=adapter", "lora.targets=['*.q_proj', '*o_proj']"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            ["lora.targets=['*_proj', '*.v_proj']"],
-            r"lora\.targets = \['\*_proj'\] is not usable: engines serve",
-        ),
-        (["lora.targets=['*.experts.*']"], "q_proj, k_proj, v_proj, o_proj alone"),
-        (["lora.send=weights"], "an adapter is its factors"),
-        (["rollout.in_flight_mode=in_place"], "ends under the adapter that it began with"),
-        (["rollout.in_flight_mode=retract"], "use abort_resume or drain"),
-        (["engine.args={attn_dp_size: 2}", "engine.tp=2"], "attn_dp_size above 1 was not tried"),
-        (["engine.args={quantization: fp8}"], "not tried below adapters, or set lora.delivery"),
-        (["engine.dtype=bfloat16"], "engines in bfloat16 round another sum"),
-    ],
-)
-def test_what_adapter_slots_cannot_serve_is_refused(settings: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check_lora(load_config("quickstart-lora", [*SLOTS, *settings]))
-    check_lora(load_config("quickstart-lora", [*SLOTS, *settings, "lora.rank=0"]))
-
-
-def test_adapter_slots_take_attention_alone() -> None:
-    check(load_config("quickstart-lora", SLOTS))
-    check(load_config("quickstart-lora", [*SLOTS, "rollout.in_flight_mode=drain"]))
-    with pytest.raises(ConfigError, match=r"lora\.slots"):
-        load_config("quickstart-lora", [*SLOTS, "lora.slots=1"])
 
 
 def test_adapters_belong_to_one_base(tmp_path: Path) -> None:
@@ -219,8 +124,6 @@ def test_where_w0_is_may_differ_and_is_one_of_two() -> None:
     check_resume(replace(config, lora=there), resume_facts(config), reset_optimizer=False)
     with pytest.raises(EngineError, match="need a new start"):
         check_same(ON, replace(there, alpha=ON.alpha + 1))
-    with pytest.raises(ConfigError, match=r"lora\.base"):
-        load_config("quickstart-lora", ["lora.base=disk"])
 
 
 def test_a_checkpoint_continues_with_its_own_adapters() -> None:

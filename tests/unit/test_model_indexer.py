@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moerl.config.checks import _check_sparse
+from moerl.config.checks import sparse_attention
+from moerl.config.rules import refuse
 from moerl.config.schema import Config, EngineConfig, ReplayConfig, RolloutConfig
 from moerl.core.errors import ConfigError
 from moerl.engine.host.server_args import arguments
@@ -117,6 +118,7 @@ def test_positions_chosen_twice_are_refused_where_they_differ(
     ],
 )
 def test_settings_without_a_record_are_refused(config: Config, message: str) -> None:
-    _check_sparse(Config(engine=EngineConfig(tp=2, args={"enable_dp_attention": True})))
+    good = Config(engine=EngineConfig(tp=2, args={"enable_dp_attention": True}))
+    refuse(good, sparse_attention(good))
     with pytest.raises(ConfigError, match=message):
-        _check_sparse(config)
+        refuse(config, sparse_attention(config))

@@ -16,7 +16,7 @@ from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.config.schema import EngineConfig, ReplayConfig
-from moerl.core.errors import ConfigError, EngineError
+from moerl.core.errors import EngineError
 from moerl.core.messages import Message, Ok
 from moerl.core.types import PolicyVersion
 from moerl.distributed.store_server import StoreServer
@@ -48,28 +48,6 @@ def test_equal_parts_lie_on_different_nodes() -> None:
     table = str(process_table(config, placement(config)))
     assert "tp 8 over 2 nodes" in table
     assert "part (Ray)" in table
-
-
-@pytest.mark.parametrize(
-    ("overrides", "what"),
-    [
-        (("engine.nodes=3",), r"engine\.nodes = 3 .*must divide the size of each engine"),
-        (
-            ("engine.tp_each=[8,8,4]", "engine.nodes=8"),
-            r"must divide the size of each engine \[4\]",
-        ),
-        (("cluster.nodes.engine.count=1",), "each on 2 nodes, do not fit 1 nodes"),
-        (("engine.args.attn_dp_size=2",), r"attn_dp_size = 2 .*ports that everybody can use"),
-    ],
-)
-def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        check(resolve(load_config("qwen3-30b-a3b", (*WIDE, *overrides))), starts=False)
-
-
-def test_one_machine_has_one_node() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.nodes = 2 .*one machine: use 1"):
-        check(resolve(load_config("quickstart", ("engine.nodes=2", "engine.tp=2"))), starts=False)
 
 
 def test_every_node_starts_its_ranks_of_one_process_group() -> None:

@@ -18,11 +18,8 @@ import pytest
 
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.programs.remote_workers import RemoteWorkers
-from moerl.config.checks import check
-from moerl.config.load import load_config
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
-from moerl.core.errors import ConfigError
 from moerl.core.messages import Ok
 from moerl.core.types import PolicyVersion, Prompt, Score
 from moerl.episodes.finished_episode import FinishedEpisode
@@ -374,19 +371,3 @@ def test_the_worker_of_the_examples_plays(tmp_path: Path) -> None:
     played = asyncio.run(body())
     assert [episode.own_score for episode in played] == [Score(0.5), Score(1.0)]
     assert [len(episode.turns) for episode in played] == [3, 1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (["task.agent.port=80"], r"task.agent.port = 80.*from 1024 to 65535"),
-        (["task.agent.port=8700", "task.agent.workers=2"], "remote workers of task.agent.port"),
-        (["task.agent.port=8700", "task.agent.command=[python]"], "remote workers of task.agent"),
-        (["task.agent.port=8700", "task.environment=calculator"], "task.agent.port plays the ep"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: list[str], problem: str) -> None:
-    none = ["task.agent.command=[]", "task.agent.workers=0"]
-    with pytest.raises(ConfigError, match=problem):
-        check(load_config("digits-by-agent", [*none, *settings]))
-    check(load_config("digits-by-agent", [*none, "task.agent.port=8700"]))

@@ -151,25 +151,6 @@ def test_a_field_that_the_line_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (f"{HERE}two", "its parameters are (response, answer); use function(prompt, answer,"),
-        (f"{HERE}Match", "defines Match as a class; name an instance of it, or a function"),
-        (f"verl:{HERE}no_verl", "verl calls it with data_source, solution_str, ground_truth"),
-        (f"trl:{HERE}three", "trl calls it with prompts, completions, completion_ids"),
-        (f"trl:{HERE}none", "reward_forms.py defines no none"),
-        ("verl:exact_match", "use exact_match"),
-        ("other:package.module:f", "use exact_match"),
-    ],
-)
-def test_a_signature_that_does_not_fit_is_refused_by_the_dry_run(value: str, says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check(resolve(load_config("quickstart", [f"task.reward={value}"])))
-    assert (error.value.field, error.value.value) == ("task.reward", value)
-    assert says in error.value.allowed.replace("'", "")
-
-
-@pytest.mark.parametrize(
     "value", ["value", "awaited", "match", "scaled", "by_fields", "one_field", "whole_episode"]
 )
 def test_control_every_form_that_fits_passes_the_dry_run(value: str) -> None:

@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.config import load_config, resolve
-from moerl.config.checks import check as check_config
+from moerl.config import load_config
 from moerl.config.reward_terms import RewardTerm
 from moerl.config.schema import Config, SftConfig, TinyModel
 from moerl.config.task_mixture import entries_of
@@ -376,22 +375,6 @@ def test_steps_without_use_are_refused(steps: Any, loss: str) -> None:
 
 
 # --- early refusals ------------------------------------------------------------------------------
-def test_settings_of_a_reward_model(tmp_path: Path) -> None:
-    term = "task.rewards=[{name: a, where: model, model: m%s}]"
-    own = "ref_models.placement=separate"
-    check_config(resolve(load_config("quickstart", [term % "", own])))
-    for change, settings, said in (
-        ("", [], "needs reference ranks"),
-        (", unit: group", [own], "sees one episode"),
-        (", steps_by: entropy, entropy: 2.0", [own], "only unit=step"),
-        (", function: exact_match", [own], "only where=function or actors"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            check_config(resolve(load_config("quickstart", [term % change, *settings])))
-    with pytest.raises(ConfigError, match="no reward has where=model"):
-        check_config(resolve(load_config("quickstart", [own])))
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy") / "model"

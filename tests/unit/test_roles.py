@@ -340,35 +340,6 @@ def test_baselines_of_a_role_of_an_episode_and_of_all(tmp_path: Path) -> None:
 
 
 # --- settings ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (["quickstart", "task.roles={a: {}}"], "task.roles"),
-        (["digits-in-turns", "task.roles={a.b: {}}"], "task.roles"),
-        (["digits-in-turns", "task.roles={a: {sampling: {top_p: 1.0, top_k: -1}}}"], "top_p"),
-        (["digits-in-turns", "task.roles={a: {sampling: {speed: 1}}}"], "sampling.speed"),
-        (["digits-in-turns", "task.roles={a: {baseline: best}}"], "baseline"),
-        (["digits-in-turns", "task.roles={a: {}}", "rollout.stale_siblings=drop"], "stale"),
-        (["digits-in-turns", "task.roles={a: {}}", "algorithm.advantage=gae"], "advantage"),
-        (
-            [
-                "digits-in-turns",
-                "task.roles={a: {baseline: group}}",
-                "algorithm.advantage=reinforce_pp",
-            ],
-            "roles.a.baseline",
-        ),
-        (
-            ["digits-in-turns", "task.rewards=[{name: x, function: exact_match, roles: [b]}]"],
-            "task.rewards.0.roles",
-        ),
-    ],
-)
-def test_settings_that_have_no_meaning_are_refused(settings: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check(load_config(settings[0], settings[1:]))
-
-
 def test_the_recipe_is_checked() -> None:
     config: Config = load_config("proposer-solver", ["task.roles.solver.sampling.temperature=0.5"])
     check(config)

@@ -75,28 +75,6 @@ def test_more_than_the_gpu_has_is_refused_with_numbers(setting: str, says: str) 
     describe(unknown, [])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["cluster.colocated=none"], r"0 free GPUs of a all node; cluster\.colocated=shared lets"),
-        (["engine.count=2"], r"engine\.count = 2 .* do not fit 1 nodes with 1 GPUs"),
-        (["trainer.parallel={dp: 2, ep: 2}"], r"2 ranks do not fit the 1 free GPUs"),
-        (["engine.max_total_tokens=0"], "SGLang would fill what is free"),
-        (["engine.mem_fraction_static=0.9"], "use at most 0.8"),
-        (["sync.transport=nccl"], "no two ranks on one GPU.*use cuda_ipc or shm"),
-        (["cluster.nodes.all.devices=0"], r"name the GPUs in cluster\.nodes"),
-        (["cluster=slurm", "cluster.colocated=shared"], "it is for one machine"),
-        (["cluster=laptop", "engine.platform=cuda"], r"engine\.platform = 'cuda'.*cluster=gpu1"),
-        (["cluster=laptop", "trainer.platform=cuda"], r"trainer\.platform = 'cuda'.*names no GPU"),
-    ],
-    ids=lambda part: str(part)[:60],
-)
-def test_what_a_shared_gpu_cannot_do_is_refused(overrides: list[str], says: str) -> None:
-    own = [] if "cluster=" in overrides[0] else ["cluster=gpu1"]
-    with pytest.raises(ConfigError, match=says):
-        check(resolve(load_config("quickstart", [*own, *overrides])), starts=False)
-
-
 def test_the_forecast_of_a_publish_counts_the_share() -> None:
     config = resolve(load_config("olmoe-1gpu"))
     (layouts,) = publish_forecast.planned_layouts(config)

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from moerl.config import load_config, resolve
-from moerl.config.checks import check
 from moerl.config.tiny_config import tiny_config
 from moerl.core.errors import ConfigError
 from moerl.core.types import PolicyVersion, Rollout
@@ -240,20 +239,6 @@ def test_a_gpu_computes_the_blocks_in_which_something_is_seen(store: BlobStore) 
 
 
 # --- refusals ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("trainer.packing=false",), "trainer.share_prompts = True .*trainer.packing=true"),
-        (("trainer.parallel.cp=2",), "trainer.parallel.cp = 2 .*use 1"),
-    ],
-)
-def test_settings_that_cannot_share_are_refused(settings: Sequence[str], message: str) -> None:
-    base = ("trainer.share_prompts=true", "trainer.packing=true")
-    check(resolve(load_config("quickstart", base)))
-    with pytest.raises(ConfigError, match=message):
-        check(resolve(load_config("quickstart", [*base, *settings])))
-
-
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [

@@ -19,7 +19,7 @@ from moerl.algorithms.loss import distillation, policy_loss
 from moerl.algorithms.tokens import Sequences, Tokens
 from moerl.audit.verify_run import _teacher_differences
 from moerl.config import load_config, resolve
-from moerl.config.algorithms import check_algorithm, followers_of, ref_models_of
+from moerl.config.algorithms import followers_of, ref_models_of
 from moerl.config.clusters import placement
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import (
@@ -71,50 +71,11 @@ def test_a_version_is_named_by_the_trainer_that_made_it() -> None:
 
 
 # --- settings -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("teachers", "says"),
-    [
-        ("[]", "needs at least one"),
-        ("[{}]", "either path or follows"),
-        ("[{path: a, follows: policy, lag: 1}]", "either path or follows"),
-        ("[{follows: policy, lag: -1}]", "at least 0"),
-        ("[{follows: policy, every: 0}]", "at least 1"),
-        ("[{follows: policy, ema: 1.0}]", r"\[0, 1\)"),
-        ("[{follows: policy}]", "the policy itself"),
-        ("[{follows: engine}]", "policy"),
-        ("[{path: a, lag: 2}]", "a folder has one version"),
-        ("[{follows: policy, lag: 1, tasks: [sums]}]", "the run has one task without a label"),
-        ("[{follows: policy, lag: 1},{follows: policy, lag: 2}]", "a name of its own"),
-        ("[{follows: policy, lag: 1, name: reference}]", "a name of its own"),
-        ("[{follows: policy, lag: 1, name: ../x}]", "a name of its own"),
-        ("[{follows: policy, lag: 1, weight: 0}]", "above 0"),
-        ("[{path: nowhere}]", "model folder is needed"),
-    ],
-)
-def test_bad_teachers_are_refused(teachers: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm.teachers.*{says}"):
-        check_algorithm(
-            load_config(
-                "quickstart", ["algorithm.distill_coef=1", f"algorithm.teachers={teachers}"]
-            )
-        )
-
-
 def _config(*teachers: TeacherConfig, **algorithm: Any) -> Config:
     tasks = [{"label": "sums"}, {"label": "sorts"}]
     found = replace(load_config("quickstart"), tasks=tasks)
     settings = AlgorithmConfig(distill_coef=1.0, teachers=list(teachers), **algorithm)
     return replace(found, algorithm=settings)
-
-
-def test_exact_distillation_takes_one_teacher_for_a_task() -> None:
-    every = [replace(SLOW, name=name, tasks=[name]) for name in ("sums", "sorts")]
-    check_algorithm(_config(*every, distill_over="support"))
-    both = replace(SLOW, name="both")
-    with pytest.raises(ConfigError, match=r"teachers = \['sums', 'both'\].*one teacher for each"):
-        check_algorithm(_config(every[0], both, distill_over="support"))
-    with pytest.raises(ConfigError, match=r"teachers.slow.tasks = \['odd'\].*sums, sorts"):
-        check_algorithm(_config(replace(SLOW, tasks=["odd"])))
 
 
 def test_with_adapters_the_trainer_has_no_second_model() -> None:

@@ -18,7 +18,6 @@ from moerl.agents.chat_messages import ChatMessage, Function, MessageCall
 from moerl.agents.episode_types import Ends, Switches
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.config import load_config
-from moerl.config.checks import check
 from moerl.config.schema import TaskConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.core.errors import ConfigError, LineError
@@ -147,23 +146,6 @@ def test_a_variable_that_the_template_does_not_read_is_refused(
 def test_variables_that_a_template_sets_for_want_of_them_are_known() -> None:
     assert ChatTemplate(chat_tokenizer(), EFFORT).reads == {"reasoning_effort", "model_identity"}
     assert ChatTemplate(chat_tokenizer()).reads == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["task.template_arguments={a: 1}"], "it needs task.chat_template=true"),
-        (["task.chat_template=none.jinja"], "true, false or a file of a Jinja template"),
-        (
-            ["task.chat_template=true", "task.template_arguments={tools: 1}"],
-            "task.template_arguments.tools = 1 is not usable: moerl sets it",
-        ),
-    ],
-)
-def test_settings_are_refused_before_a_tokenizer_is_read(words: list[str], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check(load_config("quickstart", words), starts=False)
-    assert says in str(error.value)
 
 
 def test_a_file_that_is_no_template_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from moerl.config import Config, load_config, resolve
-from moerl.config.checks import check
 from moerl.config.clusters import placement
 from moerl.config.transport_rules import (
     CUMEM,
@@ -24,7 +23,7 @@ from moerl.config.transport_rules import (
     mooncake_protocol,
     transport_environment,
 )
-from moerl.core.errors import ConfigError, TransportError
+from moerl.core.errors import TransportError
 from moerl.launch.run_context import engine_environment, rank_environment
 from moerl.planning.dry_run import describe
 from moerl.planning.estimates import model_shapes
@@ -92,31 +91,6 @@ def test_the_dry_run_says_which_transport_and_why() -> None:
 
 
 # --- refused --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (("sync.transport=nccl",), "needs a GPU for every engine and trainer rank; use shm or"),
-        (("sync.transport=cuda_ipc",), "cluster.nodes.*.devices"),
-        ((*OLMOE, "sync.transport=cuda_ipc", "sync.delta=true"), "the CPU applies deltas"),
-        ((*OLMOE, "sync.transport=cuda_ipc", "sync.direct=1"), "use sync.direct=0"),
-        ((*SLURM, "sync.transport=cuda_ipc"), "it ends at the machine; use gloo"),
-        ((*SLURM, "sync.transport=shm"), "it ends at the machine; use gloo"),
-        ((*HOSTS, "sync.transport=nccl"), "use gloo or mooncake"),
-    ],
-)
-def test_what_cannot_work_is_refused_up_front(overrides: tuple[str, ...], says: str) -> None:
-    with pytest.raises(ConfigError, match=r"^sync\.transport = '\w+'") as caught:
-        check(resolve(settings(*overrides)), starts=False)
-    assert says in str(caught.value)
-
-
-def test_rdma_without_cards_is_refused() -> None:
-    asked = (*SLURM, "sync.transport=mooncake", "sync.mooncake_protocol=rdma")
-    with pytest.raises(ConfigError, match=r"name the cards of every engine and trainer node"):
-        check(resolve(settings(*asked, CARDS[0])), starts=False)
-    check(resolve(settings(*asked, *CARDS)), starts=False)
-
-
 # --- mooncake -------------------------------------------------------------------------------------
 def test_the_cards_of_a_node_reach_its_processes() -> None:
     config = settings(*SLURM, "sync.transport=mooncake", *CARDS)

@@ -13,10 +13,8 @@ import pytest
 
 from moerl.algorithms.advantages import plan_advantages, plan_gae
 from moerl.algorithms.aggregation import plan_weights
-from moerl.config.checks import check as check_config
-from moerl.config.load import load_config
 from moerl.config.schema import AlgorithmConfig
-from moerl.core.errors import ConfigError, RecordError
+from moerl.core.errors import RecordError
 from moerl.core.messages import Plan
 from moerl.core.serialization import decode, decode_value, encode, encode_value
 from moerl.core.types import (
@@ -273,9 +271,3 @@ def test_records_of_a_row_per_turn_are_still_read(played: list[ScriptedEpisode])
     assert [row.ends for row in found] == [row.ends for row in rows]
     episode = Episode("0.0", tuple(map(Turn, found)))
     assert [length for length, _ in episode.turn_lengths()] == [3, 5, 2]
-
-
-def test_split_needs_the_rows_that_were_prefilled_again() -> None:
-    check_config(load_config("quickstart", ["rollout.turn_rows=split", "replay.audit=true"]))
-    with pytest.raises(ConfigError, match=r"rollout\.turn_rows = 'split'.*replay\.audit"):
-        check_config(load_config("quickstart", ["rollout.turn_rows=split"]))
