@@ -1,4 +1,4 @@
-"""Runners of episodes on an event loop of their own: programs and environments alike.
+"""Runners of episodes on an event loop of their own: programs and environments.
 
 The loop is a thread of the controller's process: rendering and tokenising do not stop the
 controller's loop, although they share its interpreter.  Turns are sampled through the controller's
@@ -22,7 +22,7 @@ from moerl.episodes.open_episode import OpenEpisode, Outcome
 
 
 def no_grammar(agent: AgentConfig, *, masks: bool) -> str:
-    """Why a run refuses grammars.  masks: those of the engines are replayed."""
+    """Why a run refuses grammars.  masks: the engines' masks are replayed."""
     if not agent.grammars:
         return "not supported, because task.agent.grammars is false"
     return "" if masks else NO_MASKS

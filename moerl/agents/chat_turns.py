@@ -103,9 +103,9 @@ class ChatTurns:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
-        tell: receives what can be shown of the answers while they are sampled.
+        tell: receives the shown text of the answers while they are sampled.
         role: of the policy.
-        switches: of the template; those of the first request hold for all that name no other.
+        switches: of the template; by default the switches of the first request.
         """
         stops = await self._stops(ends.stop)
         self._check_open(n)
@@ -159,7 +159,7 @@ class ChatTurns:
         return answer
 
     async def end(self) -> None:
-        """Refuse further turns, and drop the running ones."""
+        """Refuse further turns, and drop running turns."""
         self._ended = True
         for task in self._running:
             task.cancel()
@@ -170,7 +170,7 @@ class ChatTurns:
     ) -> Outcome:
         """The outcome.  failure: one word, empty if the episode can be trained, and a sentence.
 
-        own: score by the episode's own program; counts: added to those of the turns.
+        own: score by the episode's own program; counts: added to the turns' counts.
         """
         word, detail = failure
         counted = {name: float(count) for name, count in self.counts.items()}
@@ -266,7 +266,7 @@ class ChatTurns:
         return min(room, left, most, ends.max_tokens or most)
 
     def _check_length(self, num_chars: Iterable[int]) -> None:
-        """Refuse what cannot fit before it is tokenised: that would stop all episodes meanwhile."""
+        """Refuse too long a prompt untokenised: tokenising would stop all episodes meanwhile."""
         least = sum(num_chars) // self._policy.tokens.longest_token
         if least > self.limits.context_tokens:
             raise self._too_long(f"at least {least} tokens")

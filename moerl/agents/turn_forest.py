@@ -1,8 +1,8 @@
 """The recorded turns of an episode, and the turn that a request continues.
 
 Turns form a forest: the prompt of a child begins with the tokens of its parent.  A request names no
-parent.  It is recognised by its messages: the deepest recorded turn wins whose request and answer
-are the first messages of this one.  A history that no recorded turn begins is a new root.
+parent.  It is recognised by its messages: the deepest recorded turn whose request and answer are
+its first messages.  Without such a turn it is a new root.
 
 A digest runs over the keys of the messages, so that a request of n messages takes n look-ups.  The
 tools and the arguments of the template are in the first digest: a template writes them before the

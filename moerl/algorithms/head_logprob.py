@@ -10,9 +10,9 @@ its own logits.  Rows that keep few entries are taken some at a time, and the he
 union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
 mask do: a matrix product costs less than the copy of so many rows of the weight.
 
-Support: the log-probabilities of some entries of each row, all kept ones or any others, come out
-as well, differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact
-gradients.  Of the logits these alone are held: one number per entry.
+Support: the log-probabilities of some entries of each row, kept or not, come out as well,
+differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact gradients.  Of
+the logits these alone are held: one number per entry.
 
 The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
 Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
@@ -299,9 +299,7 @@ class _Kept(NamedTuple):
 
 
 def _sizes(counts: Tensor, union: int) -> list[int]:
-    """How many rows go together: as long as they keep at most `union` entries, and their logits
-    are no more than those of a block.
-    """
+    """Rows per group: at most `union` kept entries together, and at most a block of logits."""
     sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
     while begin < len(counts):
         end = int(torch.searchsorted(sums, before + union, right=True))

@@ -38,10 +38,7 @@ def difference(values: Sequence[float]) -> dict[str, float]:
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t, to 0.2 % from 3 degrees of freedom on.
-
-    Source: Fisher's expansion, Abramowitz and Stegun 26.7.5.
-    """
+    """97.5 % quantile of Student's t, by Fisher's expansion (Abramowitz and Stegun 26.7.5)."""
     z, n = _Z, float(freedom)
     first = (z**3 + z) / (4 * n)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

@@ -287,7 +287,7 @@ def rerun(request: RerunRequest) -> int:
 
 
 def _config(request: RerunRequest) -> Config:
-    """Settings of the source with the changed ones; nothing is published, evaluated or kept."""
+    """Settings of the source with the changes; nothing is published, evaluated or kept."""
     source = RunDir(request.source)
     config = load_saved(source.config, request.settings)
     refuse_used_up(config, load_saved(source.config))
@@ -319,7 +319,7 @@ def _check_teachers(request: RerunRequest, recorded: RecordedSteps, config: Conf
 
 
 async def _play(context: RunContext, played: RecordedRun) -> None:
-    """Serve the trainer until it ends.  Raises TrainerError when it fails by itself."""
+    """Serve the trainer until it ends.  Raises TrainerError when it fails."""
     keys = Keys.read(context.run.endpoints.keys)
     server = RpcServer(f"tcp://{context.config.cluster.address}:*", keys, played.handle)
     serving = asyncio.create_task(server.serve())

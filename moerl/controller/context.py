@@ -76,10 +76,7 @@ class Context:
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
-    """Call inside a running event loop.
-
-    pool_changed: the trainer may publish to other engines than the configured ones.
-    """
+    """Call inside a running event loop.  pool_changed: the trainer may have other engines."""
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     ref_counts, reward_models = BlobRefCounts(services.blobs), RewardModels(tasks)
     pool = EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release)

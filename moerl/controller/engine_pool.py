@@ -12,8 +12,8 @@ weights.  `serves` is checked for every request: after a trainer restart an engi
 of a discarded history until the next publish.
 
 `SyncTargets`: the engines that the trainer publishes to.  A trainer starts with the configured
-ones; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`), and
-is in effect when it asks again.  A leaving engine is not ended before that.
+engines; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`),
+and is in effect when it asks again.  A leaving engine is not ended before that.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EnginePool:
         tasks: TaskGroup,
         drop: Callable[[Iterable[str]], None],
     ) -> None:
-        """drop: receives the blobs of replies that no one waits for any more."""
+        """No engine has a version yet.  drop: receives the blobs of late replies."""
         self._config, self._step_metrics, self._tasks = config, step_metrics, tasks
         self._drop = drop
         self.members = {index: self._state(index, engine) for index, engine in engines.items()}
@@ -160,7 +160,7 @@ class EnginePool:
         return min((member.calls.idle_s for member in self.members.values()), default=math.inf)
 
     def expect_trainer(self) -> None:
-        """Raises ProtocolError when no trainer has said hello."""
+        """Raises ProtocolError before the trainer's hello."""
         if self.incarnation is None:
             raise ProtocolError(
                 "the journal lost what this trainer has trained: "
@@ -182,7 +182,7 @@ class EnginePool:
         An engine that does not answer rests; status requests go on until it answers.
 
         kept: blobs of the groups that the controller knows; None: delete no other blobs.
-        life: number of controllers before this one.
+        life: number of earlier controllers.
         """
 
         async def is_known(index: int, member: EngineState) -> bool:
@@ -388,10 +388,7 @@ class EnginePool:
         return member.engine
 
     async def _ask_fitness(self, index: int) -> None:
-        """Suspend an engine that reports itself unfit; a commit brings it back.
-
-        Raises EngineError when it does not answer.
-        """
+        """Suspend an unfit engine until a commit.  Raises EngineError without an answer."""
         member = self.members[index]
         holds = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
         # only now: its death may have been reported while it was asked
@@ -406,10 +403,7 @@ class EnginePool:
 
 
 async def host_answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
-    """The answer of a host; limit_s: time limit of the host itself.
-
-    Raises EngineError when the host fails or hangs.
-    """
+    """The answer of a host within its limit_s.  Raises EngineError: it failed or hangs."""
     limit_s += ANSWER_S
     try:
         async with asyncio.timeout(limit_s):
@@ -425,7 +419,7 @@ class SyncTargets:
     """The engines that the trainer publishes to, with their sizes."""
 
     def __init__(self, config: EngineConfig, sizes: Mapping[int, int], *, changed: bool) -> None:
-        """sizes: tensor-parallel ranks by engine.
+        """Start with the configured engines; sizes: tensor-parallel ranks by engine.
 
         changed: an earlier controller may have sent the living trainer other engines.
         """

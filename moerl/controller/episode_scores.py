@@ -1,7 +1,7 @@
-"""The scores of episodes: each term of a reward is asked for by its unit, and the terms are added.
+"""The scores of episodes: each term of a reward is scored by its unit, and the terms are added.
 
-Steps and turns are asked about while their episode goes on, an episode when it has ended, and a
-group when it has closed; a group waits for its last answer, and nothing else does.
+Steps and turns are scored while their episode runs, an episode when it has ended, and a group when
+it has closed; only a group waits for its last answer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EpisodeScores:
         return any(queue.is_full for queue in self._queues.values())
 
     def watches(self, task: str) -> bool:
-        """Whether a scorer of this task is asked while an episode goes on."""
+        """Whether a scorer of this task gets requests while an episode runs."""
         return any(term.unit in ("step", "turn") for term in self._terms[task])
 
     # --- while an episode goes on -----------------------------------------------------------------
@@ -176,7 +176,7 @@ class EpisodeScores:
             yield len(self._decode(ids[:count])) if count < len(ids) else len(text), count
 
     def _ask_part(self, name: str, term: RewardTerm, request: ScoreRequest, token: int) -> None:
-        """token: of the turn's sampled tokens, with which the part ends."""
+        """Request the score of a step or turn that ends with sampled token `token` of its turn."""
         answer = self._queues[request.prompt.task, term.name].put(request)
         parts = self._of(name).parts.setdefault(term.name, [])
         parts.append(_Part(request.episode.turns[-1].name, token, answer))
@@ -313,7 +313,7 @@ class EpisodeScores:
 
 
 async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
-    """The score of a term from those of its steps or turns, at the tokens with which they end."""
+    """The score of a term from its steps' or turns' scores, at the tokens with which they end."""
     begins, steps, reasons = _begins(episode), dict[int, float](), []
     for part in parts:
         (answer,) = await part.answer
@@ -334,9 +334,10 @@ def weighted(
     num_sampled: int,
     roles: Sequence[str] = (),
 ) -> Score:
-    """The sum of several terms.  A term without steps counts at the last token beside one with.
+    """The sum of several terms.  If any term has steps, a term without steps counts at the last
+    token.
 
-    roles: of the task.  A role has the sum of its own terms and of those of all.
+    roles: of the task.  A role has the sum of its own terms and of the terms without a role.
     """
     has_steps, steps = any(score.steps for score in scores), dict[int, float]()
     metrics: dict[str, float] = {}

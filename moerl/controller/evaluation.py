@@ -243,7 +243,7 @@ class Evaluator:
         return {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}, scored
 
     def _specs(self, pins: Sequence[EnginePin]) -> list[EpisodeSpec]:
-        """The episodes that an evaluation wants, those of one prompt in a row, on one engine."""
+        """The episodes of an evaluation; the samples of a prompt are consecutive, on one engine."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
         count = self._config.prompts * len(self._entries)
@@ -345,7 +345,7 @@ def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) -> dict[str, float]:
-    """pass@k of 1, 2, 4, ... answers, and the reward of the most frequent one of each prompt."""
+    """pass@k of 1, 2, 4, ... answers, and the reward of each prompt's most frequent answer."""
     most = min(map(len, by_prompt))
     found = {
         f"eval/pass_at_{k}": statistics.fmean(pass_at(k, rewards) for rewards in by_prompt)
@@ -357,16 +357,13 @@ def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) 
 
 
 def pass_at(k: int, rewards: Sequence[float]) -> float:
-    """Probability that one of k of these answers is right (arXiv 2107.03374 eq. 1), unbiased."""
+    """Unbiased probability that k of these answers have a right answer (arXiv 2107.03374 eq. 1)."""
     wrong = sum(reward < _RIGHT for reward in rewards)
     return 1.0 - comb(wrong, k) / comb(len(rewards), k)
 
 
 def _majority(answers: Scored) -> float:
-    """Mean reward of the most frequent answer; of equally frequent ones, of the first.
-
-    An answer is what the reward extracted, or without it the last turn.
-    """
+    """Mean reward of the most frequent extracted answer, or last turn; of equals, the first."""
     said = [score.answer or one.turns[-1].output_ids.tobytes() for one, score in answers]
     ((chosen, _),) = Counter(said).most_common(1)
     pairs = zip(said, answers, strict=True)

@@ -44,7 +44,7 @@ class GroupInFlight:
 
     @property
     def failed(self) -> list[FinishedEpisode]:
-        """Episodes that failed by themselves, by sibling."""
+        """Episodes that failed on their own, by sibling."""
         ended = (self.ended.get(episode.name) for episode in self.episodes)
         return [one for one in ended if one is not None and one.failure not in ("", ENDED)]
 
@@ -68,7 +68,7 @@ class GroupInFlight:
 
     # --- siblings that are too old ----------------------------------------------------------------
     def drop(self, episode: OpenEpisode) -> None:
-        """The group goes on without a running sibling, which is to be ended."""
+        """The group continues without a running sibling, which the caller ends."""
         self.episodes.remove(episode)
         self._dropped[episode.name] = episode
         self._playing.add(episode.name)

@@ -1,10 +1,9 @@
 """Starts groups and closes them: every sibling is an episode that the player plays.
 
-A group starts when the buffer has room for it on some engine.  What starts together travels
-together: the first turns of its siblings go to one engine in one message.  The group closes when
-its episodes have ended, or a quorum of them.  An episode that fails ends its siblings, and the
-group is replaced; where only its program or worker has died, the group is played again.  A refused
-record costs its episode only.
+A group starts when the buffer has room for it on some engine.  The first turns of its siblings go
+to one engine in one message.  The group closes when its episodes have ended, or a quorum of them.
+An episode that fails ends its siblings, and the group is replaced; where only its program or worker
+has died, the group is played again.  A refused record costs its episode only.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Producer:
             yield from group.episodes
 
     def open_episodes(self) -> dict[str, float]:
-        """Episodes of tasks with an agent by what they wait for, as docs/metrics.md names them."""
+        """Episodes of tasks with an agent by their state, as docs/metrics.md names them."""
         if not self._speak_messages:
             return {}
         groups = [g for g in self._groups.values() if self._speaks_messages(g)]
@@ -160,7 +159,7 @@ class Producer:
             self._end(ended)
 
     def _goes_on_without(self, group: GroupInFlight, stale: Collection[OpenEpisode]) -> bool:
-        """Whether enough siblings are left beside stale ones.
+        """Whether enough siblings are not stale.
 
         Stale siblings that have ended are scored with the others, for the baseline; the buffer
         drops them.
@@ -208,10 +207,7 @@ class Producer:
         return True
 
     def _set_aside(self, group_id: int, error: LineError) -> None:
-        """Replace a line of the data that cannot be used by the next; many in a row end the run.
-
-        Raises LineError.
-        """
+        """Replace an unusable line by the next.  Raises LineError after many in a row."""
         self._bad_prompts += 1
         if self._bad_prompts >= MOST_BAD:
             raise error
@@ -337,7 +333,7 @@ class Producer:
             self._close(group)
 
     def _close(self, group: GroupInFlight) -> None:
-        """Close a group with its ended siblings; late ones continue under another id."""
+        """Close a group with its ended siblings; late siblings continue under another id."""
         group_id, ended, late = group.group_id, group.finished, group.running
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None

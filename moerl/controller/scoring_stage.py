@@ -81,10 +81,7 @@ class ScoringStage:
     def finish(
         self, group_id: int, partials: Sequence[FinishedEpisode], later: int | None = None
     ) -> None:
-        """Check, score and admit a generated group, in a task.
-
-        later: id of the group's late siblings.
-        """
+        """Check, score and admit a group, in a task.  later: id of the group's late siblings."""
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
         self._room.done()
@@ -148,7 +145,7 @@ class ScoringStage:
         *,
         counts: bool,
     ) -> None:
-        """What played a group has died; three times in a row end the run if it counts."""
+        """Replay a group whose player died; three deaths in a row end the run if `counts`."""
         log.warning("group %d is played again: %s", group_id, error)
         self._delete(partials)
         if counts:
@@ -221,7 +218,7 @@ class ScoringStage:
             self.refuse(group_id, partials, error)
 
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
-        """Pass rewards between a group and its late siblings; returns those of the others."""
+        """Pass rewards between a group and its late siblings; returns the others' rewards."""
         if group_id in self._peers:
             peers = await self._peers[group_id]
             self._peers.pop(group_id, None)
@@ -392,7 +389,7 @@ def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
 
 
 def _does_not_work(scored: Sequence[bool]) -> str:
-    """Why the failures of a task are not those of single answers; "" if they may be."""
+    """Why the failures of a task have a common cause; "" if single answers may have caused them."""
     failed = scored.count(False)
     if failed == len(scored) >= _FIRST:
         return f"none of the first {failed} groups could be scored"

@@ -236,7 +236,8 @@ class TrainerHandler:
             self._pool.expect_no_newer(take.incarnation)
 
     async def _collect(self, take: TakePlan) -> SetEngines | Refresh | Ok | None:
-        """Plan a step when its batch is complete; or return what the trainer must do first.
+        """Plan a step when its batch is complete; or return the message to which the trainer must
+        react first.
 
         Ok: ask again, answers take longer than one message may.  Raises ProtocolError on timeout
         without progress, or when a newer trainer has started.
@@ -369,7 +370,7 @@ class TrainerHandler:
             await self._writes.until_done(what, lambda: stream.write_again(step), self._limit_s)
 
     async def _plan_ahead(self, step: int) -> BatchPlan | None:
-        """The plan of the step after the one that is given out, if nothing has to be waited for.
+        """The plan of the step after the current plan, if it needs no waiting.
 
         Capacity and staleness count from the next step to be planned, so planning early changes
         neither; the freshest groups are chosen when they are trained.

@@ -1,7 +1,7 @@
 """All turns of all open episodes, and the engines that sample them.
 
 A turn is with one engine at a time.  When an update or a slice cuts its request, or its engine
-fails, the rest is asked for in a callback: no coroutine wakes for a turn that waits or resumes.
+fails, the rest is requested in a callback: no coroutine wakes for a turn that waits or resumes.
 
 An episode that has sampled `rollout.journal_tokens` has its replies kept in the journal
 (`moerl.controller.journal.turn_log`).  An equal request gets the reply that an earlier controller
@@ -66,7 +66,7 @@ class TurnRouter:
             self._place(call)
 
     def withdraw(self, call: TurnCall) -> None:
-        """Nobody waits for this turn any more."""
+        """Drop a turn whose caller has stopped waiting."""
         episode = call.episode
         if episode.count_lost is not None:
             episode.count_lost(call.turn.num_sampled)
@@ -87,7 +87,7 @@ class TurnRouter:
         return max((one.version for one in members.values()), default=episode.newest)
 
     def _came_late(self, episode: OpenEpisode, reply: Reply) -> None:
-        """A reply that nobody waits for."""
+        """A reply to a turn that was withdrawn."""
         if not isinstance(reply, Segment):
             return
         if episode.count_lost is not None:
@@ -332,7 +332,7 @@ class TurnRouter:
 
 
 def _listener(call: TurnCall) -> Callable[[Array], None] | None:
-    """Passes the tokens of a request on as those of its whole turn."""
+    """Passes the tokens of a request on, with the turn's tokens before them."""
     if (told := call.wanted.heard) is None:
         return None
     before = call.turn.output_ids

@@ -60,7 +60,7 @@ class Turns:
         self._row: dict[str, float] = {}
 
     def took_over(self) -> None:
-        """The engines were asked: unless all are awake, the trainer may have the memory."""
+        """All engines have answered: unless all are awake, the trainer may have the memory."""
         away = (EnginePhase.ASLEEP, EnginePhase.LOST)
         if any(member.phase in away for member in self._shared()):
             self._enter(TurnPhase.TRAIN)
@@ -69,8 +69,8 @@ class Turns:
     async def close(self, *, for_a_start: bool = False) -> None:
         """Before a plan is given out or a trainer starts: every engine sleeps, or has no process.
 
-        An engine that is being started needs the memory, and is waited for.  While no trainer is
-        there (for_a_start) one that waits may be started: a first publish must reach an engine.
+        An engine that is being started needs the memory, and is waited for.  Without a trainer
+        (for_a_start) a waiting engine may be started: a first publish must reach an engine.
         """
         async with self._changing:
             begin = time.monotonic()
@@ -93,7 +93,7 @@ class Turns:
                 self._count("turn/interrupted", float(sum(one.aborted for one in moved)))
 
     async def _weigh(self, recomputed: int) -> None:
-        """Longer turns while one drops more tokens than it samples, shorter ones below half."""
+        """Adapt the turn's length to the share of dropped tokens."""
         before = self._sampled
         self._sampled = sum(one.generated_tokens for one in await self._pool.statuses())
         sampled = max(0, self._sampled - before)  # of requests that have ended
@@ -103,21 +103,18 @@ class Turns:
         self._count("turn/sampled_tokens", float(sampled))
 
     def goes_on(self, num_ready: int, num_left: int) -> bool:
-        """Whether generation goes on for more batches.  Arguments: ready groups, steps to come."""
+        """Whether generation continues.  Arguments: ready groups, steps to come."""
         is_late = time.monotonic() - self._since > self._budget_s
         if self.phase != TurnPhase.GENERATE or is_late:
             return False
         return self._batch <= num_ready < min(self._batches, num_left) * self._batch
 
     def trainer_is_up(self) -> None:
-        """A trainer has said hello: what it asks for next ends its start."""
+        """A trainer has connected: its next request ends its start."""
         self._trainer_starts = False
 
     async def hand(self, index: int) -> None:
-        """Before a session: the engine takes its weights back, and serves no request meanwhile.
-
-        Raises EngineError.
-        """
+        """Wake an engine's weights, without requests, for a session.  Raises EngineError."""
         if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
             self._enter(TurnPhase.HANDING)
         member = self._pool.members.get(index)

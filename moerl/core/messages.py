@@ -80,8 +80,7 @@ class Sent:
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a trainer.  Reply: Ok; SetEngines when the engines differ from the
-    configured ones.
+    """First message of a trainer.  Reply: Ok; SetEngines when engines were added or removed.
 
     consumed: group ids trained before the checkpoint that the trainer loaded; the controller never
     plans them again.
@@ -234,10 +233,7 @@ class SleepEngine:
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Take memory again.  Reply: MemoryState; idempotent.
-
-    The KV cache is refused while the weights are asleep or dirty.
-    """
+    """Take memory again.  Idempotent; no KV cache before intact weights.  Reply: MemoryState."""
 
     engine: int
     parts: tuple[str, ...]
@@ -269,10 +265,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """An optimizer step has a loss or a gradient that is not finite.
-
-    Reply: Ok, when its records are kept.
-    """
+    """A step's loss or gradient is not finite.  Reply: Ok, when its records are kept."""
 
     step: int
     number: int  # of such optimizer steps of the batch, from 1
@@ -405,10 +398,7 @@ class UpdatePrepared:
 
 @dataclass(frozen=True, slots=True)
 class UpdateVerified:
-    """The result of a comparison; the session stays open.
-
-    failed: per engine rank, numbers of the buckets that differ.
-    """
+    """The result of a comparison.  failed: per engine rank, numbers of unequal buckets."""
 
     failed: tuple[tuple[int, ...], ...]
     # of the staged version, of factors: of the weights that they give, 16 hex digits; empty when
@@ -519,10 +509,7 @@ class Engine(Protocol):
         ...
 
     async def collect(self) -> Answers:
-        """Replies that have arrived; waits some seconds for the first.
-
-        Every record is checked and sealed.
-        """
+        """Replies so far; waits some seconds for the first.  Every record is checked and sealed."""
         ...
 
     async def abort(self, names: Sequence[str]) -> None:
@@ -577,10 +564,7 @@ class Scorers(Protocol):
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """The environment's reply to a turn, given the policy's turns so far; empty: it ends.
-
-        Raises ScoreError.
-        """
+        """The environment's reply to the policy's turns; empty: it ends.  Raises ScoreError."""
         ...
 
 

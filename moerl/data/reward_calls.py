@@ -1,4 +1,4 @@
-"""Calls of users' rewards, in moerl's own form and in those of verl and TRL.
+"""Calls of users' rewards, in the forms of moerl, verl and TRL.
 
 Sources: `verl/workers/reward_manager/naive.py` (compute_score by keywords; `score` of a dict) and
 `trl/trainer/grpo_trainer.py` (lists over completions, columns as keywords).

@@ -113,11 +113,9 @@ class PromptStream:
     def __init__(
         self, task: TaskConfig, tokenizer: Tokenizer | None, seed: int, room: int = 0
     ) -> None:
-        """tokenizer: None: each prompt has one token, for checks of all else.
+        """Raises ConfigError for every fault of the settings and of the files as a whole.
 
-        room: tokens that the engines leave for a prompt; 0 = not known.
-
-        Raises ConfigError for every fault of the settings and of the files as a whole.
+        tokenizer: None: each prompt has one token.  room: longest prompt in tokens; 0 = not known.
         """
         self.template: ChatTemplate | None = None
         if tokenizer:
@@ -283,7 +281,7 @@ class PromptStream:
         return shown
 
     def _lost(self, part: Part | None, before: int) -> FieldError:
-        """before: number of messages that the line does not have."""
+        """The error of a part that is left out.  before: messages absent from the line."""
         if part is None:
             name = self._task.columns.get("tools", "tools")
             problem = f"has {name!r}, and the model's chat template writes no tools; "

@@ -1,8 +1,9 @@
 """Parts of messages that a chat template leaves out, found without knowledge of the template.
 
 Each part gets a mark, and the template writes the marked conversation: a part whose mark is not in
-the text is left out.  A template may leave out thinking, of which those of reasoning models write
-only what follows the last question, and names.  A content or a call would be lost without a word.
+the text is left out.  A template may leave out names and thinking (templates of reasoning models
+often write only the thinking behind the last question).  A content or a call would be lost without
+a word.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An open episode: its turns, the graph of its requests, and its age.
 
-It lives on the controller's event loop.  Messages, templates, HTTP and programs may live on another
+It runs on the controller's event loop.  Messages, templates, HTTP and programs may run on another
 loop, which calls `sample` once per turn.  However often an engine is interrupted, the turn resumes
 in a callback of the router; its caller waits for one future.
 """
@@ -105,8 +105,8 @@ class TurnRequest:
     fork_at: number of the parent's sampled tokens that are kept; -1: all of them.
     version: the turn is sampled under these weights only, or not at all; None: under any.
     role: of the policy in this turn, such as `solver` or `solver.2`; empty: it has none.
-    ends: whether these tokens, at whose end is one of `stop_ids`, end the turn.
-    heard: receives all tokens so far, now and then; used on the controller's loop.
+    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.  heard: receives
+    all tokens so far, now and then; used on the controller's loop.
     """
 
     prompt_ids: Array
@@ -160,7 +160,7 @@ class Router(Protocol):
         ...
 
     def withdraw(self, call: TurnCall) -> None:
-        """Nobody waits for this turn any more."""
+        """Drop a turn whose caller has stopped waiting."""
         ...
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
@@ -173,9 +173,8 @@ class Outcome:
     """How an episode ended.
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
-    score: by the episode's own program or environment; None: it gave none.
-    refused: the error of a record for which the episode is played again.  settled: hears what
-    became of it, on the controller's loop.
+    score: by the episode's own program or environment, if any.  refused: the error of a record for
+    which the episode is played again.  settled: receives its result, on the controller's loop.
     """
 
     failure: str = ""
@@ -302,7 +301,7 @@ class OpenEpisode:
         self.turns = [turn for turn in self.turns if turn.name != name]
 
     def end(self) -> None:
-        """Sample no further turn, and give up the running ones."""
+        """Sample no further turn, and withdraw running turns."""
         self._ended = True
         for call in self._calls.values():
             call.fail(EpisodeEnded(f"episode {self.name} was ended"))

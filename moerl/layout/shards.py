@@ -322,7 +322,7 @@ def sglang_tiles(
     runner that repacks experts after loading must restore it first.  Prediction layers belong to
     another model there and are left out.
     Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models,
-    srt/runtime_context.py (the inner ranks of tp cut attention, the outer ones hold experts).
+    srt/runtime_context.py (the inner ranks of tp cut attention, the outer ranks hold experts).
     """
     named: Named = {}
     for place in sglang_places(spec, tp, rank, ep, dp, dense_tp):

@@ -1,7 +1,7 @@
 """ModelSpec: the sizes and switches of one model.
 
-It holds only what determines shapes, names or the forward computation; `spec_readers` makes it of a
-Hugging Face config.
+It determines shapes, names and the forward computation; `spec_readers` makes it of a Hugging Face
+config.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ModelSpec:
 
     @property
     def pre_softmax(self) -> bool:
-        """Softmax over all experts, then the choice; else over the chosen ones only.
+        """Softmax over all experts, then the choice; else over the chosen experts only.
 
         Dividing the chosen probabilities by their sum is the softmax over the chosen logits.
         """

@@ -2,7 +2,7 @@
 
 Records hold prompts and answers, and a journal decides which rollouts are trained.  They lie in
 places such as /dev/shm and /tmp, where every user can make a folder or a symlink under a name that
-we will use.  So an entry of such a place counts only if it is ours, a folder, and closed to others.
+we will use.  So an entry of these places counts only if it is ours, a folder, and closed to others.
 
 Rejected: random names (a run that resumes must find its folders again).
 """

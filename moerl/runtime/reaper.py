@@ -6,8 +6,8 @@ Run by path with `python -I -S`, because a short start matters: the standard lib
     reaper.py enter SPEC ARGV...    apply the limits to this process and become ARGV
 
 The reaper is a subreaper in a session of its own: a process that daemonises becomes its child, and
-cannot get away from it.  It ends everything as soon as the program has ended or nobody holds the
-other end of the control socket, so also when the scorer was killed.
+cannot get away from it.  It ends everything as soon as the program has ended or the other end of
+the control socket is closed, so also when the scorer was killed.
 
 SPEC is JSON, made by `moerl.sandbox.isolation`.
 """
@@ -292,7 +292,7 @@ def _limit(which: int, most: int) -> None:
 
 
 def _show(closed: list[str], shown: list[str]) -> None:
-    """Mounts of this process alone; the modes of what is shown hold.  Raises OSError."""
+    """Mounts of this process alone; shown files keep their modes.  Raises OSError."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
 
     def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:

@@ -130,9 +130,9 @@ def _needed(task: TaskConfig) -> Iterator[str]:
 
 
 def _as_other(plain: Isolation, task: TaskConfig) -> Isolation:
-    """Programs of root as another user, which sees what it needs below closed folders.
+    """Programs of root as another user, which sees the needed files below closed folders.
 
-    Raises ConfigError where that user cannot be, or cannot read what it needs.
+    Raises ConfigError where that user is impossible, or cannot read the needed files.
     """
     needed, here = list(_visible(task)), os.getcwd()
     must_read = (*_needed(task), *task.read_paths)
@@ -157,7 +157,7 @@ def _as_other(plain: Isolation, task: TaskConfig) -> Isolation:
 def shown_to_others(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Folders that other users may not pass, and the names of `paths` below them.
 
-    A name below another one is left out; names of links on the way to a path are among them.
+    A name below another name is left out; names of links on the way to a path are among them.
     """
     closed, names = set[str](), set[str]()
     for name in {name for path in paths for name in _names(os.path.abspath(path))}:

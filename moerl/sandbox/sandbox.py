@@ -53,8 +53,8 @@ Why = Literal["exit", "timeout", "output", "memory", "refused", "lost"]
 class ToolOutput:
     """How a program in a sandbox ended.
 
-    why: exit: by itself, with `code` (negative: the signal).  timeout, output, memory: at a limit,
-    by force.  refused: not started, `err` says why.  lost: the sandbox has ended, with its files.
+    why: exit: it ended with `code` (negative: the signal).  timeout, output, memory: at a limit, by
+    force.  refused: not started, `err` says why.  lost: the sandbox has ended, with its files.
     """
 
     code: int

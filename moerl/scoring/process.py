@@ -65,10 +65,7 @@ class ProcessScorer:
     """The `Scorer` of a function, and the replies of an environment, in worker processes."""
 
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
-        """Raises ConfigError when the task's reward cannot be made, or not be isolated.
-
-        Workers start on first use.
-        """
+        """Start workers on first use.  Raises ConfigError for an unusable reward."""
         isolation = isolation_of(task)
         make_reward(task)
         make_environment(task)
@@ -142,7 +139,7 @@ class WorkerProcess:
     def ask(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """The worker's answer; whatever goes wrong is its failure.
 
-        A worker that another process has ended is replaced and asked again: at the end of a run
+        If another process has ended the worker, a new worker gets the question: at the end of a run
         workers may be killed before the controller, which must not record a failed score.
         """
         for _ in range(_ATTEMPTS):

@@ -24,7 +24,7 @@ class RunScorers:
     def __init__(
         self, scorers: Mapping[tuple[str, str], Scorer], replies: Mapping[str, ProcessScorer]
     ) -> None:
-        """replies: processes that answer for a text environment, by task."""
+        """Route questions by (task, term).  replies: processes of a text environment, by task."""
         self._scorers, self._replies = dict(scorers), dict(replies)
 
     async def score(

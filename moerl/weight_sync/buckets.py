@@ -148,7 +148,7 @@ def cut(box: Box, itemsize: int, limit: int, quantised: bool) -> Iterator[Box]:
 def engine_wants(asked: object, model: Mapping[str, Any]) -> str:
     """`WirePolicy.quantization` for engines that serve a model folder.
 
-    asked: engine.args.quantization, if any; model: config.json.  Engines keep projections in the
+    asked: engine.args.quantization, if any.  model: config.json.  Engines keep projections in the
     block format of the checkpoint that they load; engines with another format refuse to start.
     """
     stored = model.get("quantization_config") or {}

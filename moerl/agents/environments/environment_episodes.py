@@ -1,8 +1,8 @@
 """Plays episodes with an environment object: turns of the policy, and its answers.
 
-Turns are asked for as a client of the gateway asks, without HTTP, so they are recorded in the same
-way.  The environment says what the policy reads next; what the policy wrote goes back into the
-conversation unchanged, so each turn continues the one before.
+Turns are requested as by a client of the gateway, without HTTP, so they are recorded in the same
+way.  The environment returns the next messages; the policy's answers stay in the conversation
+unchanged, so each turn continues the turn before.
 
 An episode whose turns, tokens or context are used up ends there, with the rewards so far.
 """
@@ -44,7 +44,7 @@ _LIMITS = ("context_length_exceeded", "turn_limit_exceeded", "token_limit_exceed
 
 
 class EpisodeFailed(Exception):
-    """Why an episode cannot be trained: a word, and what continues "the agent of EPISODE ..."."""
+    """Why an episode cannot be trained: a word, and the rest of "the agent of EPISODE ..."."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail

@@ -114,7 +114,7 @@ class EnvironmentPool:
             await asyncio.to_thread(self._tools.close)
 
     async def _least_busy(self) -> EnvironmentProcess:
-        """A worker that lives; missing ones are started first."""
+        """A living worker; missing workers are started first."""
         for place, worker in enumerate(self._workers):
             if worker is None or worker.gone:
                 self._end(worker)
@@ -245,7 +245,7 @@ class EnvironmentProcess:
         return now - others - (now - self._blocked_at if self.blocker not in ("", episode) else 0.0)
 
     async def _wait_for_blocker(self) -> None:
-        """Until the loop goes on; an episode that has blocked it too long ends the worker."""
+        """Until the loop runs again; an episode that has blocked it too long ends the worker."""
         left = self._blocked_at + self.answer_s - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left):

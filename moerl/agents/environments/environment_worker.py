@@ -1,7 +1,7 @@
 """A worker process: it holds environments of many episodes on one event loop.
 
 It is started below a reaper, as rewards are, with the same limits and variables; it ends with its
-connection.  What an environment raises fails its own episode.  What ends the process costs all
+connection.  An exception of an environment fails its own episode.  The end of the process costs all
 episodes of this worker.  A thread reports the episode whose environment blocks the loop.
 """
 
@@ -238,7 +238,7 @@ async def serve(connection: socket.socket) -> None:
 
 
 def _encoded(message: FromWorker, most: int) -> bytes:
-    """A message, or where it is too long or holds what msgpack cannot, what is wrong with it."""
+    """A message, or the error of a message that is too long or that msgpack cannot encode."""
     try:
         data = encode(message)
         decode_from_worker(data)  # what the other side cannot read would end this process

@@ -195,7 +195,7 @@ def _lost_of(ran: ToolOutput) -> str:
 def _parsed(
     arguments: str | Mapping[str, object], wanted: Mapping[str, str]
 ) -> dict[str, str] | None:
-    """The arguments by name, or None when they are not those that the tool wants."""
+    """The arguments by name, or None when the tool wants other arguments."""
     try:
         found = msgspec.json.decode(arguments) if isinstance(arguments, str) else dict(arguments)
         given = msgspec.convert(found, dict[str, str])

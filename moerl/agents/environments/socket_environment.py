@@ -83,7 +83,7 @@ class SocketEnvironment(HttpEnvironment):
     async def _exchange(
         self, socket: aiohttp.ClientWebSocketResponse, route: str, message: str
     ) -> msgspec.Raw:
-        """The data of an observation.  A server that is full says so before it is asked."""
+        """The data of an observation.  A full server sends an error before the request."""
         was_silent = not self._next.done()
         with contextlib.suppress(
             aiohttp.ClientConnectionError

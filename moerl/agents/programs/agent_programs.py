@@ -53,7 +53,7 @@ class AgentPrograms(AgentRunner):
         *,
         awaits_retries: bool = False,
     ) -> None:
-        """remote: plays the episodes of a task with an agent.port.
+        """Start nothing.  remote: plays the episodes of a task with an agent.port.
 
         sockets: folder of this user alone, with a short path, for the gateway of sandboxes.
         awaits_retries: engines take turns with a trainer, which may take longer than a timeout.

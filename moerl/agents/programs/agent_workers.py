@@ -36,7 +36,7 @@ _ALLOWED = '{"episode": NAME, "secret": TEXT, "reward": NUMBER}, or "error": TEX
 
 
 class _Answer(msgspec.Struct):
-    """The reward is read with those of other programs."""
+    """One line of a worker: its reward is read as the rewards of other programs are."""
 
     episode: str
     secret: str
@@ -171,7 +171,7 @@ class _Worker:
 
     # --- what it prints ---------------------------------------------------------------------------
     async def _hear(self, out: asyncio.StreamReader) -> str:
-        """Take answers; why no further one can be taken, empty when there are no more."""
+        """Take answers until the end; returns why the stream ended, empty if as expected."""
         while True:
             try:
                 line = await out.readuntil()
@@ -183,7 +183,7 @@ class _Worker:
                 return why
 
     def _take(self, line: bytes) -> str:
-        """Give an answer to its episode; what is wrong with the line."""
+        """Give an answer to its episode; returns the fault of the line, or ""."""
         try:
             answer = msgspec.json.decode(line, type=_Answer)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -84,9 +84,9 @@ class Generation:
     ) -> None:
         """Start without a server.
 
-        routing: the engine's routes are recorded.  support: the log-probabilities of all kept
-        entries are, too, and without truncation those of so many likeliest ones; 0 = neither.
-        entropies: replies have them.
+        routing: the engine's routes are recorded.  support: record the log-probabilities of all
+        kept entries, or without truncation of so many likeliest entries; 0 = neither.  entropies:
+        replies have them.
         """
         self._index, self._shape, self._store = health.index, shape, store
         self._health, self._updates, self._tracer = health, updates, tracer
@@ -429,10 +429,7 @@ class Generation:
         request: GenerateRequest,
         version: PolicyVersion,
     ) -> _SegmentBlobs:
-        """Write all arrays of one segment as one blob.
-
-        Prompt rows equal to a sibling's are referenced, not written again.
-        """
+        """Write a segment's arrays as one blob, except prompt rows equal to a sibling's."""
         if not len(parsed.output_ids):
             return _SegmentBlobs()
         own, prompt_rows, prompt = parsed.routing, None, None

@@ -101,10 +101,7 @@ class EngineHost:
         store: BlobStore,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """Make the host; `start` starts its server.
-
-        followers: the engine's other nodes, by node rank from 1.
-        """
+        """`start` starts the server.  followers: the engine's other nodes, by node rank from 1."""
         check_head(asks_fp32_head(config.args), trainer_fp32=context.fp32_head)
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
@@ -296,7 +293,7 @@ class EngineHost:
 
         A record that breaks the contract is returned as its RecordError, without effect on the
         others.
-        heard: receives the tokens so far of the request that streams.
+        heard: receives the tokens so far of the streamed request.
         """
         replies: dict[str, Segment | RecordError] = {}
 

@@ -282,10 +282,10 @@ class WeightUpdater:
 
     # --- memory -----------------------------------------------------------------------------------
     async def move_memory(self, message: SleepEngine | WakeEngine) -> MemoryState:
-        """Sleep or wake; a state that is there already is answered without the server.
+        """Sleep or wake; the present state is answered without the server.
 
-        Raises EngineError: nothing was changed, or the server ends, since what its ranks have
-        released is then unknown.
+        Raises EngineError: nothing was changed, or the server ends, since its memory is in an
+        unknown state.
         """
         async with self._committing:
             sleeps, wanted = isinstance(message, SleepEngine), set(message.parts)

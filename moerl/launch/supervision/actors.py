@@ -214,10 +214,7 @@ class RemoteScorer:
     """The `Scorers` protocol over an actor handle."""
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
-        """Ask the scorer of an actor.
-
-        is_restarted: a dead scorer fails its calls only, and does not end the run.
-        """
+        """Ask an actor's scorer.  is_restarted: its death fails its calls, not the run."""
         self._actor, self._is_restarted = actor, is_restarted
         self._pid = 0
         self.restarts = 0

@@ -170,9 +170,7 @@ class TrainerSupervisor:
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
-        """Take status, new rows, the trainer's failure and notices from an answer of the
-        controller.
-        """
+        """Take status, new rows, the trainer's failure and notices from the controller."""
         status, rows, failure, notices = polled
         for notice in notices:
             self._context.note(notice)
@@ -189,7 +187,7 @@ class TrainerSupervisor:
             self._count(row)
 
     def _say_set_aside(self) -> None:
-        """A line for each checkpoint that a rank found damaged: an earlier one is loaded."""
+        """A line for each checkpoint that a rank found damaged: an earlier checkpoint is loaded."""
         found = damaged_in(self.run_context.run)
         for path in sorted(found - self._set_aside):
             self._context.say(f"a checkpoint is damaged, an earlier one is loaded: see {path}")
@@ -308,9 +306,7 @@ class TrainerRanks:
         return True
 
     def lateness(self) -> str:
-        """A message, once, when no step came within the limit; after twice the limit ends the
-        trainer.
-        """
+        """One message when no step came within the limit; ends it after twice the limit."""
         waited_s = time.monotonic() - self._since
         if self._job is None or waited_s < self._limit_s:
             return ""

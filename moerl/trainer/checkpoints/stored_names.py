@@ -2,8 +2,8 @@
 
 megatron-core stores tensors whole, in coordinates that do not depend on the layout.  Only names
 differ between live modules: a norm is called after the projection it is fused into by Transformer
-Engine, experts are one tensor with an expert dim, and layers that are all alike can be one tensor
-with a layer dim.
+Engine, experts are one tensor with an expert dim, and equal layers can be one tensor with a layer
+dim.
 Read at megatron-core 0.19.2: transformer_block.py, gpt_layer_specs.py, moe/experts.py,
 ssm/gated_delta_net/common.py.
 """

@@ -37,10 +37,7 @@ class Patch:
 
 
 def apply(*absent: Absent) -> None:
-    """Run the rows of `PATCHES` for absent parts, once per process.
-
-    Call it before megatron is imported.
-    """
+    """Run rows of `PATCHES` for absent parts, once, before megatron is imported."""
     global _applied
     if _applied:
         return

@@ -205,10 +205,7 @@ class BiasedChoice:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose by biased scores.
-
-        scores: logits [N, E]; returns (logits of the chosen [N, K], ids [N, K]).
-        """
+        """Choose by biased scores: logits [N, E] -> (logits of the chosen [N, K], ids [N, K])."""
         biased = scores.softmax(-1, dtype=torch.float32) + self.bias
         if self.replay is None:
             _, ids = default_compute_topk(biased, topk, num_groups, group_topk)

@@ -105,7 +105,7 @@ class Model:
         )
 
     def keep_base(self) -> None:
-        """The loaded weights are those that adapters change."""
+        """Keep the loaded weights as the base of adapters."""
         for adapters in self.adapters:
             adapters.keep_base()
 

@@ -160,10 +160,7 @@ class DevicePipe:
         buckets: DeviceBuckets | None,
         check: Check,
     ) -> None:
-        """Pipe to `peer` in a group of two.
-
-        group: ProcessGroupNCCL; buckets: None = two of its own, kept until `settle`.
-        """
+        """Pipe to `peer`.  group: ProcessGroupNCCL.  buckets: None = two, kept until `settle`."""
         self._group, self._peer, self._device, self._check = group, peer, device, check
         self._shared = buckets
         self._own: DeviceBuckets | None = None
@@ -259,7 +256,7 @@ AGREED = tuple(f"NCCL_{name}" for name in f"{_SWITCHES} NET NET_PLUGIN ALGO PROT
 
 
 def nccl_settings() -> dict[str, str]:
-    """Settings of this process that both members of a pair need alike; empty text: not set."""
+    """Settings of this process that both members of a pair must share; empty text: not set."""
     found = {"NCCL's version": ".".join(map(str, torch.cuda.nccl.version()))}
     return found | {name: os.environ.get(name, "") for name in AGREED}
 
@@ -290,10 +287,7 @@ def nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
 
 
 def meet(pipe: Pipe, *, receives: bool, deadline: float) -> None:
-    """Move one byte, so that NCCL forms its communicator within the rendezvous.
-
-    Raises TransportError.
-    """
+    """Move a byte, so that NCCL forms its communicator here.  Raises TransportError."""
     byte = torch.zeros(1, dtype=torch.uint8)
     if receives:
         pipe.receive(byte, deadline)
