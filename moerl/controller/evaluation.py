@@ -152,11 +152,11 @@ class Evaluator:
             if index is None:
                 await self._tasks.wait_change(1.0)
                 continue
-            member = self._pool.members[index]
-            self._last, begin = member.version, time.monotonic()
-            member.held_until = begin + self._config.hold_s
+            engine = self._pool.engines[index]
+            self._last, begin = engine.version, time.monotonic()
+            engine.held_until = begin + self._config.hold_s
             try:
-                metrics = await self._evaluate(index, member.version, member.held_until)
+                metrics = await self._evaluate(index, engine.version, engine.held_until)
             except (EngineError, RecordError, ScoreError) as error:
                 log.warning("the evaluation of %s is cancelled: %s", self._last, error)
                 self._step_metrics.evaluations_given_up += 1
@@ -164,18 +164,18 @@ class Evaluator:
                 metrics["eval/seconds"] = time.monotonic() - begin
                 self._step_metrics.evaluations.append(metrics)
             finally:
-                member.held_until = 0.0
+                engine.held_until = 0.0
                 self._ended = self._last
                 self._tasks.notify()
 
     def _due(self) -> int | None:
         """The engine that can evaluate now."""
         able = [
-            (member.generating, index)
-            for index, member in self._pool.members.items()
+            (engine.generating, index)
+            for index, engine in self._pool.engines.items()
             if self._pool.serves(index)
-            and self._has_turn(member.version.step)
-            and (self._last is None or member.version > self._last)
+            and self._has_turn(engine.version.step)
+            and (self._last is None or engine.version > self._last)
         ]
         return min(able)[1] if able else None
 
@@ -189,8 +189,8 @@ class Evaluator:
         length in tokens, and text.  Raises EngineError, RecordError or ScoreError.
         """
         await self._player.started.wait()
-        begin, members = time.monotonic(), self._pool.members
-        pins = [EnginePin(index, member.version) for index, member in members.items()]
+        begin, engines = time.monotonic(), self._pool.engines
+        pins = [EnginePin(index, engine.version) for index, engine in engines.items()]
         self._tasks.spawn(self._tell())
         counts, scored = await self._answered(pins, begin + _ALONE_S)
         metrics = counts | self._figures(scored) | {"eval/seconds": time.monotonic() - begin}

@@ -89,9 +89,9 @@ class Producer:
         groups = [g for g in self._groups.values() if self._speaks_messages(g)]
         running = [episode for group in groups for episode in group.running]
         queued = self._player.router.waiting
-        engine = sum(any(call.member for call in episode.calls) for episode in running)
+        engine = sum(any(call.engine for call in episode.calls) for episode in running)
         queue = sum(
-            episode.name in queued and not any(call.member for call in episode.calls)
+            episode.name in queued and not any(call.engine for call in episode.calls)
             for episode in running
         )
         return {
@@ -112,7 +112,7 @@ class Producer:
         begin, tokens, index = time.monotonic(), 0, 0
 
         async def once(engine: int, first: int) -> int:
-            pin = EnginePin(engine, self._pool.members[engine].version)
+            pin = EnginePin(engine, self._pool.engines[engine].version)
             playing = (
                 self._player.play(self._player.open(spec), one_turn=True)
                 for prompt in self._usable(range(first, first + _AT_ONCE))
@@ -123,7 +123,7 @@ class Producer:
                 self._blobs.delete(uri)
             return sum(episode.num_sampled for episode in ended)
 
-        while (busy := [e for e in self._pool.members if self._pool.serves(e)]) and (
+        while (busy := [e for e in self._pool.engines if self._pool.serves(e)]) and (
             time.monotonic() - begin < seconds
         ):
             calls = [once(e, index + place * _AT_ONCE) for place, e in enumerate(busy)]

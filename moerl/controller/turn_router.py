@@ -74,17 +74,17 @@ class TurnRouter:
         def late(reply: Reply) -> None:
             self._came_late(episode, reply)
 
-        if isinstance(call.member, EngineState) and call.asked is not None:
+        if isinstance(call.engine, EngineState) and call.asked is not None:
             del self._sent[call.asked.name]
-            call.member.calls.cancel([call.asked.name], late)
-            self._has_left(call, call.member)
+            call.engine.calls.cancel([call.asked.name], late)
+            self._has_left(call, call.engine)
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
         """The weights that would sample the next turn of an episode."""
-        members = self._pool.members
-        if (member := members.get(episode.engine)) is not None:
-            return member.version
-        return max((one.version for one in members.values()), default=episode.newest)
+        engines = self._pool.engines
+        if (engine := engines.get(episode.engine)) is not None:
+            return engine.version
+        return max((one.version for one in engines.values()), default=episode.newest)
 
     def _came_late(self, episode: OpenEpisode, reply: Reply) -> None:
         """A reply to a turn that was withdrawn."""
@@ -105,8 +105,8 @@ class TurnRouter:
 
     # --- sending ----------------------------------------------------------------------------------
     def _dispatch(self) -> None:
-        members = self._pool.members
-        serving = [members[index].version for index in members if self._pool.serves(index)]
+        engines = self._pool.engines
+        serving = [engines[index].version for index in engines if self._pool.serves(index)]
         newest = max(serving, default=None)
         if newest is None:
             return
@@ -133,8 +133,8 @@ class TurnRouter:
 
     def _pinned(self, call: TurnCall, pin: EnginePin) -> None:
         """A turn of an evaluation is sampled by one engine at one version, or not at all."""
-        if member := self._pool.members.get(pin.engine):
-            pin.check(member.version)
+        if engine := self._pool.engines.get(pin.engine):
+            pin.check(engine.version)
         else:
             pin.breaks(EngineError(f"engine {pin.engine} has left the run"))
         if pin.broken.done():
@@ -143,34 +143,34 @@ class TurnRouter:
             self._send(call, pin.engine)
 
     def _send(self, call: TurnCall, index: int) -> None:
-        member, request = self._pool.members[index], call.asked
+        engine, request = self._pool.engines[index], call.asked
         assert request is not None, "a turn is placed with its request"
-        call.member, call.step, call.episode.engine = member, member.version.step, index
+        call.engine, call.step, call.episode.engine = engine, engine.version.step, index
         call.sent_at = asyncio.get_running_loop().time()
         self._sent[request.name] = call
-        member.generating += 1
-        member.calls.send([request], self._take, _listener(call))
+        engine.generating += 1
+        engine.calls.send([request], self._take, _listener(call))
 
-    def _has_left(self, call: TurnCall, member: EngineState) -> None:
-        call.member = None
-        member.generating -= 1
-        if not member.generating:  # an update, or its end, may wait for it
+    def _has_left(self, call: TurnCall, engine: EngineState) -> None:
+        call.engine = None
+        engine.generating -= 1
+        if not engine.generating:  # an update, or its end, may wait for it
             self._tasks.notify()
 
     # --- replies ----------------------------------------------------------------------------------
     def _take(self, name: str, reply: Reply) -> None:
         call = self._sent.pop(name)
-        member = call.member
-        assert isinstance(member, EngineState), "it was sent to an engine"
-        self._has_left(call, member)
+        engine = call.engine
+        assert isinstance(engine, EngineState), "it was sent to an engine"
+        self._has_left(call, engine)
         if isinstance(reply, Segment):
-            member.errors.clear()
+            engine.errors.clear()
         elif _is_own_error(reply) and call.wanted.grammar is None:
-            self._count_error(call, member, reply)
+            self._count_error(call, engine, reply)
         if call.done.done():  # its episode was ended in this tick
             self._came_late(call.episode, reply)
         elif isinstance(reply, EngineError):
-            self._engine_failed(call, member, reply)
+            self._engine_failed(call, engine, reply)
         elif isinstance(reply, RecordError):
             call.fail(reply)
         else:
@@ -241,14 +241,14 @@ class TurnRouter:
         else:
             self.submit(call)
 
-    def _count_error(self, call: TurnCall, member: EngineState, error: Exception) -> None:
+    def _count_error(self, call: TurnCall, engine: EngineState, error: Exception) -> None:
         """Errors of an engine that lives, in a row, end the run.
 
         A server that dies may answer its last requests with errors, so only those count whose
         request was sent some time after the error before: then its death is known, and it has no
         requests.  A request that fails again and again is refused with its episode.
         """
-        errors, name = member.errors, without_life(call.episode.name)
+        errors, name = engine.errors, without_life(call.episode.name)
         if errors and call.sent_at < errors[-1][1] + _APART_S:
             return
         if isinstance(error, RecordError) and name in dict(errors):
@@ -256,7 +256,7 @@ class TurnRouter:
         errors.append((name, asyncio.get_running_loop().time()))
         if len(errors) < _MOST_ERRORS:
             return
-        index = next((i for i, one in self._pool.members.items() if one is member), -1)
+        index = next((i for i, one in self._pool.engines.items() if one is engine), -1)
         self._tasks.fail(
             EngineError(
                 f"engine {index} answered {len(errors)} requests in a row with an error and none "
@@ -264,7 +264,7 @@ class TurnRouter:
             )
         )
 
-    def _engine_failed(self, call: TurnCall, member: EngineState, error: EngineError) -> None:
+    def _engine_failed(self, call: TurnCall, engine: EngineState, error: EngineError) -> None:
         """A request has failed with its engine: its turn continues on any engine."""
         if pin := call.episode.spec.pin:
             pin.breaks(error)
@@ -274,8 +274,8 @@ class TurnRouter:
             self._tasks.fail(error)
             call.fail(error)
             return
-        for index, other in self._pool.members.items():
-            if other is member and member.phase == EnginePhase.UP:
+        for index, other in self._pool.engines.items():
+            if other is engine and engine.phase == EnginePhase.UP:
                 log.warning("engine %d failed, its turns continue elsewhere: %s", index, error)
                 self._pool.rest(index)
         if _has_lost(call):

@@ -62,7 +62,7 @@ class Turns:
     def took_over(self) -> None:
         """All engines have answered: unless all are awake, the trainer may have the memory."""
         away = (EnginePhase.ASLEEP, EnginePhase.LOST)
-        if any(member.phase in away for member in self._shared()):
+        if any(engine.phase in away for engine in self._shared()):
             self._enter(TurnPhase.TRAIN)
 
     # --- phases -----------------------------------------------------------------------------------
@@ -117,13 +117,13 @@ class Turns:
         """Wake an engine's weights, without requests, for a session.  Raises EngineError."""
         if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
             self._enter(TurnPhase.HANDING)
-        member = self._pool.members.get(index)
-        if member is None or member.phase == EnginePhase.LOST or index not in self._sleepers:
+        engine = self._pool.engines.get(index)
+        if engine is None or engine.phase == EnginePhase.LOST or index not in self._sleepers:
             return
-        if member.phase != EnginePhase.ASLEEP:  # it was started in GENERATE
-            member.phase = EnginePhase.ASLEEP
-            await self._move(member, SleepEngine(index, ("kv_cache",), self._limit_s))
-        await self._move(member, WakeEngine(index, ("weights",), self._limit_s))
+        if engine.phase != EnginePhase.ASLEEP:  # it was started in GENERATE
+            engine.phase = EnginePhase.ASLEEP
+            await self._move(engine, SleepEngine(index, ("kv_cache",), self._limit_s))
+        await self._move(engine, WakeEngine(index, ("weights",), self._limit_s))
 
     async def open(self) -> None:
         """The trainer waits for a batch: engines with verified weights serve again.
@@ -132,7 +132,7 @@ class Turns:
         """
         if self._trainer_starts:
             return
-        asleep = [m for m in self._pool.members.values() if m.phase == EnginePhase.ASLEEP]
+        asleep = [m for m in self._pool.engines.values() if m.phase == EnginePhase.ASLEEP]
         if self.phase == TurnPhase.GENERATE and not asleep:
             self._late = int((time.monotonic() - self._since) / self._budget_s)
             return
@@ -162,47 +162,47 @@ class Turns:
         self.phase = phase
 
     # --- engines ----------------------------------------------------------------------------------
-    async def _sleep(self, index: int, member: EngineState) -> MemoryState | None:
-        if member.phase != EnginePhase.LOST and index in self._sleepers:
-            member.phase = EnginePhase.ASLEEP
-        while member.phase == EnginePhase.ASLEEP:
+    async def _sleep(self, index: int, engine: EngineState) -> MemoryState | None:
+        if engine.phase != EnginePhase.LOST and index in self._sleepers:
+            engine.phase = EnginePhase.ASLEEP
+        while engine.phase == EnginePhase.ASLEEP:
             try:
-                return await self._move(member, SleepEngine(index, self._parts, self._limit_s))
+                return await self._move(engine, SleepEngine(index, self._parts, self._limit_s))
             except EngineError as error:  # refused for now; a broken one is about to be lost
                 log.warning("engine %d does not sleep yet: %s", index, error)
                 await self._tasks.wait_change(_AGAIN_S)
         return None
 
-    async def _wake(self, index: int, member: EngineState) -> MemoryState | None:
-        if member.phase != EnginePhase.ASLEEP:
+    async def _wake(self, index: int, engine: EngineState) -> MemoryState | None:
+        if engine.phase != EnginePhase.ASLEEP:
             return None
         try:
-            found = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
+            found = await host_answer(engine.host.session(AskEngine(index)), "AskEngine")
             assert isinstance(found, EngineVersion), "the reply to AskEngine"
-            member.behind |= found.is_dirty or "weights" in found.asleep or bool(found.cause)
-            if member.behind:
+            engine.behind |= found.is_dirty or "weights" in found.asleep or bool(found.cause)
+            if engine.behind:
                 return None
-            moved = await self._move(member, WakeEngine(index, self._parts, self._limit_s))
+            moved = await self._move(engine, WakeEngine(index, self._parts, self._limit_s))
         except EngineError as error:  # `open` is called again
             log.warning("engine %d does not wake yet: %s", index, error)
             return None
-        if member.phase == EnginePhase.ASLEEP:  # else its death was reported meanwhile
-            member.phase = EnginePhase.UP
+        if engine.phase == EnginePhase.ASLEEP:  # else its death was reported meanwhile
+            engine.phase = EnginePhase.UP
         return moved
 
-    async def _move(self, member: EngineState, message: SleepEngine | WakeEngine) -> MemoryState:
-        moving = member.engine.move_memory(message)
+    async def _move(self, engine: EngineState, message: SleepEngine | WakeEngine) -> MemoryState:
+        moving = engine.host.move_memory(message)
         return await host_answer(moving, type(message).__name__, message.timeout_s)
 
     async def _each(
         self, work: Callable[[int, EngineState], Awaitable[MemoryState | None]]
     ) -> list[MemoryState]:
-        members = list(self._pool.members.items())
-        moved = await asyncio.gather(*(work(index, member) for index, member in members))
+        engines = list(self._pool.engines.items())
+        moved = await asyncio.gather(*(work(index, engine) for index, engine in engines))
         return [one for one in moved if one is not None]
 
     def _shared(self) -> list[EngineState]:
-        return [m for index, m in self._pool.members.items() if index in self._sleepers]
+        return [m for index, m in self._pool.engines.items() if index in self._sleepers]
 
     def _is_starting(self) -> bool:
         return any(m.phase == EnginePhase.LOST and not m.leaving for m in self._shared())
@@ -210,7 +210,7 @@ class Turns:
     def _is_held(self) -> bool:
         """An evaluation ends first."""
         now = time.monotonic()
-        return any(member.held_until > now for member in self._pool.members.values())
+        return any(engine.held_until > now for engine in self._pool.engines.values())
 
     async def _wait_while(self, waits: Callable[[], bool]) -> None:
         while waits():

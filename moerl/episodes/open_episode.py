@@ -131,7 +131,7 @@ class TurnCall:
         "done",
         "episode",
         "heard",
-        "member",
+        "engine",
         "sent_at",
         "step",
         "turn",
@@ -142,7 +142,7 @@ class TurnCall:
         self.episode, self.turn, self.wanted = episode, turn, wanted
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked: GenerateRequest | None = None  # the request of this turn that is open
-        self.member: object | None = None  # state of the engine that has it
+        self.engine: object | None = None  # state of the engine that has it
         self.sent_at = 0.0  # seconds of the event loop
         self.step = 0  # of that engine's weights when it was sent
         self.heard: Array = np.zeros(0, np.int32)  # tokens that a listener knows
@@ -372,7 +372,7 @@ class OpenEpisode:
         """
         steps = [version.step for version in self._oldest.values()]
         if runs_through_updates:
-            steps += [call.step for call in self._calls.values() if call.member is not None]
+            steps += [call.step for call in self._calls.values() if call.engine is not None]
         return min(steps, default=None)
 
     # --- plumbing ---------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class OneEngineRouter:
         self._spawn(self._sample(call))
 
     def withdraw(self, call: TurnCall) -> None:
-        if call.member is not None and call.asked is not None:
+        if call.engine is not None and call.asked is not None:
             self._spawn(self._engine.abort([call.asked.name]))
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
@@ -92,14 +92,14 @@ class OneEngineRouter:
                 call.heard = np.concatenate([before, output_ids])
                 told(call.heard)
 
-        call.asked, call.member = call.turn.request(streams=told is not None), self._engine
+        call.asked, call.engine = call.turn.request(streams=told is not None), self._engine
         try:
             if told is not None:
                 reply = await self._engine.stream(call.asked, heard)
             else:
                 (reply,) = await self._engine.generate([call.asked])
         finally:
-            call.member = None
+            call.engine = None
         if isinstance(reply, RecordError):
             raise reply
         return reply

@@ -359,7 +359,7 @@ def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
             with pytest.raises(EngineError):
                 await asking
         await asyncio.sleep(0.1)
-        assert controller.context.pool.members[0].phase == EnginePhase.LOST
+        assert controller.context.pool.engines[0].phase == EnginePhase.LOST
         asking.cancel()
 
     play(tmp_path, [engine], work)
@@ -382,7 +382,7 @@ def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
         engine.is_hung = True
         second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
         await second.rejoin([])
-        assert second.context.pool.members[0].phase == EnginePhase.RESTING
+        assert second.context.pool.engines[0].phase == EnginePhase.RESTING
         engine.is_hung = False
         trainer.controller = second
         await running(second, trainer.run(3))
@@ -401,7 +401,7 @@ def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
         await controller.handle(hello(trainer.version))  # and no publish
         ask = TakePlan(0, 60.0, 0)
         assert await controller.handle(ask) == Refresh()
-        member = controller.context.pool.members[0]
+        member = controller.context.pool.engines[0]
         assert (member.phase, member.behind) == (EnginePhase.ASLEEP, True)
         assert engine.asleep == set(ALL)
         await trainer.hand_over()
