@@ -48,7 +48,7 @@ class ScoringStage:
         self._config, self._model = context.config, services.model
         self.scores = context.scores
         self._buffer, self._ref_counts = context.buffer, context.ref_counts
-        self._history, self._journal = context.lineage, services.journal
+        self._lineage, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
         self._checking = asyncio.Lock()
@@ -244,7 +244,7 @@ class ScoringStage:
         while not await self._is_written(group):
             await asyncio.sleep(disk_wait.PAUSE_S)
         self._attempts.pop(group.group_id, None)
-        if self._history.in_lineage(group):
+        if self._lineage.in_lineage(group):
             self._buffer.admit(group)
             return True
         self._journal.left([group.group_id])
@@ -257,7 +257,7 @@ class ScoringStage:
         try:
             if self._journal.is_shared:
                 await asyncio.to_thread(self._journal.share, group)
-            if self._history.in_lineage(group):
+            if self._lineage.in_lineage(group):
                 self._journal.admitted(group)
         except JournalError as error:
             self._writes.failed(f"group {group.group_id}", error)
@@ -276,7 +276,7 @@ class ScoringStage:
     def _check(self, rollout: Rollout) -> None:
         check(rollout, self._model, routing=self._config.replay.routing == "R3")
         for span in rollout.versions:
-            if not self._history.knows(span.version, self._buffer.next_step):
+            if not self._lineage.knows(span.version, self._buffer.next_step):
                 raise RecordError(
                     "version",
                     f"{rollout.rollout_id}: tokens of {span.version}, which was never published",

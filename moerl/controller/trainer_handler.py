@@ -72,7 +72,7 @@ class TrainerHandler:
         self._pool, self._sync_targets = context.pool, context.sync_targets
         self._buffer, self._batches = context.buffer, context.batches
         self._writes = WriteRetry(context.step_metrics)
-        self._journal, self._history = context.services.journal, context.lineage
+        self._journal, self._lineage = context.services.journal, context.lineage
         self._stream = context.services.stream
         self._ref_counts, self._step_metrics, self._tasks = (
             context.ref_counts,
@@ -176,7 +176,7 @@ class TrainerHandler:
 
         def begin() -> None:
             self._pool.expect_no_newer(hello.version.incarnation)
-            begins = self._history.joined(hello.begins)
+            begins = self._lineage.joined(hello.begins)
             self._journal.began(begins, hello.dp_size, consumed.parts, hello.pair_cost)
             self._services.on_rewind(hello.version.step)
             if self._stream is not None:
@@ -189,7 +189,7 @@ class TrainerHandler:
         self._pool.incarnation = hello.version.incarnation
         if self._turns is not None:
             self._turns.trainer_is_up()
-        self._history.restore(self._history.joined(hello.begins))
+        self._lineage.restore(self._lineage.joined(hello.begins))
         again, spent = self._batches.restart(hello.version.step, consumed)
         spent += self._buffer.restart(hello.version.step, hello.consumed, again)
         self._let_go(spent)
@@ -204,12 +204,12 @@ class TrainerHandler:
 
     def drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
-        strange = self._buffer.evict(lambda group: not self._history.knows_trainer(group))
+        strange = self._buffer.evict(lambda group: not self._lineage.knows_trainer(group))
         self._journal.left(group.group_id for group in strange)
         for group in strange:
             self._step_metrics.refused["lineage"] += 1
             self._ref_counts.forget(group)
-        branch = self._buffer.evict(lambda group: not self._history.in_lineage(group))
+        branch = self._buffer.evict(lambda group: not self._lineage.in_lineage(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
             self._scoring_stage.drop_branch(group)

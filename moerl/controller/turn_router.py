@@ -42,7 +42,7 @@ class TurnRouter:
         self._pool, self._tasks, self._engines = context.pool, context.tasks, engines
         self._step_metrics, self._buffer = context.step_metrics, context.buffer
         self._turn_log, self._blobs = context.services.journal.turns, context.services.blobs
-        self._history, self._ref_counts = context.lineage, context.ref_counts
+        self._lineage, self._ref_counts = context.lineage, context.ref_counts
         self._ends_run = not context.config.supervision.max_restarts
         self._journal_tokens = context.config.rollout.journal_tokens
         self._to_log: list[tuple[GenerateRequest, Segment]] = []  # written at the end of this tick
@@ -206,7 +206,7 @@ class TurnRouter:
     def _check_versions(self, reply: Segment) -> None:
         """Raises RecordError for weights that no trainer has published."""
         for piece in reply.pieces:
-            if not self._history.knows(piece.version, self._buffer.next_step):
+            if not self._lineage.knows(piece.version, self._buffer.next_step):
                 detail = f"{reply.rollout_id}: tokens of {piece.version}, which was never published"
                 raise RecordError("version", detail)
 
@@ -320,8 +320,8 @@ class TurnRouter:
 
     def _is_of_history(self, reply: Segment) -> bool:
         return all(
-            self._history.holds(piece.version)
-            and self._history.knows(piece.version, self._buffer.next_step)
+            self._lineage.holds(piece.version)
+            and self._lineage.knows(piece.version, self._buffer.next_step)
             for piece in reply.pieces
         )
 
