@@ -137,7 +137,7 @@ class BlobAvailability:
         def is_named() -> bool:
             uris = group_uris(*self.trainable())
             uris = uris.union(*(episode.uris for episode in self._producer.episodes()))
-            uris = uris.union(*(episode.uris for episode in self._scoring_stage.partials()))
+            uris = uris.union(*(episode.uris for episode in self._scoring_stage.episodes()))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():
