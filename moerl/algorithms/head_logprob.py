@@ -127,13 +127,13 @@ def kept_logprobs(
     sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
     _check_mask(sampled, offsets, ids)
     lengths = offsets.diff()
-    kept = _Kept.of(head, sampled, lengths, ids)
+    kept = _Kept.make(head, sampled, lengths, ids)
     blocks = _kept_blocks(kept, head, hidden_SH.device)
     scores = _score(hidden_SH, head, temperature_S, blocks, lengths if support else None)
     if not full_entropy:
         return scores
     with torch.no_grad():
-        nowhere = _Kept.of(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
+        nowhere = _Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
         every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head), None)
     return scores._replace(full_entropy=every.entropy)
 
@@ -158,7 +158,7 @@ def full_logprobs(
     lengths, ids = torch.zeros_like(sampled), sampled[:0]
     if support is not None:
         lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
-    blocks = _full_blocks(_Kept.of(head, sampled, lengths, ids), head)
+    blocks = _full_blocks(_Kept.make(head, sampled, lengths, ids), head)
     wanted = None if support is None else lengths
     scores = _score(hidden_SH, head, temperature_S, blocks, wanted)
     return scores._replace(full_entropy=scores.entropy)
@@ -239,7 +239,7 @@ class _Kept(NamedTuple):
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
     @classmethod
-    def of(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
+    def make(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
         """Take the entries of this shard.  lengths: of all rows; ids: of all rows, global."""
         owner = torch.repeat_interleave(lengths)
         mine = (ids >= head.start) & (ids < head.start + head.width)
@@ -248,7 +248,7 @@ class _Kept(NamedTuple):
 
     def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
         """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
-        owner, ids, numbers = self._of(rows)
+        owner, ids, numbers = self._select(rows)
         sizes = _sizes(counts[rows], most)
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
@@ -273,7 +273,7 @@ class _Kept(NamedTuple):
         """Blocks of rows with runs of equal length of the vocabulary."""
         if not parts:
             return []
-        owner, ids, numbers = self._of(rows)
+        owner, ids, numbers = self._select(rows)
         number = ids // (parts[0].stop - parts[0].start)
         order = number.argsort(stable=True)
         lengths = torch.bincount(number, minlength=len(parts)).tolist()
@@ -290,7 +290,7 @@ class _Kept(NamedTuple):
             for part, of, kept, which in zip(parts, *pieces, strict=True)
         ]
 
-    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _select(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Entries of some rows: the number of its row among them, its id, its own number."""
         where = torch.full((len(self.sampled),), -1)
         where[rows] = torch.arange(len(rows))

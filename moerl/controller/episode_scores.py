@@ -117,7 +117,7 @@ class EpisodeScores:
         self._ask_turn(episode.name, episode.spec.prompt, turn)
 
     def _ask_turn(self, name: str, prompt: Prompt, turn: RecordedTurn) -> None:
-        one = self._of(name)
+        one = self._scores_of(name)
         view = one.views[turn.name] = viewed(prompt, turn, self._decode)
         for term in self._terms[prompt.task]:
             if term.unit == "step":
@@ -137,7 +137,7 @@ class EpisodeScores:
         *,
         is_over: bool,
     ) -> None:
-        one, ids = self._of(name), view.token_ids
+        one, ids = self._scores_of(name), view.token_ids
         place, whole = (term.name, view.name), None
         begin, first = one.cut.get(place, (0, 0))
         for end, count in self._step_ends(term, view, turn, begin, first, is_over=is_over):
@@ -178,10 +178,10 @@ class EpisodeScores:
     def _ask_part(self, name: str, term: RewardTerm, request: ScoreRequest, token: int) -> None:
         """Request the score of a step or turn that ends with sampled token `token` of its turn."""
         answer = self._queues[request.prompt.task, term.name].put(request)
-        parts = self._of(name).parts.setdefault(term.name, [])
+        parts = self._scores_of(name).parts.setdefault(term.name, [])
         parts.append(_Part(request.episode.turns[-1].name, token, answer))
 
-    def _of(self, name: str) -> _Episode:
+    def _scores_of(self, name: str) -> _Episode:
         return self._episodes.setdefault(name, _Episode())
 
     # --- ended episodes ---------------------------------------------------------------------------
@@ -189,12 +189,12 @@ class EpisodeScores:
         """Ask about an episode and its forks; a second call asks nothing."""
         first, *forks = episode.answers
         self._ended(first)
-        self._of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
+        self._scores_of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
         for fork in forks:
             self._ended(fork)
 
     def _ended(self, episode: FinishedEpisode) -> None:
-        one = self._of(episode.episode_id)
+        one = self._scores_of(episode.episode_id)
         if one.whole is not None:
             return
         if self.watches(episode.prompt.task):
@@ -236,7 +236,7 @@ class EpisodeScores:
             return await asyncio.to_thread(episode.view, self._decode)
         return episode.view(self._decode)
 
-    async def of(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
+    async def score(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
         """The scores of the episodes of one group.  Raises ScoreError."""
         for episode in episodes:
             self.ended(episode)
@@ -249,7 +249,7 @@ class EpisodeScores:
         return found
 
     async def _scores(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
-        together = await self._of_groups(episodes)
+        together = await self._score_groups(episodes)
         found = []
         for place, episode in enumerate(episodes):
             one = self._episodes[episode.episode_id]
@@ -257,11 +257,11 @@ class EpisodeScores:
             terms: dict[str, Answer] = dict(await one.whole)
             terms |= {name: answers[place] for name, answers in together.items()}
             for name, parts in one.parts.items():
-                terms[name] = await _of_parts(episode, parts)
+                terms[name] = await _sum_parts(episode, parts)
             found.append(self._sum(episode, terms))
         return found
 
-    async def _of_groups(self, episodes: Sequence[FinishedEpisode]) -> dict[str, list[Answer]]:
+    async def _score_groups(self, episodes: Sequence[FinishedEpisode]) -> dict[str, list[Answer]]:
         """Of the terms that score a whole group, by term."""
         prompt, asked = episodes[0].prompt, dict[str, Asked]()
         terms = [term for term in self._terms[prompt.task] if term.unit == "group"]
@@ -312,7 +312,7 @@ class EpisodeScores:
         return total
 
 
-async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
+async def _sum_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
     """The score of a term from its steps' or turns' scores, at the tokens with which they end."""
     begins, steps, reasons = _begins(episode), dict[int, float](), []
     for part in parts:
@@ -358,11 +358,11 @@ def weighted(
         metrics=metrics,
         reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
         answer=next((score.answer for score in scores if score.answer), ""),
-        roles={role: _of_role(role, pairs) for role in sorted(named)},
+        roles={role: _score_role(role, pairs) for role in sorted(named)},
     )
 
 
-def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
+def _score_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
     return sum(
         term.weight * (score.reward if term.roles else score.reward_of(role))
         for term, score in pairs

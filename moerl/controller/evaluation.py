@@ -288,7 +288,7 @@ class Evaluator:
     async def _score(self, answers: Sequence[FinishedEpisode]) -> Scored:
         """Score answers.  answers: to one prompt.  Raises ScoreError."""
         try:
-            scores = await self._scores.of(answers)
+            scores = await self._scores.score(answers)
         finally:
             for answer in answers:
                 self._scores.forget(answer.episode_id)
@@ -320,8 +320,8 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
     low, high = interval_95([statistics.fmean(rewards) for rewards in by_prompt])
     cut = [answer.turns[-1].finish == Finish.LENGTH for answer in answers]
     return (
-        _of_roles(scored)
-        | _of_samples(scored, by_prompt)
+        _role_metrics(scored)
+        | _sample_metrics(scored, by_prompt)
         | {
             "eval/items": float(len(scored)),
             "eval/reward_mean": statistics.fmean(rewards),
@@ -335,7 +335,7 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
     )
 
 
-def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
+def _role_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """Mean reward of each role that has rewards of its own."""
     found = defaultdict[str, list[float]](list)
     for _, score in (one for answers in scored for one in answers):
@@ -344,7 +344,9 @@ def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
     return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 
-def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) -> dict[str, float]:
+def _sample_metrics(
+    scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]
+) -> dict[str, float]:
     """pass@k of 1, 2, 4, ... answers, and the reward of each prompt's most frequent answer."""
     most = min(map(len, by_prompt))
     found = {

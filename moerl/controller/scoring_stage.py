@@ -191,7 +191,7 @@ class ScoringStage:
         self._step_metrics.context_ends += sum(episode.lacks_context for episode in episodes)
         self._ref_counts.release(sealed_uris(episodes) - used_uris(episodes))
         try:
-            scores = await self.scores.of(episodes)
+            scores = await self.scores.score(episodes)
         except ScoreError as error:
             self.drop_unscored(group_id, episodes, error)
             return

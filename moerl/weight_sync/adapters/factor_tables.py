@@ -143,10 +143,10 @@ class FactorTables:
                     if rank := self._lora.rank_of(module):
                         if key not in self._parts:
                             local = _Weight(rule, weight, layer.number, size, place.vocab_rows)
-                            self._parts[key] = self._of(local)
+                            self._parts[key] = self._split(local)
                         yield AdaptedWeight(module, rank, stage, expert, self._parts[key])
 
-    def _of(self, weight: _Weight) -> Parts:
+    def _split(self, weight: _Weight) -> Parts:
         cols: dict[range, list[int]] = defaultdict(list)
         rows: dict[range, list[int]] = defaultdict(list)
         own = module_of(weight.name)
