@@ -46,7 +46,7 @@ _RIGHT = 1.0  # least reward of an answer that passes
 Scored = list[tuple[FinishedEpisode, Score]]  # answers to one prompt
 
 
-class _HeldOut:
+class _EvalRun:
     """The episodes of one evaluation, every turn on one engine at one version."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Evaluator:
         )
         self._player, self._decode = player, services.decode
         self._last_step = config.run.steps
-        self._parts: Sequence[_HeldOut] = ()  # of the evaluation begun last
+        self._parts: Sequence[_EvalRun] = ()  # of the evaluation begun last
         self._wanted = 0  # its episodes
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
@@ -229,12 +229,12 @@ class Evaluator:
 
         Raises EngineError, RecordError or ScoreError.
         """
-        parts = [_HeldOut(self._player, self._config, pin, deadline) for pin in pins]
+        parts = [_EvalRun(self._player, self._config, pin, deadline) for pin in pins]
         specs = self._specs(pins)
         self._parts, self._wanted = parts, len(specs)
         shares = [[spec for spec in specs if spec.pin is pin] for pin in pins]
         try:
-            played = await asyncio.gather(*map(_HeldOut.play, parts, shares))
+            played = await asyncio.gather(*map(_EvalRun.play, parts, shares))
             answers = sorted(chain(*played), key=_place)
             scored = await self._scored([list(group) for _, group in groupby(answers, _place)])
         finally:
