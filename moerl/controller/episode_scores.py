@@ -117,7 +117,7 @@ class EpisodeScores:
         self._ask_turn(episode.name, episode.spec.prompt, turn)
 
     def _ask_turn(self, name: str, prompt: Prompt, turn: RecordedTurn) -> None:
-        one = self._scores_of(name)
+        one = self._find_episode(name)
         view = one.views[turn.name] = viewed(prompt, turn, self._decode)
         for term in self._terms[prompt.task]:
             if term.unit == "step":
@@ -137,7 +137,7 @@ class EpisodeScores:
         *,
         is_over: bool,
     ) -> None:
-        one, ids = self._scores_of(name), view.token_ids
+        one, ids = self._find_episode(name), view.token_ids
         place, whole = (term.name, view.name), None
         begin, first = one.cut.get(place, (0, 0))
         for end, count in self._step_ends(term, view, turn, begin, first, is_over=is_over):
@@ -178,10 +178,10 @@ class EpisodeScores:
     def _ask_part(self, name: str, term: RewardTerm, request: ScoreRequest, token: int) -> None:
         """Request the score of a step or turn that ends with sampled token `token` of its turn."""
         answer = self._queues[request.prompt.task, term.name].put(request)
-        parts = self._scores_of(name).parts.setdefault(term.name, [])
+        parts = self._find_episode(name).parts.setdefault(term.name, [])
         parts.append(_Part(request.episode.turns[-1].name, token, answer))
 
-    def _scores_of(self, name: str) -> _Episode:
+    def _find_episode(self, name: str) -> _Episode:
         return self._episodes.setdefault(name, _Episode())
 
     # --- ended episodes ---------------------------------------------------------------------------
@@ -189,12 +189,12 @@ class EpisodeScores:
         """Ask about an episode and its forks; a second call asks nothing."""
         first, *forks = episode.answers
         self._ended(first)
-        self._scores_of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
+        self._find_episode(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
         for fork in forks:
             self._ended(fork)
 
     def _ended(self, episode: FinishedEpisode) -> None:
-        one = self._scores_of(episode.episode_id)
+        one = self._find_episode(episode.episode_id)
         if one.whole is not None:
             return
         if self.watches(episode.prompt.task):
@@ -296,7 +296,7 @@ class EpisodeScores:
             answer = found[term.name]
             if isinstance(answer, ScoreError):
                 raise answer
-            scores.append(placed(answer, episode, self._decode))
+            scores.append(spread_to_tokens(answer, episode, self._decode))
         total, known = scores[0], self._roles[episode.prompt.task]
         if len(terms) > 1 or terms[0].weight != 1.0 or terms[0].roles:
             num_sampled = sum(turn.num_sampled for turn in episode.turns)
@@ -392,7 +392,7 @@ def _with_ids(request: ScoreRequest, term: RewardTerm, turn: RecordedTurn) -> Sc
     return replace(request, token_ids=turn.token_ids, end=turn.num_tokens)
 
 
-def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
+def spread_to_tokens(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
     """Process rewards at sampled tokens instead of turns and characters of the last response.
 
     A turn's reward is at its last token, a step's at the token with its last character; rewards at

@@ -129,9 +129,9 @@ class TurnCall:
     __slots__ = (
         "asked",
         "done",
+        "engine",
         "episode",
         "heard",
-        "engine",
         "sent_at",
         "step",
         "turn",

@@ -117,14 +117,14 @@ def place_engine(
     strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
     group = placement_group([bundle] * nodes, strategy=strategy)
 
-    def put(plain: Any, node: int, *args: object) -> Any:
+    def start_actor(plain: Any, node: int, *args: object) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": each}
         options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
         return ray.remote(plain).options(**options).remote(context, index, tp, *args)
 
-    followers = tuple(put(FollowerActor, node, node) for node in range(1, nodes))
-    return PlacedEngine(put(EngineActor, 0, followers), group, followers)
+    followers = tuple(start_actor(FollowerActor, node, node) for node in range(1, nodes))
+    return PlacedEngine(start_actor(EngineActor, 0, followers), group, followers)
 
 
 class EngineActor(ActorServer):
