@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.episode_types import (
     Ends,
     EpisodeLimits,
@@ -26,7 +27,6 @@ from moerl.agents.episode_types import (
     Tell,
     TurnAnswer,
 )
-from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.prompt_tokens import PromptIds
@@ -66,7 +66,7 @@ class _Plan:
 class ChatTurns:
     """Used from one event loop, which may be another one than the controller's."""
 
-    def __init__(self, episode: FarEpisode, policy: Policy, limits: EpisodeLimits) -> None:
+    def __init__(self, episode: CrossLoopEpisode, policy: Policy, limits: EpisodeLimits) -> None:
         self.name, self.limits, self._policy = episode.name, limits, policy
         self._episode, self.sampling = episode, episode.spec.sampling
         self.sampling_of = episode.spec.sampling_of  # a role of the policy

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moerl.agents.chat_turns import ChatTurns
-from moerl.agents.far_episode import FarEpisode
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.types import (
     Array,
@@ -116,9 +116,9 @@ def open_episode(
     return OpenEpisode(EpisodeSpec(name, prompt, sampling, **spec), OneEngineRouter(engine))
 
 
-def far(episode: OpenEpisode) -> FarEpisode:
+def far(episode: OpenEpisode) -> CrossLoopEpisode:
     """An episode for a client on the running loop."""
-    return FarEpisode(episode, asyncio.get_running_loop())
+    return CrossLoopEpisode(episode, asyncio.get_running_loop())
 
 
 async def finished(

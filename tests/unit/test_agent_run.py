@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.agents.far_episode import FarEpisode
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_program
 from moerl.config import resolve
 from moerl.config.checks import check
@@ -426,7 +426,7 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
         engine = StubEngine(streams=True)
         controller, _ = make(tmp_path, engine)
         episode, _ = opened(controller, pin=EnginePin(0, V0) if is_pinned else None)
-        far = FarEpisode(episode, asyncio.get_running_loop())
+        far = CrossLoopEpisode(episode, asyncio.get_running_loop())
         found = await asyncio.to_thread(
             asyncio.run, streamed(far, asyncio.get_running_loop(), engine)
         )
@@ -435,7 +435,7 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
         await controller.stop()
 
     async def streamed(
-        far: FarEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
+        far: CrossLoopEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
     ) -> list[Any]:
         found: list[Any] = []
         main = threading.main_thread()

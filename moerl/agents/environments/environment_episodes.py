@@ -20,6 +20,7 @@ import msgspec
 from moerl.agents.agent_loop import AgentRunner, EpisodeTable
 from moerl.agents.chat_messages import ChatMessage, Json, first_messages
 from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.environments.episode_environment import (
     AnswerCall,
     EpisodeEnd,
@@ -28,7 +29,6 @@ from moerl.agents.environments.episode_environment import (
     StartFields,
 )
 from moerl.agents.episode_types import Ends, Policy, TurnAnswer
-from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.config.reward_terms import RoleConfig
 from moerl.config.schema import TaskConfig
@@ -143,7 +143,7 @@ class _EnvironmentTable(EpisodeTable):
     async def stop(self) -> None:
         await self._environments.close()
 
-    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+    async def play_one(self, episode: CrossLoopEpisode, end: asyncio.Event) -> Outcome:
         name, talk = episode.name, _Talk(self._task.roles)
         turns = ChatTurns(episode, self._policy, self._limits)
         counts: dict[str, float] = {}

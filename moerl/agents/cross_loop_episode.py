@@ -16,12 +16,12 @@ from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, TurnRequest
 T = TypeVar("T")
 
 
-async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which runs on another loop; cancelled there when it is here."""
+async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on another loop and return its result; cancelling the caller cancels `work`."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
-class FarEpisode:
+class CrossLoopEpisode:
     """`OpenEpisode` for the loop of its client."""
 
     def __init__(self, episode: OpenEpisode, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +42,7 @@ class FarEpisode:
         if wanted.ends is not None:
             wanted = replace(wanted, ends=_asked_on(here, wanted.ends))
         if wanted.heard is not None:
-            wanted = replace(wanted, heard=told_on(wanted.heard))
+            wanted = replace(wanted, heard=called_here(wanted.heard))
         found: list[RecordedTurn] = []
 
         async def sampled() -> RecordedTurn:
@@ -54,7 +54,7 @@ class FarEpisode:
                 self._episode.leave_out(turn.name, "cancelled")
 
         try:
-            return await on_loop(self._loop, sampled())
+            return await run_on(self._loop, sampled())
         except asyncio.CancelledError:
             self._loop.call_soon_threadsafe(drop)
             raise
@@ -65,7 +65,7 @@ class FarEpisode:
         async def begun() -> str:
             return self._episode.begin(parent, role)
 
-        return await on_loop(self._loop, begun())
+        return await run_on(self._loop, begun())
 
     def calls_tools(self, name: str, tools: tuple[str, ...]) -> None:
         """As `OpenEpisode.calls_tools`, soon."""
@@ -82,10 +82,10 @@ def _asked_on(
     async def answer(output_ids: Array) -> bool:
         return await ends(output_ids)
 
-    return lambda output_ids: on_loop(loop, answer(output_ids))
+    return lambda output_ids: run_on(loop, answer(output_ids))
 
 
-def told_on(hear: Callable[[T], None]) -> Callable[[T], None]:
+def called_here(hear: Callable[[T], None]) -> Callable[[T], None]:
     """`hear` for callers on other loops: it is called on the running one."""
     loop = asyncio.get_running_loop()
 
