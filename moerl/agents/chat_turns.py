@@ -387,7 +387,7 @@ class ChatTurns:
             stop_ids=tuple(sorted(stops.ids)),
             grammar=plan.grammar,
             ends=ends if stops.texts else None,
-            heard=None if shown is None else shown.heard,
+            on_tokens=None if shown is None else shown.heard,
         )
 
     async def _until_end(self, turn: Coroutine[Any, Any, T]) -> T:

@@ -37,12 +37,12 @@ class CrossLoopEpisode:
         return self._episode.spec
 
     async def sample(self, wanted: TurnRequest) -> RecordedTurn:
-        """As `OpenEpisode.sample`; `ends` and `heard` are called on the client's loop."""
+        """As `OpenEpisode.sample`; `ends` and `on_tokens` are called on the client's loop."""
         here = asyncio.get_running_loop()
         if wanted.ends is not None:
             wanted = replace(wanted, ends=_asked_on(here, wanted.ends))
-        if wanted.heard is not None:
-            wanted = replace(wanted, heard=called_here(wanted.heard))
+        if wanted.on_tokens is not None:
+            wanted = replace(wanted, on_tokens=called_here(wanted.on_tokens))
         found: list[RecordedTurn] = []
 
         async def sampled() -> RecordedTurn:

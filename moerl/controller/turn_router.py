@@ -58,7 +58,7 @@ class TurnRouter:
 
     def submit(self, call: TurnCall) -> None:
         """Sample a turn; then `call.done` has a result or an error."""
-        call.asked = request = call.turn.request(streams=call.wanted.heard is not None)
+        call.asked = request = call.turn.request(streams=call.wanted.on_tokens is not None)
         is_trained = call.episode.spec.pin is None
         if is_trained and (reply := self._turn_log.take(request)) is not None:
             self._tasks.spawn(self._replay(call, reply))
@@ -149,7 +149,7 @@ class TurnRouter:
         call.sent_at = asyncio.get_running_loop().time()
         self._sent[request.name] = call
         engine.generating += 1
-        engine.calls.send([request], self._take, _listener(call))
+        engine.calls.send([request], self._take, _on_tokens(call))
 
     def _has_left(self, call: TurnCall, engine: EngineState) -> None:
         call.engine = None
@@ -331,18 +331,18 @@ class TurnRouter:
         return not (self._blobs.find(sizes_of(refs)).gone or self._blobs.damaged(refs))
 
 
-def _listener(call: TurnCall) -> Callable[[Array], None] | None:
+def _on_tokens(call: TurnCall) -> Callable[[Array], None] | None:
     """Passes the tokens of a request on, with the turn's tokens before them."""
-    if (told := call.wanted.heard) is None:
+    if (on_tokens := call.wanted.on_tokens) is None:
         return None
     before = call.turn.output_ids
 
-    def heard(output_ids: Array) -> None:
+    def extend(output_ids: Array) -> None:
         if not call.done.done():
-            call.heard = np.concatenate([before, output_ids])
-            told(call.heard)
+            call.shown_ids = np.concatenate([before, output_ids])
+            on_tokens(call.shown_ids)
 
-    return heard
+    return extend
 
 
 def _renamed(reply: Segment, request: GenerateRequest) -> Segment:
@@ -359,5 +359,5 @@ def _is_own_error(reply: Reply) -> bool:
 
 def _has_lost(call: TurnCall) -> bool:
     """Whether a listener knows tokens that the turn has lost."""
-    seen = call.heard
+    seen = call.shown_ids
     return bool(len(seen)) and not np.array_equal(call.turn.output_ids[: len(seen)], seen)

@@ -105,7 +105,7 @@ class TurnRequest:
     fork_at: number of the parent's sampled tokens that are kept; -1: all of them.
     version: the turn is sampled under these weights only, or not at all; None: under any.
     role: of the policy in this turn, such as `solver` or `solver.2`; empty: it has none.
-    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.  heard: receives
+    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.  on_tokens: receives
     all tokens so far, now and then; used on the controller's loop.
     """
 
@@ -120,7 +120,7 @@ class TurnRequest:
     stop_ids: tuple[int, ...] = ()  # beside the stop tokens of the episode
     grammar: Grammar | None = None
     ends: Callable[[Array], Awaitable[bool]] | None = None
-    heard: Callable[[Array], None] | None = None
+    on_tokens: Callable[[Array], None] | None = None
 
 
 class TurnCall:
@@ -131,7 +131,7 @@ class TurnCall:
         "done",
         "engine",
         "episode",
-        "heard",
+        "shown_ids",
         "sent_at",
         "step",
         "turn",
@@ -145,7 +145,7 @@ class TurnCall:
         self.engine: object | None = None  # state of the engine that has it
         self.sent_at = 0.0  # seconds of the event loop
         self.step = 0  # of that engine's weights when it was sent
-        self.heard: Array = np.zeros(0, np.int32)  # tokens that a listener knows
+        self.shown_ids: Array = np.zeros(0, np.int32)  # tokens that a listener knows
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():

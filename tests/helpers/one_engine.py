@@ -75,7 +75,7 @@ class OneEngineRouter:
             return
         turn, ends = call.turn, call.wanted.ends
         call.episode.add(call, reply)
-        if not np.array_equal(turn.output_ids[: len(call.heard)], call.heard):
+        if not np.array_equal(turn.output_ids[: len(call.shown_ids)], call.shown_ids):
             raise EngineError("tokens that were told are lost")
         if not turn.finished:
             call.episode.resumed += 1
@@ -85,12 +85,12 @@ class OneEngineRouter:
             turn.continue_behind_stop()
 
     async def _ask(self, call: TurnCall) -> Segment:
-        told, before = call.wanted.heard, call.turn.output_ids
+        told, before = call.wanted.on_tokens, call.turn.output_ids
 
         def heard(output_ids: Array) -> None:
             if told is not None and not call.done.done():
-                call.heard = np.concatenate([before, output_ids])
-                told(call.heard)
+                call.shown_ids = np.concatenate([before, output_ids])
+                told(call.shown_ids)
 
         call.asked, call.engine = call.turn.request(streams=told is not None), self._engine
         try:

@@ -445,7 +445,7 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
             found.append((ids.tolist(), "the controller's" if same else "another thread"))
             loop.call_soon_threadsafe(engine.heard.set)
 
-        turn = await far.sample(request(heard=heard))
+        turn = await far.sample(request(on_tokens=heard))
         await far.sample(request())
         return [*found, turn.output_ids.tolist()]
 
@@ -462,7 +462,7 @@ def test_a_stream_whose_tokens_died_with_their_engine_fails(tmp_path: Path, is_h
         episode, _ = opened(controller)
         told: list[list[int]] = []
         asking = asyncio.create_task(
-            episode.sample(request(heard=lambda ids: told.append(ids.tolist())))
+            episode.sample(request(on_tokens=lambda ids: told.append(ids.tolist())))
         )
         await until(lambda: bool(told if is_heard else engine.requests))
         engine.heard.set()

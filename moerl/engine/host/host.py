@@ -287,13 +287,13 @@ class EngineHost:
         await self._in_time(self._generation.abort(names), "abort")
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], heard: Callable[[Array], None] | None = None
+        self, requests: Sequence[GenerateRequest], on_tokens: Callable[[Array], None] | None = None
     ) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails, and ends the rest.
 
         A record that breaks the contract is returned as its RecordError, without effect on the
         others.
-        heard: receives the tokens so far of the streamed request.
+        on_tokens: receives the tokens so far of the streamed request.
         """
         replies: dict[str, Segment | RecordError] = {}
 
@@ -303,17 +303,17 @@ class EngineHost:
             replies[request.name] = reply
 
         def tell(request: GenerateRequest, output_ids: Array) -> None:
-            if heard is not None:
-                heard(output_ids)
+            if on_tokens is not None:
+                on_tokens(output_ids)
 
         await self._generation.run(requests, take, tell)
         return [replies[request.name] for request in requests]
 
     async def stream(
-        self, request: GenerateRequest, heard: Callable[[Array], None]
+        self, request: GenerateRequest, on_tokens: Callable[[Array], None]
     ) -> Segment | RecordError:
         """As `generate`, of one request that streams."""
-        (reply,) = await self.generate([request], heard)
+        (reply,) = await self.generate([request], on_tokens)
         return reply
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
