@@ -316,7 +316,7 @@ class EnginePool:
         return self.engines[index]
 
     # --- weight updates -------------------------------------------------------------------------
-    async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
+    async def _wait_drained(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
         """Before an update: wait for a running evaluation; with `drain` for all requests; with a
         fixed lag for all groups that began here, and until `to_come` is 0.
 
@@ -356,7 +356,7 @@ class EnginePool:
         engine = self._engine(message.engine)
         try:
             if isinstance(message, CommitUpdate):
-                await self._settle(message.engine, to_come)
+                await self._wait_drained(message.engine, to_come)
             asked = self._answering(message.engine).session(message)
             limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
             reply = await host_answer(asked, type(message).__name__, limit_s)

@@ -250,7 +250,7 @@ class Producer:
         ended = await self._player.play(episode)
         while await self._plays_again(group, episode, ended):
             self._forget_turns(ended)
-            ended.settled("played_again")
+            ended.on_retired("played_again")
             name, uris = self._next_try(ended), frozenset(episode.uris)
             other = self._player.open(replace(episode.spec, name=name, inherited=uris))
             group.exchange(episode, other)
@@ -297,14 +297,14 @@ class Producer:
         if group.is_closed:
             group.drop_late(ended, self._ref_counts)
             self._forget_turns(ended)
-            ended.settled("dropped")
+            ended.on_retired("dropped")
             return
         if not is_dropped:
             group.ended[ended.episode_id] = ended
         group.settle(self._ref_counts)
         if is_dropped:
             self._forget_turns(ended)
-            ended.settled("dropped")
+            ended.on_retired("dropped")
             return
         if not ended.failure:
             self._scoring_stage.scores.ended(ended)

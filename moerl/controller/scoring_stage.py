@@ -23,7 +23,7 @@ from moerl.core.ids import without_life
 from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.episodes.finished_episode import (
     FinishedEpisode,
-    Settled,
+    Retired,
     checked_graph,
     sealed_uris,
     used_uris,
@@ -115,7 +115,7 @@ class ScoringStage:
     def cancelled(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
         self._leave(group_id, episodes)
-        self._settle(episodes, "dropped" if group_id < 0 else "played_again")
+        self._retire(episodes, "dropped" if group_id < 0 else "played_again")
         if group_id < 0:
             self._buffer.discard(group_id)
         else:
@@ -131,7 +131,7 @@ class ScoringStage:
         self._delete(episodes)
         self._leave(group_id, episodes)
         if group_id < 0:  # late siblings are not regenerated
-            self._settle(episodes, "dropped")
+            self._retire(episodes, "dropped")
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
@@ -151,14 +151,14 @@ class ScoringStage:
         if counts:
             self._regenerate(group_id, episodes, "could not be played", error)
             return
-        self._settle(episodes, "played_again")
+        self._retire(episodes, "played_again")
         self._buffer.abandon(group_id)
         self._tasks.notify()
 
     def _regenerate(
         self, group_id: int, episodes: Sequence[FinishedEpisode], what: str, error: Exception
     ) -> None:
-        self._settle(episodes, "played_again")
+        self._retire(episodes, "played_again")
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
@@ -209,9 +209,9 @@ class ScoringStage:
             pairs = list(zip(checked, episodes, strict=True))
             chosen = [episode for one, episode in pairs if one.episode_id in kept]
             others = [episode for one, episode in pairs if one.episode_id not in kept]
-            self._settle(chosen, "admitted" if is_admitted else "played_again")
+            self._retire(chosen, "admitted" if is_admitted else "played_again")
             if others:  # of an oversampled group
-                self._settle(others, "dropped")
+                self._retire(others, "dropped")
         except RecordError as error:
             self.refuse(group_id, episodes, error)
 
@@ -353,15 +353,15 @@ class ScoringStage:
         self._leave(group_id, episodes)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
-        self._settle(episodes, "dropped")
+        self._retire(episodes, "dropped")
         self._buffer.discard(group_id)
 
-    def _settle(self, episodes: Sequence[FinishedEpisode], how: Settled) -> None:
+    def _retire(self, episodes: Sequence[FinishedEpisode], how: Retired) -> None:
         """Episodes have ended in any way: the log of their turns is not needed."""
         self._ref_counts.release(self._journal.turns.end(one.episode_id for one in episodes))
         for episode in episodes:
             self.scores.forget(episode.episode_id)
-            episode.settled(how)
+            episode.on_retired(how)
 
     def _delete(self, episodes: Sequence[FinishedEpisode]) -> None:
         self._ref_counts.release(sealed_uris(episodes))

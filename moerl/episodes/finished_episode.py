@@ -34,7 +34,7 @@ from moerl.records.record_uris import blob_uris
 
 Decode = Callable[[Sequence[int]], str]
 # What became of an episode that its player has handed over
-Settled = Literal["admitted", "dropped", "played_again"]
+Retired = Literal["admitted", "dropped", "played_again"]
 
 # Failures of an episode: the controller ended it; its program or worker has died, through no fault
 # of its own, and the group is played again; another episode has blocked its worker, and the group
@@ -164,7 +164,7 @@ class FinishedEpisode:
     turns: recorded turns in the order of their ends; graph: all requested turns, with the reason of
     each that is left out.  uris: every blob that was sealed for it.  failure: why it cannot be
     trained, in one word; detail: the same in a sentence.  own_score: by its own program or
-    environment, if any.  settled: receives its result.
+    environment, if any.  on_retired: receives its result.
     """
 
     episode_id: str
@@ -177,7 +177,7 @@ class FinishedEpisode:
     own_score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     graph: tuple[GraphTurn, ...] = ()
-    settled: Callable[[Settled], None] = lambda how: None
+    on_retired: Callable[[Retired], None] = lambda how: None
 
     @property
     def lacks_context(self) -> bool:

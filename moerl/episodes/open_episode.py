@@ -29,7 +29,7 @@ from moerl.core.types import (
     Segment,
     base_role,
 )
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Settled
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Retired
 from moerl.episodes.turn import TurnInFlight
 from moerl.records.record_uris import blob_uris
 
@@ -105,8 +105,8 @@ class TurnRequest:
     fork_at: number of the parent's sampled tokens that are kept; -1: all of them.
     version: the turn is sampled under these weights only, or not at all; None: under any.
     role: of the policy in this turn, such as `solver` or `solver.2`; empty: it has none.
-    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.  on_tokens: receives
-    all tokens so far, now and then; used on the controller's loop.
+    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.
+    on_tokens: receives all tokens so far, now and then; used on the controller's loop.
     """
 
     prompt_ids: Array
@@ -131,8 +131,8 @@ class TurnCall:
         "done",
         "engine",
         "episode",
-        "shown_ids",
         "sent_at",
+        "shown_ids",
         "step",
         "turn",
         "wanted",
@@ -174,7 +174,7 @@ class Outcome:
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
     score: by the episode's own program or environment, if any.  refused: the error of a record for
-    which the episode is played again.  settled: receives its result, on the controller's loop.
+    which the episode is played again.  on_retired: receives its result, on the controller's loop.
     """
 
     failure: str = ""
@@ -182,7 +182,7 @@ class Outcome:
     score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
-    settled: Callable[[Settled], None] = lambda how: None
+    on_retired: Callable[[Retired], None] = lambda how: None
 
 
 class EpisodeWatch(Protocol):
@@ -327,7 +327,7 @@ class OpenEpisode:
             refused=outcome.refused,
             own_score=None if failure else outcome.score,
             counts=counts,
-            settled=outcome.settled,
+            on_retired=outcome.on_retired,
             graph=graph,
         )
 

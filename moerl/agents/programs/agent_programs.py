@@ -128,7 +128,7 @@ class _ProgramTable(EpisodeTable):
         outcome = turns.outcome(failure, own, {})
         if self._remote is None:
             return outcome
-        return replace(outcome, settled=called_here(partial(self._remote.settled, name)))
+        return replace(outcome, on_retired=called_here(partial(self._remote.settled, name)))
 
     async def _run(
         self,
