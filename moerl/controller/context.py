@@ -17,11 +17,11 @@ from moerl.controller.episode_scores import EpisodeScores
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.journal.stream_writer import StreamWriter
+from moerl.controller.memory_schedule import MemorySchedule
 from moerl.controller.planned_batches import PlannedBatches
 from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
-from moerl.controller.turns import Turns
 from moerl.core.messages import Engine, Scorers
 from moerl.core.types import ModelShape, Prompt
 from moerl.episodes.open_episode import EpisodeRunner
@@ -72,7 +72,7 @@ class Context:
     tasks: TaskGroup
     scores: EpisodeScores
     reward_models: RewardModels
-    turns: Turns | None = None  # with cluster.colocated: turns
+    memory_turns: MemorySchedule | None = None  # with cluster.colocated: turns
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
@@ -84,7 +84,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
         config=config,
         services=services,
         pool=pool,
-        turns=Turns(config, pool, tasks) if takes_turns(config.cluster) else None,
+        memory_turns=MemorySchedule(config, pool, tasks) if takes_turns(config.cluster) else None,
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
             rollout.groups_per_step,

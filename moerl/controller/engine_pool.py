@@ -4,7 +4,7 @@
     RESTING    failed a call but is alive: used again after a pause
     SUSPENDED  a commit failed or it did not answer: a full publish brings it back
     LOST       its process died and is being restarted
-    ASLEEP     the trainer has its memory (`moerl.controller.turns`)
+    ASLEEP     the trainer has its memory (`moerl.controller.memory_schedule`)
 
 `EnginePool`: engines join a running run (`join`) and leave it (`drain`, then `remove`); a number is
 never reused.  A new engine gets requests after its first publish, or when it serves the newest

@@ -81,7 +81,7 @@ class TrainerHandler:
         )
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
         self._availability, self._ref_models = availability, ref_models
-        self._turns = context.turns
+        self._memory_turns = context.memory_turns
         self._keeping = Beside("the records of a bad step", self._step_metrics.notices.append)
         self._sampling = Beside("the text of sample rollouts", self._step_metrics.notices.append)
         self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
@@ -114,8 +114,8 @@ class TrainerHandler:
                 | AbortUpdate()
                 | AskEngine()
             ):
-                if self._turns is not None and isinstance(message, PrepareUpdate):
-                    await self._turns.hand(message.engine)
+                if self._memory_turns is not None and isinstance(message, PrepareUpdate):
+                    await self._memory_turns.hand(message.engine)
                 return await self._pool.session(message, self._to_come)
             case TakeRecords():
                 return await self._ref_models.pop(message)
@@ -187,8 +187,8 @@ class TrainerHandler:
         self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
         self._pool.incarnation = hello.version.incarnation
-        if self._turns is not None:
-            self._turns.trainer_is_up()
+        if self._memory_turns is not None:
+            self._memory_turns.trainer_is_up()
         self._lineage.restore(self._lineage.joined(hello.begins))
         again, spent = self._batches.restart(hello.version.step, consumed)
         spent += self._buffer.restart(hello.version.step, hello.consumed, again)
@@ -230,8 +230,8 @@ class TrainerHandler:
             if not is_planned and (other := await self._collect(take)):
                 return other
             if plan := await self._scored_plan(take):
-                if self._turns is not None:
-                    await self._turns.close()
+                if self._memory_turns is not None:
+                    await self._memory_turns.close()
                 return plan
             self._pool.expect_no_newer(take.incarnation)
 
@@ -262,11 +262,11 @@ class TrainerHandler:
 
     def _turn_goes_on(self, step: int) -> bool:
         left, ready = self._config.run.steps - step, self._buffer.num_ready
-        return self._turns is not None and self._turns.goes_on(ready, left)
+        return self._memory_turns is not None and self._memory_turns.goes_on(ready, left)
 
     async def _open_turn(self) -> None:
-        if self._turns is not None:
-            await self._turns.open()
+        if self._memory_turns is not None:
+            await self._memory_turns.open()
 
     async def _plan_next(self, step: int, incarnation: int | None) -> bool:
         """Plan the next step's groups, none stale and all records readable; False: not yet."""
@@ -453,7 +453,7 @@ class TrainerHandler:
             line = await self._stream.done(done, groups)
         metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
-        metrics |= {} if self._turns is None else self._turns.row()
+        metrics |= {} if self._memory_turns is None else self._memory_turns.row()
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(done.step, done.version, metrics, samples))

@@ -34,7 +34,7 @@ _AGAIN_S = 0.5  # after an engine refused
 _NAMES = {"kv_cache": "kv_cache", "engine_weights": "weights"}  # of SGLang
 
 
-class TurnPhase(StrEnum):
+class MemoryPhase(StrEnum):
     GENERATE = "generate"
     CLOSING = "closing"
     TRAIN = "train"
@@ -42,7 +42,7 @@ class TurnPhase(StrEnum):
     OPENING = "opening"
 
 
-class Turns:
+class MemorySchedule:
     """Moves the memory of all engines.  Used by one event loop."""
 
     def __init__(self, config: Config, pool: EnginePool, tasks: TaskGroup) -> None:
@@ -50,7 +50,7 @@ class Turns:
         self._limit_s = config.sync.timeout_s
         self._sleepers = sleeping_engines(config)  # others serve on
         self._parts = tuple(_NAMES[part] for part in moved_parts(config) if part in _NAMES)
-        self.phase = TurnPhase.GENERATE
+        self.phase = MemoryPhase.GENERATE
         self._since, self._late = time.monotonic(), 0  # of GENERATE, and budgets that have passed
         # Batches of a turn, and the most that buffer_depth lets be ready at once
         self._batches, self._most = 1, config.rollout.buffer_depth + 1
@@ -63,7 +63,7 @@ class Turns:
         """All engines have answered: unless all are awake, the trainer may have the memory."""
         away = (EnginePhase.ASLEEP, EnginePhase.LOST)
         if any(engine.phase in away for engine in self._shared()):
-            self._enter(TurnPhase.TRAIN)
+            self._enter(MemoryPhase.TRAIN)
 
     # --- phases -----------------------------------------------------------------------------------
     async def close(self, *, for_a_start: bool = False) -> None:
@@ -76,17 +76,17 @@ class Turns:
             begin = time.monotonic()
             self._trainer_starts |= for_a_start
             if for_a_start and self._is_starting():
-                self._enter(TurnPhase.GENERATE)
-            if self.phase == TurnPhase.GENERATE:
+                self._enter(MemoryPhase.GENERATE)
+            if self.phase == MemoryPhase.GENERATE:
                 await self._wait_while(self._is_starting)
                 await self._wait_while(self._is_held)
                 if not for_a_start:
                     self._count("turn/generate_s", begin - self._since)
                     self._count("turn/late", float(self._late))
-            is_turn = self.phase == TurnPhase.GENERATE and not for_a_start
-            self._enter(TurnPhase.CLOSING)
+            is_turn = self.phase == MemoryPhase.GENERATE and not for_a_start
+            self._enter(MemoryPhase.CLOSING)
             moved = await self._each(self._sleep)
-            self._enter(TurnPhase.TRAIN)
+            self._enter(MemoryPhase.TRAIN)
             self._count("turn/close_s", time.monotonic() - begin)
             if is_turn:
                 await self._weigh(sum(one.recomputed for one in moved))
@@ -105,7 +105,7 @@ class Turns:
     def goes_on(self, num_ready: int, num_left: int) -> bool:
         """Whether generation continues.  Arguments: ready groups, steps to come."""
         is_late = time.monotonic() - self._since > self._budget_s
-        if self.phase != TurnPhase.GENERATE or is_late:
+        if self.phase != MemoryPhase.GENERATE or is_late:
             return False
         return self._batch <= num_ready < min(self._batches, num_left) * self._batch
 
@@ -115,8 +115,8 @@ class Turns:
 
     async def hand(self, index: int) -> None:
         """Wake an engine's weights, without requests, for a session.  Raises EngineError."""
-        if self.phase in (TurnPhase.TRAIN, TurnPhase.HANDING):
-            self._enter(TurnPhase.HANDING)
+        if self.phase in (MemoryPhase.TRAIN, MemoryPhase.HANDING):
+            self._enter(MemoryPhase.HANDING)
         engine = self._pool.engines.get(index)
         if engine is None or engine.phase == EnginePhase.LOST or index not in self._sleepers:
             return
@@ -133,30 +133,30 @@ class Turns:
         if self._trainer_starts:
             return
         asleep = [m for m in self._pool.engines.values() if m.phase == EnginePhase.ASLEEP]
-        if self.phase == TurnPhase.GENERATE and not asleep:
+        if self.phase == MemoryPhase.GENERATE and not asleep:
             self._late = int((time.monotonic() - self._since) / self._budget_s)
             return
         async with self._changing:
             begin = time.monotonic()
-            if self.phase != TurnPhase.GENERATE:
-                self._enter(TurnPhase.OPENING)
+            if self.phase != MemoryPhase.GENERATE:
+                self._enter(MemoryPhase.OPENING)
             await self._each(self._wake)
-            if self.phase == TurnPhase.OPENING:
-                self._enter(TurnPhase.GENERATE)
+            if self.phase == MemoryPhase.OPENING:
+                self._enter(MemoryPhase.GENERATE)
                 self._since, self._late = time.monotonic(), 0
                 self._count("turn/open_s", self._since - begin)
             self._tasks.notify()
 
     async def generating(self) -> None:
         """Returns in GENERATE: an engine may be started, and `close` waits for it."""
-        await self._wait_while(lambda: self.phase != TurnPhase.GENERATE)
+        await self._wait_while(lambda: self.phase != MemoryPhase.GENERATE)
 
     def row(self) -> dict[str, float]:
         """Metrics since the last call, with the names of docs/metrics.md."""
         row, self._row = self._row, {}
         return row
 
-    def _enter(self, phase: TurnPhase) -> None:
+    def _enter(self, phase: MemoryPhase) -> None:
         if phase != self.phase:
             log.info("turn: %s", phase)
         self.phase = phase
