@@ -22,7 +22,7 @@ import msgspec
 from moerl.config.template_names import is_reserved, reserved_name
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.data.template_parts import Json as Json
-from moerl.data.template_parts import Part, left_out, shape
+from moerl.data.template_parts import MessagePart, left_out, shape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -48,7 +48,7 @@ class TemplateError(MoerlError):
 class LeftOutError(TemplateError):
     """A part of a conversation that the chat template does not write.  part: None: the tools."""
 
-    def __init__(self, part: Part | None = None) -> None:
+    def __init__(self, part: MessagePart | None = None) -> None:
         self.part = part
         what = "tools" if part is None else f"{part.field} of a message of role {part.role}"
         super().__init__(f"the chat template writes no {what}")
@@ -73,7 +73,7 @@ class ChatTemplate:
             self._file = f"{section}.chat_template", chosen
             tokenizer = _with_file(tokenizer, *self._file)
         self.tokenizer = self._tokenizer = tokenizer
-        self._shapes: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._shapes: dict[tuple[object, ...], tuple[MessagePart, ...]] = {}
         try:
             self.arguments = self.checked(arguments)
         except TemplateError as error:
@@ -116,7 +116,7 @@ class ChatTemplate:
         messages: Sequence[Json],
         tools: Sequence[Json] = (),
         arguments: Mapping[str, object] = _NO_ARGUMENTS,
-    ) -> tuple[str, tuple[Part, ...]]:
+    ) -> tuple[str, tuple[MessagePart, ...]]:
         """As `render`, with the parts that the template leaves out by its right.
 
         Raises TemplateError; LeftOutError for tools, or a part, that are needed and left out.
@@ -138,7 +138,7 @@ class ChatTemplate:
 
     def _left_out(
         self, messages: Sequence[Json], tools: Sequence[Json], arguments: Mapping[str, object]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[MessagePart, ...]:
         try:
             return left_out(messages, lambda marked: self.render(marked, tools, arguments))
         except TemplateError:

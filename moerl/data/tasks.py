@@ -34,7 +34,7 @@ from moerl.data.environments import demonstration
 from moerl.data.plain_values import FieldError
 from moerl.data.prompt_files import PromptFiles, line_error
 from moerl.data.prompt_items import Item
-from moerl.data.template_parts import Part
+from moerl.data.template_parts import MessagePart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -280,7 +280,7 @@ class PromptStream:
         self.left_out.update(f"{part.field} of role {part.role}" for part in left_out)
         return shown
 
-    def _lost(self, part: Part | None, before: int) -> FieldError:
+    def _lost(self, part: MessagePart | None, before: int) -> FieldError:
         """The error of a part that is left out.  before: messages absent from the line."""
         if part is None:
             name = self._task.columns.get("tools", "tools")

@@ -19,7 +19,7 @@ _LINKS = ("role", "type", "id", "tool_call_id")  # templates may check their for
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """A field of messages[place].  is_needed: a conversation without it is another one."""
 
     place: int
@@ -31,9 +31,11 @@ class Part:
         return f"messages[{self.place}].{self.field}"
 
 
-def left_out(messages: Sequence[Json], written: Callable[[list[Json]], str]) -> tuple[Part, ...]:
+def left_out(
+    messages: Sequence[Json], written: Callable[[list[Json]], str]
+) -> tuple[MessagePart, ...]:
     """Parts that a template leaves out.  written: its text of a conversation."""
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     asked = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     marked: list[Json] = []
     for place, message in enumerate(messages):
@@ -43,7 +45,7 @@ def left_out(messages: Sequence[Json], written: Callable[[list[Json]], str]) -> 
             # Text beside calls may be thinking: gpt-oss writes it into its channel of analysis
             is_thought = place < max(asked, default=0) and bool(message.get("tool_calls"))
             is_needed = field == "tool_calls" or (field == "content" and not is_thought)
-            parts.append(Part(place, str(message.get("role")), field, is_needed))
+            parts.append(MessagePart(place, str(message.get("role")), field, is_needed))
         marked.append(changed)
     text = written(marked)
     return tuple(part for number, part in enumerate(parts) if _mark(number) not in text)

@@ -47,7 +47,7 @@ from moerl.trainer.checkpoints.find_checkpoint import METADATA_FILE
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.checkpoints.stored_names import (
     ModelTensor,
-    Stored,
+    StoredKey,
     model_tensors,
     stored_as,
     stored_parts,
@@ -77,7 +77,7 @@ Source = HfFolder | MegatronFolder
 class _Piece(NamedTuple):
     """Consecutive rows of a tensor of the model, stored as one chunk."""
 
-    stored: Stored
+    stored: StoredKey
     tensor: Local
     rows: range
     dtype: torch.dtype
