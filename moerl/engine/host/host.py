@@ -365,7 +365,7 @@ class EngineHost:
         try:
             while cause is None:
                 await asyncio.sleep(WATCH_S)
-                hangs = pulse.look(attempt=updates.attempt, answers=updates.answered)
+                hangs = pulse.check(attempt=updates.attempt, answers=updates.answered)
                 cause = server.death() or self._far_death() or hangs
         finally:
             pulse.close()
