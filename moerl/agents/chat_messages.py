@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from moerl.core.types import Prompt
-from moerl.data.chat_template import Json as Json  # for the modules beside this one
+from moerl.data.chat_template import Json as Json  # for the other modules of this package
 from moerl.data.chat_template import parsed_arguments
 
 

@@ -46,7 +46,7 @@ NO_MASKS = (
     "sampling.top_k"
 )
 _NO_SWITCHES = Switches()
-_MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
+_MOST_STOPS = 4096  # tokens at which the engine must stop until the next request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class ChatTurns:
         self._has_begun = False  # a request has fixed them
         self.counts: Counter[str] = Counter()
         self._num_asked = 0  # turns
-        self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
+        self._num_sampled, self._reserved = 0, 0  # tokens that running turns may sample
         self._running: set[asyncio.Task[Any]] = set()
         self._ended = False
         self._deadline = 0.0

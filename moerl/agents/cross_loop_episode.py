@@ -90,7 +90,7 @@ def called_here(hear: Callable[[T], None]) -> Callable[[T], None]:
     loop = asyncio.get_running_loop()
 
     def told(value: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(hear, value)
 
     return told

@@ -36,7 +36,7 @@ class Origin(StrEnum):
     REPEATED = "repeated"  # the same messages as an earlier request: a retry, or n above 1
     REWRITTEN = "rewritten"  # holds answers that the policy did not give in this form
     TOOLS_CHANGED = "tools_changed"  # a recorded conversation with other tools
-    ARGUMENTS_CHANGED = "arguments_changed"  # a recorded conversation with other ones of a template
+    ARGUMENTS_CHANGED = "arguments_changed"  # a recorded conversation, other template arguments
     NEW = "new"  # another conversation without an answer: a sub-agent, a summary
 
 

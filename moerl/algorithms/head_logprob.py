@@ -48,7 +48,7 @@ from moerl.core.errors import RecordError
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
 _UNION = 1 << 15  # kept entries of the rows that share a block
-_COPIED = 1 << 25  # numbers of the weight that such a block copies, at most: 64 MiB in bf16
+_COPIED = 1 << 25  # most numbers of the weight that this block copies: 64 MiB in bf16
 _UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
 _WIDTHS = 64  # widths of unions are multiples: a GPU has its fast products for aligned rows alone
 _WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape

@@ -48,8 +48,8 @@ class Services:
     encode: Callable[[str], list[int]]
     blobs: BlobStore
     journal: Journal
-    stream: StreamWriter | None = None  # keeps what is trained
-    bad_steps: Path = Path("bad_steps")  # folder of what an optimizer step was not taken for
+    stream: StreamWriter | None = None  # keeps the trained steps
+    bad_steps: Path = Path("bad_steps")  # folder of the records of skipped optimizer steps
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void

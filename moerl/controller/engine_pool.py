@@ -387,7 +387,7 @@ class EnginePool:
         """Suspend an unfit engine until a commit.  Raises EngineError without an answer."""
         engine = self.engines[index]
         holds = await host_answer(engine.host.session(AskEngine(index)), "AskEngine")
-        # only now: its death may have been reported while it was asked
+        # only now: its death may have been reported meanwhile
         if engine.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or engine.leaving:
             return
         if isinstance(holds, EngineVersion) and holds.asleep:

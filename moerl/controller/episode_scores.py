@@ -102,7 +102,7 @@ class EpisodeScores:
         """Whether a scorer of this task gets requests while an episode runs."""
         return any(term.unit in ("step", "turn") for term in self._terms[task])
 
-    # --- while an episode goes on -----------------------------------------------------------------
+    # --- while an episode runs --------------------------------------------------------------------
     def sampled(self, episode: OpenEpisode, call: TurnCall) -> None:
         """Ask about the steps that are whole by now."""
         turn, prompt = call.turn, episode.spec.prompt
@@ -199,7 +199,7 @@ class EpisodeScores:
             return
         if self.watches(episode.prompt.task):
             for turn in episode.turns:
-                if turn.name not in one.views:  # nobody watched it
+                if turn.name not in one.views:  # it was not watched
                     self._ask_turn(episode.episode_id, episode.prompt, turn)
         asks: Coroutine[Any, Any, dict[str, Answer]] = self._whole(episode)
         one.whole = asyncio.get_running_loop().create_task(asks)

@@ -55,7 +55,7 @@ class _EvalRun:
         self._player, self._config, self._pin, self._deadline = player, config, pin, deadline
         self._places = asyncio.Semaphore(config.max_requests)
         self._open: set[OpenEpisode] = set()
-        self.sealed: set[str] = set()  # blobs of all episodes, failed ones too
+        self.sealed: set[str] = set()  # blobs of all episodes, also failed episodes
         self.counts = {"eval/played_again": 0.0, "eval/failed": 0.0}
         self.ended = 0  # episodes
 

@@ -168,7 +168,7 @@ class MemorySchedule:
         while engine.phase == EnginePhase.ASLEEP:
             try:
                 return await self._move(engine, SleepEngine(index, self._parts, self._limit_s))
-            except EngineError as error:  # refused for now; a broken one is about to be lost
+            except EngineError as error:  # refused for now; a broken engine is about to be lost
                 log.warning("engine %d does not sleep yet: %s", index, error)
                 await self._tasks.wait_change(_AGAIN_S)
         return None

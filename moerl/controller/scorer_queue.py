@@ -21,7 +21,7 @@ from moerl.core.types import Score
 Answer = Score | ScoreError
 Ask = Callable[[Sequence[ScoreRequest]], Awaitable[Sequence[Answer]]]
 
-_START_S = 120.0  # seconds for a restart of the scorer, beside the time of the requests
+_START_S = 120.0  # seconds for a restart of the scorer, besides the time of the requests
 _BREAK = 3  # messages in a row without an answer, after which pauses begin
 _PAUSE_S = 1.0, 30.0  # the first pause, which doubles, and the longest
 

@@ -36,8 +36,8 @@ from moerl.runtime.disk_wait import DiskPatience
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # refusals of one group before the run stops
-_WINDOW = 64  # groups: the run stops when scoring failed for more than half of the last ones
-_FIRST = 4  # and when it failed for each of the first ones: then a setting is wrong
+_WINDOW = 64  # groups: the run stops when scoring failed for more than half of the last groups
+_FIRST = 4  # and when it failed for each of the first groups: then a setting is wrong
 
 
 class ScoringStage:

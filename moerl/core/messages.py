@@ -59,7 +59,7 @@ class SendVersion:
     destinations: dict[int, Destination]  # by engine rank
     timeout_s: float
     round: int | None = None  # as in WriteUpdate; None = all buckets
-    again: bool = False  # what was sent arrived damaged: pack it again, and send no delta
+    again: bool = False  # the buckets arrived damaged: pack them again, and send no delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class BadStep:
     step: int
     number: int  # of such optimizer steps of the batch, from 1
     text: str  # a sentence that names cause, microbatches and rollouts
-    rollouts: tuple[str, ...]  # ids; empty: unknown, so those of the whole batch are kept
+    rollouts: tuple[str, ...]  # ids; empty: unknown, so the whole batch is kept
 
 
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
@@ -482,7 +482,7 @@ class EngineStatus:
     generated_tokens: int  # since start
     busy_s: float  # seconds with at least one request in flight
     refused: dict[str, int] = field(default_factory=dict)  # records refused, by reason
-    layout: str = ""  # fingerprint of the weight layout; equal ones take equal transfer plans
+    layout: str = ""  # fingerprint of the weight layout; equal prints take equal transfer plans
 
 
 @dataclass(frozen=True, slots=True)

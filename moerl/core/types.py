@@ -543,7 +543,7 @@ class EpisodeGroup:
     group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
-    # Rewards of siblings in another group, and of stale ones that were dropped, for the baseline
+    # Rewards of siblings in another group, and of dropped stale siblings, for the baseline
     peers: tuple[float, ...] = ()
 
     def rollouts(self) -> list[Rollout]:

@@ -25,7 +25,7 @@ from moerl.data.reward_values import BadReturn, quoted, score_of
 
 Reward = Callable[[Prompt, EpisodeView], Score]
 Function = Callable[..., Any]
-# What Python says of arguments; a decorator or a function that the reward calls may hide them.
+# Python's messages about arguments; a decorator or a function that the reward calls may hide them.
 _WRONG_CALL = re.compile(r"missing \d+ required|takes .* positional arg|unexpected keyword arg")
 
 

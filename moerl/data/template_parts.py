@@ -42,7 +42,7 @@ def left_out(
         changed = dict(message)
         for field, value in _marked(message, len(parts)):
             changed[field] = value
-            # Text beside calls may be thinking: gpt-oss writes it into its channel of analysis
+            # Text next to calls may be thinking: gpt-oss writes it into its channel of analysis
             is_thought = place < max(asked, default=0) and bool(message.get("tool_calls"))
             is_needed = field == "tool_calls" or (field == "content" and not is_thought)
             parts.append(MessagePart(place, str(message.get("role")), field, is_needed))

@@ -33,7 +33,7 @@ from moerl.episodes.turn import SampledTurn, SharedIds
 from moerl.records.record_uris import blob_uris
 
 Decode = Callable[[Sequence[int]], str]
-# What became of an episode that its player has handed over
+# Result of an episode that its player has handed over
 Retired = Literal["admitted", "dropped", "played_again"]
 
 # Failures of an episode: the controller ended it; its program or worker has died, through no fault

@@ -117,7 +117,7 @@ class TurnRequest:
     version: PolicyVersion | None = None
     role: str = ""
     max_new_tokens: int = 0  # 0: the episode's own limit
-    stop_ids: tuple[int, ...] = ()  # beside the stop tokens of the episode
+    stop_ids: tuple[int, ...] = ()  # besides the stop tokens of the episode
     grammar: Grammar | None = None
     ends: Callable[[Array], Awaitable[bool]] | None = None
     on_tokens: Callable[[Array], None] | None = None
@@ -229,7 +229,7 @@ class OpenEpisode:
         self.unlogged: list[tuple[GenerateRequest, Segment]] = []  # see rollout.journal_tokens
         self.is_released = spec.pin is not None  # its owner has taken its blobs over
         self.count_lost: Callable[[int], None] | None = None  # receives tokens of withdrawn turns
-        self._graph: dict[str, GraphTurn] = {}  # turns that were asked for, by name
+        self._graph: dict[str, GraphTurn] = {}  # requested turns, by name
         self._calls: dict[str, TurnCall] = {}  # turns that are being sampled, by name
         self._oldest: dict[str, PolicyVersion] = {}  # of the tokens of each turn
         self._ended = False

@@ -152,7 +152,7 @@ def tokenizer_ids(fields: Mapping[str, Any]) -> dict[str, int]:
     return {**vocabulary, **added}
 
 
-# --- a stored head beside a tied embedding -------------------------------------------------------
+# --- a stored head with a tied embedding ---------------------------------------------------------
 def _check_tied_head(held: ModelFiles) -> None:
     """Raises ModelError where a tied model stores a head of its own, which nothing would read."""
     head, embedding = (held.tensors.get(held.spec.root + name) for name in (HEAD, EMBED))

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from moerl.engine.node_span import Follower
 
 
-# What ranks inherit of the environment: names, and beginnings of names, ...
+# Variables that ranks inherit: names, and beginnings of names, ...
 _NAMES = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"}
 _NAMES |= {"CC", "CXX", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX", "XDG_CACHE_HOME", "HF_HOME"}
 _BEGINNINGS: tuple[str, ...] = ("LC_", "LD_", "PYTHON", "MALLOC_", "OMP_", "MKL_", "KMP_", "MOERL_")
 _BEGINNINGS += ("CUDA_", "NVIDIA_", "NVTE_", "TORCH", "PYTORCH_", "TRITON_", "SLURM_")
 _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
-# ... but never one that looks like a secret.
+# ... but no variable that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
 REF_MODELS = "ref_models"

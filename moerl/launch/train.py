@@ -273,7 +273,7 @@ def _close(
     for name, write in writes.items():
         try:
             write()
-        except Exception as error:  # what was trained is not lost by it
+        except Exception as error:  # the trained steps are not lost by it
             log.exception("the %s", name)
             print(f"moerl: the {name} was not written: {cause_of(error)}", file=err)
     rows = read_rows(run.metrics)

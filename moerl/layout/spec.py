@@ -42,7 +42,7 @@ class ModelSpec:
     max_positions: int
     dtype: str  # of the checkpoint: float32, bfloat16, float16
 
-    root: str = ""  # what every tensor's name begins with: a language model inside another one
+    root: str = ""  # prefix of every tensor's name: a language model inside another model
 
     # --- layer kinds and attention ---
     ffn: int = 0  # inner width of a dense layer; 0 = there is none
@@ -92,7 +92,7 @@ class ModelSpec:
     group_topk: int = 1
     group_score: str = ""  # how a group is rated: max, or sum of its top2
     topk_scaling: float = 1.0  # gate weights are multiplied by it
-    weigh_input: bool = False  # gate weights scale what an expert reads, not what it returns
+    weigh_input: bool = False  # gate weights scale the input of an expert, not its output
 
     mtp_layers: int = 0  # multi-token-prediction layers, stored as layers `layers`, ...
 

@@ -34,7 +34,7 @@ def private_dir(path: Path, field: str) -> Path:
         _refuse_planted(folder, field)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:  # ELOOP or ENOTDIR for a symlink, whoever owns it
+    except OSError as error:  # ELOOP or ENOTDIR for a symlink of any owner
         raise ConfigError(field, str(path), f"not a folder of its own: {error.strerror}") from error
     try:
         _close_to_others(handle, path, field)

@@ -37,7 +37,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
 # Exit codes of the reaper: SIGNALLED plus the number of the signal that ended its program, or ENDED
-# when a signal or a closed control socket asked the reaper to end everything.
+# when a signal or a closed control socket makes the reaper end everything.
 ENDED = SIGNALLED = 128
 
 
@@ -48,7 +48,7 @@ class Spec(TypedDict):
     output_bytes: int  # of printed text that is passed on
     cgroup: str  # folder of a pids cgroup, or empty
     uid: int  # user and group to run as; 0 = unchanged
-    closed: list[str]  # folders that this user may not pass: it sees empty ones in their place
+    closed: list[str]  # folders that this user may not pass: it sees empty folders in their place
     shown: list[str]  # files and folders below them that it sees
     memory_bytes: int  # address space of a process; 0 = no limit
     processes: int
@@ -183,7 +183,7 @@ def _watch(
     child: int, control: int, wake: int, printed: int, forward: Callable[[bytes], None]
 ) -> int | None:
     """The status of the child, or None when everything is to end."""
-    watched = select.poll()  # descriptors may be above what select takes
+    watched = select.poll()  # descriptors may be above the limit of select
     for descriptor in (control, wake, printed):
         watched.register(descriptor, select.POLLIN)
     while True:

@@ -53,7 +53,7 @@ from moerl.scoring.worker import (
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
 _ATTEMPTS = 3  # at a request whose worker is ended by another process
-# What Python says where a process or a thread cannot be started.
+# Python's messages where a process or a thread cannot be started.
 _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -165,7 +165,7 @@ class WorkerProcess:
             answer = decode_answer(self._opened().call(data, wait_s))
             if answer.serial == serial:
                 if any(text in answer.failure for text in _NO_PROCESS):
-                    self._end()  # its limit counts on what the user had when it started
+                    self._end()  # its limit adds to the user's processes at its start
                 return answer
             failure = "answered another request"
         except SandboxEnded:

@@ -55,7 +55,7 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
             elif term.where not in ("own", "model"):
                 scorers[entry.label, term.name] = make(entry, term)
         if entry.kind is TaskKind.TEXT_REPLIES and entry.label not in replies:
-            only = replace(entry, reward="exact_match", rewards=[])  # it is never asked
+            only = replace(entry, reward="exact_match", rewards=[])  # it gets no question
             replies[entry.label] = ProcessScorer(only, entry.scorer_workers, entry.score_timeout_s)
     return RunScorers(scorers, replies)
 

@@ -62,7 +62,7 @@ _START_S = 120.0  # most seconds for a worker to import the environment
 _CLOSE_S = 20.0  # most seconds for a worker to end an episode; its environment has fewer
 _CALLS = 64  # tool calls at once; each waits in a thread
 _WARM = 4  # started sandboxes that wait for an episode
-_HEAD = 1 << 10  # bytes of a message besides what task.limits.reply_kb bounds
+_HEAD = 1 << 10  # bytes of a message besides task.limits.reply_kb
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from moerl.agents.environments.environment_worker import main; main()"

@@ -154,7 +154,7 @@ class SandboxTools:
             return "written" if ran.why == "exit" else self._error(self._end_of(ran))
         notes = [text for text in (self._end_of(ran), _lost_of(ran)) if text]
         self.counts["errors"] += bool(notes)
-        # The end is what a policy must see, so it is kept out of what `cut_text` cuts.
+        # The policy must see the end, so it is kept out of the text that `cut_text` cuts.
         tail = "".join(f"\n[{note}]" for note in notes)
         room = self._settings.output_bytes - len(tail.encode())
         return cut_text(_joined(out, err), room) + tail if notes else _joined(out, err)

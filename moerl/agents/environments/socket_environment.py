@@ -87,7 +87,7 @@ class SocketEnvironment(HttpEnvironment):
         was_silent = not self._next.done()
         with contextlib.suppress(
             aiohttp.ClientConnectionError
-        ):  # what it said before is to be read
+        ):  # its earlier messages are still to be read
             await socket.send_str(message)
         reply = self._decoded(route, self._text_of(await self._next), _Reply)
         self._next = asyncio.create_task(socket.receive())

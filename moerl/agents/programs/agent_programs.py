@@ -110,7 +110,7 @@ class _ProgramTable(EpisodeTable):
     async def play_one(self, episode: CrossLoopEpisode, end: asyncio.Event) -> Outcome:
         name, spec = episode.name, episode.spec
         turns = self._gateway.open_episode(episode, self._limits)
-        # Printed with the reward: the text of a policy, printed beside it, does not have it.  A
+        # Printed with the reward: the text of a policy, printed as well, does not have it.  A
         # remote worker submits its reward with its key.
         secret = "" if self._remote is not None else secrets.token_urlsafe(16)
         try:

@@ -29,7 +29,7 @@ from moerl.config.schema import TaskConfig
 from moerl.sandbox.isolation import Isolation
 
 _PAUSES_S = (0.5, 30.0)  # before a worker that has answered nothing is started again
-_MOST_LOGGED_KB = 1 << 20  # of what a worker prints in its life; the log itself rotates
+_MOST_LOGGED_KB = 1 << 20  # of a worker's output in its life; the log itself rotates
 _EXIT_S = 2.0  # most seconds from the end of a program's output to its own
 _SHOWN = 200  # characters of a line in an error
 _ALLOWED = '{"episode": NAME, "secret": TEXT, "reward": NUMBER}, or "error": TEXT for "reward"'
@@ -169,7 +169,7 @@ class _Worker:
         with contextlib.suppress(OSError):  # its end is seen where its output is read
             self._stdin.write(one.line)
 
-    # --- what it prints ---------------------------------------------------------------------------
+    # --- its output -------------------------------------------------------------------------------
     async def _hear(self, out: asyncio.StreamReader) -> str:
         """Take answers until the end; returns why the stream ended, empty if as expected."""
         while True:

@@ -89,7 +89,7 @@ class RemoteWorkers:
         self._task, self._token_file, self._file, self._token = task, token_file, file, ""
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
-        self._queue: asyncio.Queue[str] = asyncio.Queue()  # of open ones; empty: it is closed
+        self._queue: asyncio.Queue[str] = asyncio.Queue()  # of open episodes; empty: it is closed
         self.routes = [
             web.post("/workers/register", self._register),
             web.post("/workers/task", self._take),
@@ -164,7 +164,7 @@ class RemoteWorkers:
                     if one is not None and not one.end.done():
                         self._begin(one, worker)
                         return json_answer(one.given)
-                self._queue.put_nowait("")  # for the next one that waits
+                self._queue.put_nowait("")  # for the next waiting worker
         return web.Response(status=204)
 
     def _begin(self, one: _Open, worker: str) -> None:

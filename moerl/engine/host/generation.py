@@ -50,7 +50,7 @@ from moerl.runtime.trace import Tracer
 _FEW_ROWS = 256  # of a record: at 48 layers a millisecond
 _TOGETHER = 32  # short replies that are decoded at once
 # Each part of a stream has all tokens so far, so long answers come in parts of more tokens: at most
-# _PARTS of them, and the bytes of all are at most _PARTS / 2 times those of the answer.
+# _PARTS of them, and the bytes of all are at most _PARTS / 2 times the answer's bytes.
 _PARTS, _PART = 256, 8
 
 # places of the requests, and their replies

@@ -22,7 +22,7 @@ from pathlib import Path
 from moerl.core.errors import EngineError
 from moerl.weight_sync.receiver_names import SCRATCH
 
-_OWNER = "owner.lock"  # a folder without it is not one of these
+_OWNER = "owner.lock"  # a folder without it belongs to others
 _SHARED = Path("/dev/shm")
 # Load counters (SGLang's managers/load_snapshot.py) and semaphores of multiprocessing: processes
 # that are killed leave them.

@@ -51,7 +51,7 @@ def change(manager: Any, what: str, parts: list[str]) -> tuple[bool, str]:
     was_asleep = is_asleep(manager)
     if what == SLEEP and not was_asleep:
         recomputed = in_flight.retract(manager.scheduler)
-    torch.cuda.empty_cache()  # the saver's memory is not of torch's cache, which it would be beside
+    torch.cuda.empty_cache()  # the saver's memory is not in torch's cache and would be added to it
     mine = (_cause(manager, what, parts), sorted(manager.offload_tags))
     every = all_gather_values(mine, tuple[str, list[str]], manager.tp_cpu_group)
     causes = [cause for cause, _ in every if cause]

@@ -56,10 +56,10 @@ from moerl.scoring import make_scorers
 
 log = logging.getLogger(__name__)
 # Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
-# the supervisor, which then takes it for one that hangs.
+# the supervisor, which then takes it for a hung actor.
 _CALLS = 1000
 Plain = TypeVar("Plain")
-_RETRIES = 3  # of a call whose actor died: the call may be what ends it
+_RETRIES = 3  # of a call whose actor died: the call may have ended it
 
 
 def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
@@ -270,7 +270,7 @@ class ControllerActor(ActorServer):
         self._rows: list[dict[str, Any]] = []
         self._looked_at: StepReport | None = None  # by the alerts
         self._found: dict[str, float] = {}
-        self._said: deque[str] = deque()  # by writers beside the training, in any thread
+        self._said: deque[str] = deque()  # by optional writers, in any thread
         self._tracer = Tracer(context.run.trace, "controller", tell=self._said.append)
         self._beside = Beside("the search for alerts", self._said.append)
 

@@ -35,8 +35,8 @@ class ControllerSupervisor:
         self.is_up = False
         self._context, self._place, self._lost_engines = context, place, lost_engines
         self._actor: Any = None
-        self._untold: list[tuple[Any, ...]] | None = None  # for one that is opening
-        self._next_poll = 0.0  # clock seconds; inf while it is asked
+        self._untold: list[tuple[Any, ...]] | None = None  # for an opening controller
+        self._next_poll = 0.0  # clock seconds; inf while a question is open
 
     def start(self) -> None:
         """Start the controller; a restart keeps its endpoint and journal."""

@@ -33,7 +33,7 @@ from moerl.launch.supervision.supervisor_context import START_S, SupervisorConte
 log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 
-_TURN_S = 1.0  # until a controller that is down is asked again
+_TURN_S = 1.0  # until the next question to a controller that is down
 _STOP_S = 60.0  # seconds a host may take to end its server
 
 
@@ -47,7 +47,7 @@ class EngineSupervisor:
         self.are_up = False  # all of the first start
         self._context, self._controller = context, controller
         self._starting: set[int] = set()
-        self._next_pings: dict[int, float] = {}  # clock seconds; inf while a host is asked
+        self._next_pings: dict[int, float] = {}  # clock seconds; inf while a question is open
 
     def start_all(self) -> None:
         for index in self.members.actors:

@@ -27,7 +27,7 @@ from moerl.runtime.run_dir import next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import damaged_in, newest_checkpoint
 
 _GRACE_S = 0.5  # for ranks of a trainer that died
-_CLOSED_S = 1.0  # until a controller that is down is asked again
+_CLOSED_S = 1.0  # until the next question to a controller that is down
 _CAUSE_S = 1.0  # after a trainer's death: the controller may know why
 
 
@@ -180,7 +180,7 @@ class TrainerSupervisor:
         if self._ranks.says_hello(int(status["trainer/incarnation"])):
             self._context.restarts.is_back("trainer")
             self._say_set_aside()
-        refs = self._ref_models  # a dead one has no pid; keep its last number
+        refs = self._ref_models  # a dead process has no pid; keep its last number
         if refs and refs.pid and status["ref_models/start"] == refs.starts - 1:
             self._context.restarts.is_back("ref_models")
         for row in rows:

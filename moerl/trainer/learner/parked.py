@@ -61,7 +61,7 @@ class Parked:
             self._away[part] = list(zip(storages, sizes, strict=True))
             total += sum(sizes)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # another process needs what torch would keep
+            torch.cuda.empty_cache()  # another process needs the memory that torch would keep
         return total
 
     def _copy_out(

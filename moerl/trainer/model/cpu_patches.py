@@ -33,7 +33,7 @@ class Patch:
     replace: Callable[[], None]
     why: str  # behaviour of megatron-core that fails without it
     symbols: tuple[str, ...]  # dotted paths that `replace` assigns
-    without: Absent = "cuda"  # what a machine lacks that needs this row
+    without: Absent = "cuda"  # the part whose absence needs this row
 
 
 def apply(*absent: Absent) -> None:

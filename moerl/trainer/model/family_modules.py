@@ -195,7 +195,7 @@ class BiasedChoice:
     """
 
     bias: Tensor  # [1, E] f32
-    replay: Any  # what `replay.attach` put on the router; None: live
+    replay: Any  # put on the router by `replay.attach`; None: live
 
     def get_replay_topk(
         self,
@@ -236,7 +236,7 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         layer.submodules.self_attention.module = LatentAttention
     elif spec.kv_lora:
         layer.submodules.self_attention.module = UncompressedQueryAttention
-        attention.q_layernorm = IdentityOp  # one that is not used is refused
+        attention.q_layernorm = IdentityOp  # an unused argument is refused
     if spec.kv_lora and on_cpu:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:

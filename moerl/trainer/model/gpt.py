@@ -46,7 +46,7 @@ class Chunk:
 
     index: int  # 0-based on this rank
     gpt: GPTModel  # bare: parameter names of the layout tables
-    module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
+    module: torch.nn.Module  # the called module: gpt, or gpt in Float16Module
     has_loss: bool  # it ends in the output layer
     lora: Adapters | None = None  # None: all weights are trained
 

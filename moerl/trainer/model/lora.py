@@ -270,7 +270,7 @@ def attach_adapters(
             "lora.targets", lora.targets, "a pipeline stage has no target; every stage needs one"
         )
     gpt.lora = adapters
-    if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed ones run no backward
+    if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed layers run no backward
         gpt.embedding.register_forward_hook(_needs_grad)
     return adapters
 

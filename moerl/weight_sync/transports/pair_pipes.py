@@ -220,7 +220,7 @@ class DevicePipe:
         while not work.is_completed():
             _check_both(self._check, deadline, "an operation of NCCL")
             time.sleep(_POLL_S)
-        work.wait()  # done: orders the stream behind it, or raises what failed
+        work.wait()  # done: orders the stream behind it, or raises its error
 
     @contextmanager
     def _aborting(self, deadline: float, doing: str) -> Iterator[None]:
@@ -250,7 +250,7 @@ def _named(deadline: float, doing: str) -> Iterator[None]:
 
 _building = threading.Lock()
 # A group whose members differ in one of these hangs or breaks.  Not in the list: NVLS, which NCCL
-# leaves off between two ranks, and what a host decides for itself, as its interfaces and cards.
+# leaves off between two ranks, and choices of each host, as its interfaces and cards.
 _SWITCHES = "CUMEM_ENABLE CUMEM_HOST_ENABLE P2P_DISABLE P2P_LEVEL SHM_DISABLE IB_DISABLE"
 AGREED = tuple(f"NCCL_{name}" for name in f"{_SWITCHES} NET NET_PLUGIN ALGO PROTO".split())
 
