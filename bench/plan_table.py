@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
 CASES = (
     Case("4 x EP8", 2, EngineLayout(8, 8, 1, 4)),
-    Case("4 x EP8, attention DP", 2, EngineLayout(8, 8, 8, 4, 1)),
-    Case("8 x EP32", 16, EngineLayout(32, 32, 4, 8, 8)),
+    Case("4 x EP8, attention DP", 2, EngineLayout(8, 8, 8, 4)),
+    Case("16 x EP16", 16, EngineLayout(16, 16, 2, 16)),
 )
 SHAPES = {  # layers of the first and the last pipeline stage; 0 = as many as the others
     "qwen3-30b-a3b": (0, 0, "none"),

@@ -30,6 +30,7 @@ PACKED = (
     "msgspec",
     "omegaconf",
     "antlr4-python3-runtime",
+    "pyroaring",
     "pyyaml",
     "pyzmq",
     "xxhash",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moerl.agents.chat_messages import Json, MessageCall
-from moerl.agents.gateway.answer_stream import PartialAnswer
+from moerl.agents.gateway.answer_stream import Kind, PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
 from moerl.agents.tool_calls import AnswerParser
@@ -108,6 +108,17 @@ class TurnAnswer:
     @property
     def shown(self) -> PartialAnswer:
         return PartialAnswer(self.prompt_len, self.reasoning, self.text)
+
+    @property
+    def is_empty(self) -> bool:
+        """Neither text nor calls: forms of blocks have a block of empty text."""
+        return not (self.text or self.calls)
+
+    @property
+    def blocks(self) -> list[tuple[Kind, str]]:
+        """Blocks in front of the calls."""
+        found: list[tuple[Kind, str]] = [("reasoning", self.reasoning)] if self.reasoning else []
+        return found + ([("text", self.text)] if self.text or self.is_empty else [])
 
     @property
     def output_ids(self) -> list[int]:

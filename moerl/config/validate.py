@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from moerl.config.bounds import LARGEST, UserPath
-from moerl.config.dropped_keys import dropped_key
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide_value
 from moerl.core.errors import ConfigError, nearest
@@ -50,8 +49,7 @@ def check_keys(schema: Callable[..., object], layer: Mapping[str, Any], above: s
             where = above.rstrip(".") or "the configuration"
             shown = hide_value(field, value)
             near = nearest(key, known, above) or f"; {where} has {', '.join(known)}"
-            why = dropped_key(field) or f"unknown key{near}"
-            raise ConfigError(field, shown, why)
+            raise ConfigError(field, shown, f"unknown key{near}")
         if is_dataclass(known[key]):
             _check_section(field, known[key], value)
             continue

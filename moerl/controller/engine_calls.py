@@ -17,6 +17,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError, RecordError
@@ -33,6 +34,20 @@ _AT_ONCE = 16  # replies handled before other tasks run: an update interrupts th
 
 Reply = Segment | RecordError | EngineError
 Take = Callable[[str, Reply], None]
+T = TypeVar("T")
+
+
+async def host_answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
+    """The answer of a host; limit_s: time limit of the host itself.
+
+    Raises EngineError when the host fails or hangs.
+    """
+    limit_s += ANSWER_S
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError as error:
+        raise EngineError(f"no answer to {what} within {limit_s:g} s") from error
 
 
 class EngineCalls:
@@ -142,7 +157,7 @@ class EngineCalls:
             if not batch:
                 continue
             try:
-                await self._answer(self._engine.submit(batch), "requests")
+                await host_answer(self._engine.submit(batch), f"requests of engine {self._index}")
             except EngineError as error:
                 names = [request.name for request in batch]
                 self._fail(names, error)
@@ -203,16 +218,7 @@ class EngineCalls:
 
     async def _abort(self, names: Sequence[str]) -> None:
         with contextlib.suppress(EngineError):  # then it fails them too, or drops their replies
-            await self._answer(self._engine.abort(names), "abort")
-
-    async def _answer(self, work: Awaitable[None], what: str) -> None:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await work
-        except TimeoutError as error:
-            raise EngineError(
-                f"engine {self._index}: no answer to {what} within {ANSWER_S:g} s"
-            ) from error
+            await host_answer(self._engine.abort(names), "abort")
 
     # --- progress ---------------------------------------------------------------------------------
     @property

@@ -23,13 +23,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
 
 from moerl.config.schema import EngineConfig, RolloutConfig
-from moerl.controller.engine_calls import ANSWER_S, EngineCalls
+from moerl.controller.engine_calls import EngineCalls, host_answer
 from moerl.controller.step_metrics import StepMetrics
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError, ProtocolError
@@ -57,9 +56,6 @@ _INTERRUPT_S = 0.2  # seconds between interrupts of a leaving engine: a request 
 
 
 _MODEL_FOLDER = PolicyVersion(0, 0)  # version of an engine that has just started
-
-
-T = TypeVar("T")
 
 
 class EnginePhase(StrEnum):
@@ -396,16 +392,6 @@ class EnginePool:
             log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
             self._step_metrics.engines_suspended += 1
             engine.phase = EnginePhase.SUSPENDED
-
-
-async def host_answer(work: Awaitable[T], what: str, limit_s: float = 0.0) -> T:
-    """The answer of a host within its limit_s.  Raises EngineError: it failed or hangs."""
-    limit_s += ANSWER_S
-    try:
-        async with asyncio.timeout(limit_s):
-            return await work
-    except TimeoutError as error:
-        raise EngineError(f"no answer to {what} within {limit_s:g} s") from error
 
 
 Engines = tuple[SyncTarget, ...]

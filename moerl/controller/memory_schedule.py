@@ -23,7 +23,8 @@ from enum import StrEnum
 
 from moerl.config import Config
 from moerl.config.clusters import moved_parts, sleeping_engines
-from moerl.controller.engine_pool import EnginePhase, EnginePool, EngineState, host_answer
+from moerl.controller.engine_calls import host_answer
+from moerl.controller.engine_pool import EnginePhase, EnginePool, EngineState
 from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError
 from moerl.core.messages import AskEngine, EngineVersion, MemoryState, SleepEngine, WakeEngine

@@ -26,6 +26,7 @@ from typing import Any
 from moerl.core.errors import ConfigError, nearest
 from moerl.layout import FAMILIES, SGLANG_SHARES_HEAD
 from moerl.layout.families import LLAMA4_TEXT
+from moerl.weight_sync.wire_formats import BLOCK, FORMATS, FP8_BLOCKS
 
 KNOWN_RELEASES = ("0.5.23",)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -93,8 +94,7 @@ _ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attentio
 _FUSES_SHARED_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 _ALL_LAYERS_ROUTE = ("qwen3_moe", "qwen2_moe")
 
-FP8_BLOCK = "fp8_block"  # 128 x 128 values with one fp32 scale, `moerl.weight_sync.buckets`
-BLOCK_SHAPE = [128, 128]
+BLOCK_SHAPE = [BLOCK, BLOCK]
 _KNOWN_FP8 = {"weight_block_size": (BLOCK_SHAPE,), "activation_scheme": ("dynamic",)}
 _FP8_KERNELS = ("auto", "triton")
 _FP32_HEAD = "enable_fp32_lm_head"
@@ -122,7 +122,7 @@ class LiveWeightLayout:
         _check("sglang", self.release, KNOWN_RELEASES, "its layout was not read")
         _check("model_type", self.family, FAMILIES, "no layout is known")
         why = "no other form of quantised weights was compared"
-        _check("engine.args.quantization", self.quantization, ("none", FP8_BLOCK), why)
+        _check("engine.args.quantization", self.quantization, tuple(FORMATS), why)
         runner = "engine.args.moe_runner_backend"
         why = _REPACKING_RUNNERS.get(self.moe_runner, "was never compared with load_weights")
         _check(runner, self.moe_runner, _RUNNERS, f"its kernel {why}")
@@ -330,7 +330,7 @@ def _quantization(args: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     _check("quantization_config.scale_fmt", stored.get("scale_fmt"), (None,), "scales are fp32")
     kernel = "engine.args.fp8_gemm_runner_backend"
     _check(kernel, _get(args, kernel.split(".")[-1]), _FP8_KERNELS, "was never compared")
-    return FP8_BLOCK
+    return FP8_BLOCKS.name
 
 
 def _kernel_flags(args: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -312,11 +312,9 @@ def _te_place(place: Place) -> Place:
     return Place(place.first, layers, place.last, place.tp, place.etp, place.ep, place.vocab_rows)
 
 
-def sglang_tiles(
-    spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1, dense_tp: int = 0
-) -> Named:
-    """Tensors of one engine rank: attention and embedding cut over tp / dp, dense layers and shared
-    experts over dense_tp (0 = tp), the head over tp, experts over ep and then tp / ep.
+def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1) -> Named:
+    """Tensors of one engine rank: attention and embedding cut over tp / dp, dense layers, shared
+    experts and the head over tp, experts over ep and then tp / ep.
 
     dp: ranks of data-parallel attention.  Covers the canonical layout of unquantised weights; a
     runner that repacks experts after loading must restore it first.  Prediction layers belong to
@@ -325,22 +323,19 @@ def sglang_tiles(
     srt/runtime_context.py (the inner ranks of tp cut attention, the outer ranks hold experts).
     """
     named: Named = {}
-    for place in sglang_places(spec, tp, rank, ep, dp, dense_tp):
+    for place in sglang_places(spec, tp, rank, ep, dp):
         named |= expand(spec, _hf_shapes(spec), place)
     return named
 
 
 def sglang_places(
-    spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1, dense_tp: int = 0
+    spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1
 ) -> tuple[Place, Place, Place]:
     """Attention with the embedding, the layers' rest, the head, of a rank; see sglang_tiles."""
-    dense_tp = dense_tp or tp
     if not 0 <= rank < tp:
         raise LayoutError(f"rank {rank} is not in 0..{tp - 1}")
-    if tp % ep or tp % dp or tp % dense_tp:
-        raise LayoutError(
-            f"engine ep = {ep}, dp = {dp} and dense_tp = {dense_tp} must divide tp = {tp}"
-        )
+    if tp % ep or tp % dp:
+        raise LayoutError(f"engine ep = {ep} and dp = {dp} must divide tp = {tp}")
     moe_tp, attention_tp = tp // ep, tp // dp
     attention = Place(
         first=_rooted(FIRST.sglang, spec, names=True),
@@ -355,7 +350,7 @@ def sglang_places(
         first=(),
         layers=_sglang_layers(spec, attention=False),
         last=(),
-        tp=Shard(rank % dense_tp, dense_tp),
+        tp=Shard(rank, tp),
         etp=Shard(rank % moe_tp, moe_tp),
         ep=Shard(rank // moe_tp, ep),
         vocab_rows=_sglang_vocab(spec, tp),

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from moerl.config import Config
 from moerl.config.clusters import is_local
-from moerl.config.task_mixture import longest_row
 from moerl.core.errors import ConfigError
 from moerl.layout import ModelSpec, hf_shapes, model_spec
 from moerl.layout.adapters import adapter_shapes
-from moerl.planning.estimates import model_shapes
+from moerl.planning.estimates import model_shapes, record_bytes
 from moerl.planning.layout_check import ITEMSIZE
 from moerl.planning.memory import optimizer_bytes
 from moerl.runtime.disk_wait import free_bytes
@@ -95,30 +94,18 @@ def _needs(config: Config, engines: bool) -> Iterator[Need]:
     yield from _weights(config, spec, root)
     if not engines:
         return
-    rollout = config.rollout
-    rows = rollout.groups_per_step * rollout.group_size
-    routes = len(spec.moe_layers) * spec.experts_per_token * (config.replay.routing == "R3")
-    record = longest_row(config) * routes
+    record = record_bytes(config, spec)
     if config.stream.keep_steps:
         kept = config.stream.keep_steps if config.stream.keep_steps > 0 else config.run.steps
-        yield Need("run.root", root, "stream", 0, kept * rows * record)
+        yield Need("run.root", root, "stream", 0, kept * record.step)
     if config.sync.transport == "disk":
         weights = ITEMSIZE[config.engine.dtype] * _count(hf_shapes(spec))
         yield Need("sync.folder", Path(config.sync.folder), "a version", weights, 2 * weights)
     if is_local(config.cluster):
-        blobs, least, most = Path(config.cluster.blob_dir), *_records(config, record)
-        yield Need("cluster.blob_dir", blobs, "records", least, most)
+        blobs = Path(config.cluster.blob_dir)
+        yield Need("cluster.blob_dir", blobs, "records", record.step, record.waiting)
     if not config.cluster.ray:
         yield Need("TMPDIR", Path(tempfile.gettempdir()), "scratch", _SCRATCH, _SCRATCH)
-
-
-def _records(config: Config, record: int) -> tuple[int, int]:
-    """Routes of a step, and of all groups that may wait, with the longest rows."""
-    rollout = config.rollout
-    depth = rollout.buffer_depth if rollout.admission == "bounded" else rollout.max_lag
-    step = rollout.groups_per_step
-    groups = step * (depth + 1) + rollout.max_groups_in_flight
-    return step * rollout.group_size * record, groups * rollout.group_size * record
 
 
 def _weights(config: Config, spec: ModelSpec, root: Path) -> Iterator[Need]:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import ref_models_of
 from moerl.config.checks import check_model_sizes
 from moerl.config.clusters import (
     VISIBLE,
-    Node,
     Placement,
     TrainerSlot,
     engine_gpus,
@@ -36,7 +33,6 @@ from moerl.config.clusters import (
 from moerl.config.engine_context import check_context
 from moerl.config.load import printed
 from moerl.config.lora_checks import check_quantised_base
-from moerl.config.schema import ParallelConfig
 from moerl.config.secret_values import hide, hide_override
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_mixture import TaskEntry, entries_of, reward_models_of
@@ -53,7 +49,8 @@ from moerl.launch.run_context import RunContext, ref_model_command, trainer_comm
 from moerl.layout import model_spec
 from moerl.planning import gpu_choices
 from moerl.planning.disks import disk_lines
-from moerl.planning.estimates import estimates, model_shapes, ref_model_specs, rendered
+from moerl.planning.estimates import estimates, model_shapes, ref_model_specs
+from moerl.planning.printout import Table, axes, numbers, span
 from moerl.runtime.run_dir import RunDir
 
 
@@ -96,7 +93,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
         *unchecked,
         *prompts,
     ]
-    return "\n".join(sections)
+    return "\n".join(map(str, sections))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -122,16 +119,14 @@ def prompt_lines(config: Config, max_positions: int) -> list[str]:
 
 
 # --- processes -----------------------------------------------------------------------------------
-def process_table(config: Config, placed: Placement) -> str:
+def process_table(config: Config, placed: Placement) -> Table:
     """The table of `process_rows`."""
-    table = Table(title=f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)")
-    for column in ("node", "process", "numbers", "count", "GPUs", "purpose"):
-        table.add_column(column)
+    rows: list[tuple[str, ...]] = []
     for _, of_node in groupby(process_rows(config, placed), key=lambda row: row[0]):
-        for index, (node, *cells) in enumerate(of_node):
-            table.add_row("" if index else node, *cells)
-        table.add_section()
-    return rendered(table)
+        (first, *others) = of_node
+        rows += [first, *(("", *cells) for _, *cells in others), ()]
+    title = f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)"
+    return Table(title, ("node", "process", "numbers", "count", "GPUs", "purpose"), rows, left=6)
 
 
 def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
@@ -140,10 +135,9 @@ def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
     shared: list[tuple[str, ...]] = []
     for _, alike in groupby(rows, key=lambda name: [(row[0], *row[2:]) for row in rows[name]]):
         names = list(alike)
-        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        for process, numbers, *rest in rows[names[0]]:
-            more = " .." if len(names) > 1 and numbers else ""
-            shared.append((label, process, numbers + more, *rest))
+        for process, which, *rest in rows[names[0]]:
+            more = " .." if len(names) > 1 and which else ""
+            shared.append((span(names), process, which + more, *rest))
     return shared
 
 
@@ -194,36 +188,20 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("engine (Ray)", [s for s in sized if s.part == 0], "host and SGLang server"),
             ("part (Ray)", [s for s in sized if s.part], "SGLang server of further ranks"),
         ):
-            devices = _numbers(d for slot in alike for d in slot.devices)
-            which = _numbers(slot.engine for slot in alike)
+            devices = numbers(d for slot in alike for d in slot.devices)
+            which = numbers(slot.engine for slot in alike)
             what = f"tp {tp}{span}, {engine.dtype}{head}, {does}"
             rows += [(process, which, str(len(alike)), devices, what)] if alike else []
     for trainer in (slot for slot in placed.trainers if slot.node.name == name):
-        count, devices = str(len(trainer.ranks)), _numbers(trainer.devices)
-        what = f"{_sizes(parallel)}, {config.trainer.dtype}{head}"
-        rows.append(("trainer rank", _numbers(trainer.ranks), count, devices, what))
+        count, devices = str(len(trainer.ranks)), numbers(trainer.devices)
+        what = f"{axes(parallel)}, {config.trainer.dtype}{head}"
+        rows.append(("trainer rank", numbers(trainer.ranks), count, devices, what))
     for slot in (slot for slot in placed.ref_models if slot.node.name == name):
-        count, devices = str(len(slot.ranks)), _numbers(slot.devices)
+        count, devices = str(len(slot.ranks)), numbers(slot.devices)
         models = [*ref_models_of(config), *(Path(one).name for one in reward_models_of(config))]
-        what = f"{', '.join(models)}: {_sizes(config.ref_models.parallel)}"
-        rows.append(("reference rank", _numbers(slot.ranks), count, devices, what))
+        what = f"{', '.join(models)}: {axes(config.ref_models.parallel)}"
+        rows.append(("reference rank", numbers(slot.ranks), count, devices, what))
     return rows
-
-
-def _sizes(parallel: ParallelConfig) -> str:
-    return " ".join(
-        f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "pp", "cp", "dp", "ep", "etp")
-    )
-
-
-def _numbers(values: Iterable[int]) -> str:
-    found = sorted(values)
-    if not found:
-        return ""
-    whole = found == list(range(found[0], found[-1] + 1))
-    if whole and len(found) > 2:
-        return f"{found[0]}-{found[-1]}"
-    return ",".join(map(str, found))
 
 
 # --- commands and ports --------------------------------------------------------------------------
@@ -262,7 +240,7 @@ def _engine_commands(config: Config, placed: Placement, shapes: Mapping[str, Any
     for tp in sorted(set(sizes.values())):
         args = gpu_choices.engine_arguments(config, placed, tp, folder, shapes)
         job = {"parent": "PID", "args": args, "token": "TOKEN"}
-        which = _numbers(engine for engine in sizes if sizes[engine] == tp)
+        which = numbers(engine for engine in sizes if sizes[engine] == tp)
         lines += [
             f"engine {which}: python -m moerl.engine.plugin.server_process, its job on stdin:",
             f"  {json.dumps(job)}",
@@ -283,26 +261,24 @@ def _local_context(config: Config, run: RunDir) -> RunContext:
     )
 
 
-def _ports(config: Config, placed: Placement) -> str:
+def _ports(config: Config, placed: Placement) -> str | Table:
     if is_local(config.cluster):
         return f"ports: free ones on {config.cluster.address} (docs/clusters.md lists them)"
     ports, head = config.cluster.ports, host_of(placed.controller)
     first = host_of(placed.trainers[0].node)
-    table = Table(
-        title=f"ports on {config.cluster.interface}, all behind tokens but NCCL's and gloo's"
-    )
-    for column in ("port", "listens on", "connects"):
-        table.add_column(column)
-    table.add_row(str(ports.controller), f"controller on {head}", "trainer rank 0")
-    table.add_row(str(ports.ray), f"Ray's head on {head}", "engine nodes")
-    table.add_row(str(ports.blobs), "records, each engine node", "trainer ranks, controller")
-    table.add_row(str(ports.rendezvous), f"torchrun on {first}", "trainer nodes")
+    rows = [
+        (str(ports.controller), f"controller on {head}", "trainer rank 0"),
+        (str(ports.ray), f"Ray's head on {head}", "engine nodes"),
+        (str(ports.blobs), "records, each engine node", "trainer ranks, controller"),
+        (str(ports.rendezvous), f"torchrun on {first}", "trainer nodes"),
+        ("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks"),
+        ("free", "NCCL or gloo of the trainer, trainer nodes", "trainer ranks"),
+    ]
     if placed.ref_models:
         where = f"torchrun on {host_of(placed.ref_models[0].node)}"
-        table.add_row(str(ports.ref_models), where, "reference nodes")
-    table.add_row("free", f"{config.sync.transport} stagings, each engine rank", "trainer ranks")
-    table.add_row("free", "NCCL or gloo of the trainer, trainer nodes", "trainer ranks")
-    return rendered(table)
+        rows.insert(4, (str(ports.ref_models), where, "reference nodes"))
+    title = f"ports on {config.cluster.interface}, all behind tokens but NCCL's and gloo's"
+    return Table(title, ("port", "listens on", "connects"), rows, left=3)
 
 
 # --- GPUs of each process -------------------------------------------------------------------------
@@ -328,8 +304,8 @@ def _dealt(placed: Placement) -> list[str]:
     each = " or ".join(map(str, sorted({len(slot.devices) for slot in placed.engines})))
     nodes = [node for node in placed.nodes if engine_gpus(placed, node)]
     return [
-        f"  engines on {_label(list(alike))}: {','.join(map(str, gpus))}; each gets {each} of them "
-        "from Ray"
+        f"  engines on {span([node.name for node in alike])}: {','.join(map(str, gpus))}; "
+        f"each gets {each} of them from Ray"
         for gpus, alike in groupby(nodes, key=lambda node: engine_gpus(placed, node))
     ]
 
@@ -339,7 +315,7 @@ def _ranks(job: str, slots: Sequence[TrainerSlot], environment: Mapping[str, str
     lines = []
     for gpus, alike in groupby(slots, key=lambda slot: slot.devices):
         if gpus:
-            label = _label([slot.node for slot in alike])
+            label = span([slot.node.name for slot in alike])
             named = visible_devices(gpus, environment)[VISIBLE]
             lines.append(f"  {job} ranks on {label}: {named}; local rank 0 has the first")
     return lines
@@ -354,7 +330,3 @@ def _mapped(config: Config, placed: Placement, environment: Mapping[str, str]) -
     every = visible_devices((*slot.devices, *others), environment)[VISIBLE].split(",")
     behind = ",".join(every[len(slot.devices) :])
     return [f"  trainer ranks also see {behind} behind their own, to write weights into (cuda_ipc)"]
-
-
-def _label(nodes: Sequence[Node]) -> str:
-    return nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} .. {nodes[-1].name}"

@@ -6,14 +6,10 @@ The lines of a dry run about them.  `moerl.planning.memory` and the transfer pla
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from moerl.config import Config
 from moerl.config.algorithms import borrows_policy, followers_of, ref_models_of, teachers_of
@@ -23,7 +19,6 @@ from moerl.config.clusters import (
     TrainerSlot,
     is_local,
     is_shared,
-    moved_parts,
     placement,
     sleeping_engines,
     takes_turns,
@@ -33,8 +28,10 @@ from moerl.config.task_mixture import longest_row, reward_models_of
 from moerl.config.tiny_config import tiny_config
 from moerl.core.errors import ConfigError
 from moerl.layout import ModelSpec, model_spec
+from moerl.planning.colocated import copied_out, shared_table, turns_table
 from moerl.planning.layout_check import Spread
 from moerl.planning.memory import (
+    EngineMemory,
     TrainerMemory,
     Training,
     engine_memory,
@@ -43,6 +40,7 @@ from moerl.planning.memory import (
     training_of,
     with_teachers,
 )
+from moerl.planning.printout import GB, Table, gb, of_room, verdict
 from moerl.planning.publish_forecast import (
     FactorForecast,
     Layouts,
@@ -53,25 +51,13 @@ from moerl.planning.publish_forecast import (
     shapes_of,
     transport_line,
 )
-from moerl.planning.shared_gpus import check_shares, shared_rows
-from moerl.planning.turn_phases import (
-    ORDER,
-    ROOM,
-    PhaseBytes,
-    copied_out,
-    phase_bytes,
-    smallest_set,
-)
 from moerl.runtime.machine import host_memory, visible_gpus
 from moerl.weight_sync.buckets import ROUND
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
-_GB = 1e9
-_WIDTH = 110
 
-
-def estimates(config: Config, placed: Placement) -> list[str]:
+def estimates(config: Config, placed: Placement) -> list[str | Table]:
     """Memory and transfer plan, from shapes."""
     layouts = planned_layouts(config, model_shapes(config))
     spec = layouts[0][0]
@@ -82,18 +68,19 @@ def estimates(config: Config, placed: Placement) -> list[str]:
             ref_model_memory(model, config.ref_models.parallel, training) for model in ref_models
         ]
         tables.append(_trainer_table("a reference rank", _beside(alone), placed.ref_models[0]))
-    sizes = _engine_sizes(config, layouts)
+    sizes, group = _engine_sizes(config, layouts), placed.trainers[0].node.group
+    sides = _largest(ranks, sizes)
     if is_shared(config.cluster):
-        tables.append(_shared_table(config, placed, ranks, sizes))
+        tables.append(shared_table(config, group.device_gb, *sides))
     if takes_turns(config.cluster):
-        plan = _turn_plan(config, placed, ranks, sizes)
-        tables.append(_turns_table(config, placed, plan))
-        ranks = tuple(replace(rank, parked=copied_out(rank, plan.moves)) for rank in ranks)
+        moves, table = turns_table(config, group, *sides)
+        tables.append(table)
+        ranks = tuple(replace(rank, parked=copied_out(rank, moves)) for rank in ranks)
     return [
         *tables,
         *(_engine_line(config, size, placed) for size in sizes),
         *_teacher_lines(config),
-        _host_lines(config, placed, ranks, sizes, len(spec.moe_layers) * spec.experts_per_token),
+        *_host_lines(config, placed, ranks, sizes, spec),
         *(_transfer_lines(config, size) for size in sizes),
         transport_line(config, auto_transport(config, model_shapes(config))),
         "`moerl plan RECIPE` forecasts a publish: bytes, seconds and buffers",
@@ -104,74 +91,15 @@ def check_colocated(config: Config) -> tuple[MovedPart, ...]:
     """Raises ConfigError where engine and trainer do not fit their GPU; returns what gives way."""
     placed, layouts = placement(config), planned_layouts(config, model_shapes(config))
     _, _, ranks = _trainer_ranks(config, placed, layouts)
-    sizes = _engine_sizes(config, layouts)
+    group = placed.trainers[0].node.group
+    sides = _largest(ranks, _engine_sizes(config, layouts))
     if takes_turns(config.cluster):
         if importlib.util.find_spec("torch_memory_saver") is None:
             where = "the package torch-memory-saver is missing: tools/setup.sh --gpu installs it"
             raise ConfigError("cluster.colocated", "turns", where)
-        return _turn_plan(config, placed, ranks, sizes).moves
-    _shared_table(config, placed, ranks, sizes)
+        return turns_table(config, group, *sides)[0]
+    shared_table(config, group.device_gb, *sides)
     return ()
-
-
-def _shared_table(
-    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
-) -> str:
-    room, engines = placed.trainers[0].node.group.device_gb, [size.memory for size in sizes]
-    check_shares(config, room, ranks, engines)
-    table = Table(title="memory of a shared GPU, GB" + (f" of {room:g}" if room else ""))
-    for column in ("purpose", "engine", "trainer"):
-        table.add_column(column, justify="left" if column == "purpose" else "right")
-    for purpose, *held in shared_rows(ranks, engines):
-        table.add_row(purpose, *(_gb(one) if one else "" for one in held))
-    return rendered(table)
-
-
-@dataclass(frozen=True, slots=True)
-class _TurnPlan:
-    """The parts that give way in turns, the reason, and bytes by phase."""
-
-    moves: tuple[MovedPart, ...]
-    why: str
-    found: PhaseBytes
-
-
-def _turn_plan(
-    config: Config, placed: Placement, ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
-) -> _TurnPlan:
-    """By the settings, else the smallest set that fits.  Raises ConfigError where none does."""
-    room = placed.trainers[0].node.group.device_gb
-    trainer = max(ranks, key=lambda rank: rank.total)
-    engine = max((size.memory for size in sizes), key=lambda one: one.total + one.update)
-    moves: tuple[MovedPart, ...] | None = moved_parts(config)
-    why = "turn.moves" if config.turn.moves else "the sizes of the devices are not known"
-    if room and not config.turn.moves:
-        room_bytes = ROOM * room * _GB
-        moves = smallest_set(trainer, engine, room_bytes, adapters=bool(config.lora.rank))
-        why = "the smallest set with which every phase fits"
-    on_gpu = placed.trainers[0].node.group.devices > 0
-    found = phase_bytes(trainer, engine, ORDER if moves is None else moves, gpu=on_gpu)
-    if room and (moves is None or found.most > ROOM * room * _GB):
-        raise ConfigError(
-            "cluster.colocated",
-            "turns",
-            f"a device of {room:g} GB would hold {_gb(found.most)} GB in one phase: lower "
-            "trainer.max_tokens_per_microbatch or engine.max_total_tokens, keep the optimizer on "
-            "the host (trainer.optimizer_args.optimizer_cpu_offload), or train by lora.rank",
-        )
-    return _TurnPlan(moves or ORDER, why, found)
-
-
-def _turns_table(config: Config, placed: Placement, plan: _TurnPlan) -> str:
-    room = placed.trainers[0].node.group.device_gb
-    table = Table(title="memory of a device in turns, GB" + (f" of {room:g}" if room else ""))
-    for column in ("phase", "engine", "trainer", "both"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    for phase, held in asdict(plan.found).items():
-        table.add_row(phase.replace("_", " "), *map(_gb, (*held, sum(held))))
-    told = f"gives way: {', '.join(plan.moves)} ({plan.why})"
-    awake = sorted(config.engine.sizes.keys() - sleeping_engines(config))
-    return rendered(table) + told + (f"; engines {awake} never sleep" if awake else "")
 
 
 def _trainer_ranks(
@@ -216,6 +144,14 @@ def _engine_sizes(config: Config, layouts: Sequence[Layouts]) -> list[_Size]:
         _Size(engines, TransferPlan(spec, trainer, engines, 0, policy).totals(), config, spec)
         for spec, trainer, engines, policy in layouts
     ]
+
+
+def _largest(
+    ranks: Sequence[TrainerMemory], sizes: Sequence[_Size]
+) -> tuple[TrainerMemory, EngineMemory]:
+    """The largest rank of either side."""
+    engine = max((size.memory for size in sizes), key=lambda one: one.total + one.update)
+    return max(ranks, key=lambda rank: rank.total), engine
 
 
 def _beside(models: Sequence[Sequence[TrainerMemory]]) -> list[TrainerMemory]:
@@ -266,22 +202,29 @@ def ref_model_specs(config: Config) -> list[ModelSpec]:
     ]
 
 
-def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> str:
+def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> Table:
     room = slot.node.group.device_gb
-    title = f"memory of {who}, GB" + (f" of {room:g}" if room else "")
-    table = Table(title=title, padding=0)  # all columns of a large run fit the width
-    columns = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
-    columns += ["device_base", "buckets", "runtime"]
-    columns = [c for c in columns if any(getattr(rank, c) for rank in ranks)]
-    for column in ("stage", "parameters", *columns, "total"):
-        table.add_column(column.replace("device_base", "W0"), justify="right")
-    for found in _telling(ranks):
-        cells = [_gb(getattr(found, column)) for column in columns]
-        table.add_row(str(found.stage), f"{found.parameters / 1e9:.3g}e9", *cells, _gb(found.total))
-    return rendered(table) + _verdict(who, max(r.total for r in ranks), room)
+    names = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
+    names += ["device_base", "buckets", "runtime"]
+    names = [name for name in names if any(getattr(rank, name) for rank in ranks)] + ["total"]
+    return Table(
+        f"memory of {who}{of_room(room)}",
+        ("stage", "parameters", *("W0" if name == "device_base" else name for name in names)),
+        [
+            (
+                str(rank.stage),
+                f"{rank.parameters / 1e9:.3g}e9",
+                *(gb(getattr(rank, name)) for name in names),
+            )
+            for rank in _edge_stages(ranks)
+        ],
+        left=0,
+        note=verdict(who, max(rank.total for rank in ranks), room),
+        tight=True,  # all columns of a large run fit the width
+    )
 
 
-def _telling(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
+def _edge_stages(ranks: Sequence[TrainerMemory]) -> list[TrainerMemory]:
     """First, largest and last stage, without repetition."""
     largest = max(ranks, key=lambda rank: rank.total)
     by_stage = {rank.stage: rank for rank in (ranks[0], largest, ranks[-1])}
@@ -296,32 +239,40 @@ def _engine_line(config: Config, size: _Size, placed: Placement) -> str:
         static = 0.0
     asked = config.engine.max_total_tokens
     if not asked:  # SGLang takes what the weights leave
-        engine = replace(engine, kv=max(0, round(static * _GB) - engine.weights))
+        engine = replace(engine, kv=max(0, round(static * GB) - engine.weights))
     tokens = f"{asked or engine.kv // engine.kv_token:,} tokens of {engine.kv_token:,} bytes"
     if not asked:
         tokens = f"SGLang decides: about {tokens}" if static else "SGLang decides"
     if size.engines.dp > 1:
         tokens += f", others on each of {size.engines.dp} attention ranks"
     line = (
-        f"memory of an engine rank, tp {size.engines.tp}: weights {_gb(engine.weights)} GB, "
-        f"KV cache {_gb(engine.kv)} GB ({tokens})"
+        f"memory of an engine rank, tp {size.engines.tp}: weights {gb(engine.weights)} GB, "
+        f"KV cache {gb(engine.kv)} GB ({tokens}), a publish {gb(engine.update)} GB"
     )
-    line += f", a publish {_gb(engine.update)} GB"
     if static:
         line += f"; mem_fraction_static leaves {static:.3g} GB of {group.device_gb:g}"
-    line += _verdict("\nan engine rank", engine.total, static)
+    line += verdict("\nan engine rank", engine.total, static)
     if config.sync.transport == "cuda_ipc":
-        return line + _verdict(
-            "\nan engine rank in a publish", engine.total + engine.update, static
-        )
-    return line + _verdict("\na publish", engine.update, static and group.device_gb - static)
+        return line + verdict("\nan engine rank in a publish", engine.total + engine.update, static)
+    return line + verdict("\na publish", engine.update, static and group.device_gb - static)
 
 
-def _verdict(who: str, need: float, room_gb: float) -> str:
-    """A line that marks a need above the room; estimates never refuse a start."""
-    if not room_gb or need <= room_gb * _GB:
-        return ""
-    return f"{who} DOES NOT FIT: {_gb(need)} GB of {room_gb:.3g} GB\n"
+@dataclass(frozen=True, slots=True)
+class RecordBytes:
+    """Bytes of routes with the longest rows.  waiting: of all groups that may wait or run."""
+
+    rollout: int
+    step: int
+    waiting: int
+
+
+def record_bytes(config: Config, spec: ModelSpec) -> RecordBytes:
+    rollout = config.rollout
+    routes = len(spec.moe_layers) * spec.experts_per_token * (config.replay.routing == "R3")
+    group = longest_row(config) * routes * rollout.group_size
+    depth = rollout.buffer_depth if rollout.admission == "bounded" else rollout.max_lag
+    groups = rollout.groups_per_step * (depth + 1) + rollout.max_groups_in_flight
+    return RecordBytes(group // rollout.group_size, rollout.groups_per_step * group, groups * group)
 
 
 def _host_lines(
@@ -329,53 +280,49 @@ def _host_lines(
     placed: Placement,
     ranks: Sequence[TrainerMemory],
     sizes: Sequence[_Size],
-    routes: int,
-) -> str:
+    spec: ModelSpec,
+) -> list[str]:
     """Host memory per node: the trainer's copies and offloaded optimizer, staging, records."""
-    rollout = config.rollout
-    tokens = longest_row(config)
-    depth = rollout.buffer_depth if rollout.admission == "bounded" else rollout.max_lag
-    groups = rollout.groups_per_step * (depth + 1) + rollout.max_groups_in_flight
-    record = tokens * routes * (config.replay.routing == "R3")
-    waiting = groups * rollout.group_size * record
+    record = record_bytes(config, spec)
     engine_nodes = {slot.node.name for slot in placed.engines}
-    rank = max(ranks, key=lambda rank: rank.host)
-    each = max(len(slot.ranks) for slot in placed.trainers)
-    trainer = f"  trainer: weight snapshot of a publish {_gb(each * rank.snapshot)}"
-    if rank.offloaded:
-        trainer += f", optimizer {_gb(each * rank.offloaded)}"
-    trainer += f", copy of a checkpoint {_gb(each * rank.checkpoint)}"
-    if rank.teachers:
-        trainer += f", copies for teachers {_gb(each * rank.teachers)}"
-    if rank.parked:
-        trainer += f", parked parts {_gb(each * rank.parked)}"
-    if rank.base:
-        trainer += f", W0 of adapters {_gb(each * rank.base)}"
+    records = record.waiting / max(1, len(engine_nodes))
     staged = {name: _staging(config, placed, sizes, name) for name in engine_nodes}
-    records = waiting / max(1, len(engine_nodes))
-    needs = {node.name: staged.get(node.name, 0.0) for node in placed.nodes}
-    for name in engine_nodes:
-        needs[name] += records
+    needs = {node.name: 0.0 for node in placed.nodes}
+    needs |= {name: staging + records for name, staging in staged.items()}
+    rank = max(ranks, key=lambda rank: rank.host)
     for slot in placed.trainers:
         needs[slot.node.name] += len(slot.ranks) * rank.host
     own = _own_memory_gb(config, placed)
     lines = [
         "host memory, GB per node, at most" + (f"; this machine has {own:.3g} GB:" if own else ":"),
-        trainer,
-        f"  engine: staging {_gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
-        f"{_gb(records)} ({record / 1e6:.3g} MB of routes a rollout)",
-        f"  all: {_gb(max(needs.values()))}",
+        f"  trainer: {_copies(rank, max(len(slot.ranks) for slot in placed.trainers))}",
+        f"  engine: staging {gb(max(staged.values()))}, records in {config.cluster.blob_dir} "
+        f"{gb(records)} ({record.rollout / 1e6:.3g} MB of routes a rollout)",
+        f"  all: {gb(max(needs.values()))}",
     ]
     if config.stream.keep_steps:
-        routes_of_step = rollout.groups_per_step * rollout.group_size * record
-        lines.append(
-            f"stream in the run directory: routes of a step {_gb(routes_of_step)} GB at most"
-        )
+        lines.append(f"stream in the run directory: routes of a step {gb(record.step)} GB at most")
     for node in placed.nodes:
-        who = f"host memory of {node.name}"
         room = min(filter(None, (node.group.memory_gb, own)), default=0.0)
-        lines += filter(None, [_verdict(who, needs[node.name], room).strip()])
-    return "\n".join(lines)
+        marked = verdict(f"host memory of {node.name}", needs[node.name], room)
+        lines += [marked.strip()] if marked else []
+    return lines
+
+
+def _copies(rank: TrainerMemory, ranks: int) -> str:
+    """The copies that the ranks of a node keep; the first and the third always."""
+    parts = {
+        "weight snapshot of a publish": rank.snapshot,
+        "optimizer": rank.offloaded,
+        "copy of a checkpoint": rank.checkpoint,
+        "copies for teachers": rank.teachers,
+        "parked parts": rank.parked,
+        "W0 of adapters": rank.base,
+    }
+    always = ("weight snapshot of a publish", "copy of a checkpoint")
+    return ", ".join(
+        f"{name} {gb(ranks * size)}" for name, size in parts.items() if size or name in always
+    )
 
 
 def _own_memory_gb(config: Config, placed: Placement) -> float:
@@ -388,7 +335,7 @@ def _own_memory_gb(config: Config, placed: Placement) -> float:
         return 0.0
     if node.group.devices > len(visible_gpus()):
         return 0.0
-    return host_memory() / _GB
+    return host_memory() / GB
 
 
 def _staging(config: Config, placed: Placement, sizes: Sequence[_Size], node: str) -> float:
@@ -405,22 +352,11 @@ def _transfer_lines(config: Config, size: _Size) -> str:
         use = "merge them" if size.factors.merged else "keep them in adapter slots"
         return (
             f"a publish over {config.sync.transport}: factors of "
-            f"{_gb(size.factors.received.high)} GB into each of {engines.num} x {engines.tp} "
-            f"engine ranks, which {use}; weights would be {_gb(size.received)} GB"
+            f"{gb(size.factors.received.high)} GB into each of {engines.num} x {engines.tp} "
+            f"engine ranks, which {use}; weights would be {gb(size.received)} GB"
         )
     return (
-        f"a publish over {config.sync.transport}: {_gb(size.received)} GB into each of "
-        f"{engines.num} x {engines.tp} engine ranks, {_gb(engines.num * size.sent.mean)} GB (mean) "
+        f"a publish over {config.sync.transport}: {gb(size.received)} GB into each of "
+        f"{engines.num} x {engines.tp} engine ranks, {gb(engines.num * size.sent.mean)} GB (mean) "
         "out of each trainer rank"
     )
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / _GB:.3g}"
-
-
-def rendered(table: Table) -> str:
-    """The text of a table, as wide as the printout."""
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, force_terminal=False, color_system=None).print(table)
-    return out.getvalue()

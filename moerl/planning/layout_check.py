@@ -24,6 +24,7 @@ from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.shards import LayerSpec, chunk_layers, coords_of, hf_shapes
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Local, Named, Tile, check_covers, full_box, join
+from moerl.planning.printout import grid
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import (
     ROOT,
@@ -126,13 +127,12 @@ def describe(report: Report) -> str:
         ("sent to engines, MiB", *_mebibytes(report.sent_bytes)),
         ("boxes sent", *(f"{value:,.0f}" for value in report.parts.values)),
     ]
-    lines = [f"{row[0]:<22}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
     total = report.parts.mean * report.trainer_ranks
     return "\n".join(
         (
             f"exact: {report.tensors:,} tensors in {report.kinds} kinds of layers, "
             f"{report.trainer_ranks:,} trainer ranks, {report.engine_ranks:,} engine ranks",
-            *lines,
+            *grid(rows, 22, 14, 14, 14),
             f"whole plan: {total:,.0f} boxes, "
             f"{report.sent_bytes.mean * report.trainer_ranks / 2**20:,.2f} MiB",
         )

@@ -117,6 +117,11 @@ class Training:
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # model.fp32_lm_head
 
+    @property
+    def width(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return 2 if self.dtype == "bf16" else 4
+
 
 def training_of(config: Config, *, gpu: bool) -> Training:
     """The trainer's settings as the memory model reads them."""
@@ -145,13 +150,13 @@ class TrainerMemory:
     optimizer: int
     activations: int
     head: int
-    replay: int
-    others: int  # reference, teacher and critic on the same ranks
-    buckets: int  # of a publish
-    runtime: int
-    snapshot: int  # host memory: weights of a publish
-    offloaded: int  # host memory: optimizer
-    checkpoint: int  # host memory: copy of the state that is written
+    replay: int = 0
+    others: int = 0  # reference, teacher and critic on the same ranks
+    buckets: int = 0  # of a publish
+    runtime: int = 0
+    snapshot: int = 0  # host memory: weights of a publish
+    offloaded: int = 0  # host memory: optimizer
+    checkpoint: int = 0  # host memory: copy of the state that is written
     base: int = 0  # host memory: W0 of adapted weights
     teachers: int = 0  # host memory: copy of a version that becomes a teacher, and means
     parked: int = 0  # host memory: optimizer and weights that leave the device in turns
@@ -233,8 +238,7 @@ def with_teachers(
     ranks: Sequence[TrainerMemory], training: Training, followers: Sequence[TeacherConfig]
 ) -> tuple[TrainerMemory, ...]:
     """With the copy of trained weights that is written for teachers, and their means in fp32."""
-    width = 2 if training.dtype == "bf16" else 4
-    each = width + 4 * sum(1 for teacher in followers if teacher.ema) if followers else 0
+    each = training.width + 4 * sum(1 for teacher in followers if teacher.ema) if followers else 0
     return tuple(replace(rank, teachers=each * (rank.gradients // 4)) for rank in ranks)
 
 
@@ -245,44 +249,41 @@ def ref_model_memory(
 
     Without gradients no activations are kept between layers; routers are live, nothing is adapted.
     """
-    whole = replace(training, recompute="full", lora=LoraConfig())
-    alone = trainer_memory(spec, layout, whole)
-    one = [max(_insides(spec, layout, training, rank.stage), default=0) for rank in alone]
+    alone = trainer_memory(spec, layout, replace(training, recompute="full", lora=LoraConfig()))
     return tuple(
-        replace(
-            rank,
+        TrainerMemory(
+            stage=rank.stage,
+            parameters=rank.parameters,
+            weights=rank.weights,
             gradients=0,
             optimizer=0,
-            activations=inside,
-            replay=0,
-            buckets=0,
-            snapshot=0,
-            offloaded=0,
-            checkpoint=0,
-            base=0,
-            device_base=0,
+            activations=max(_insides(spec, layout, training, rank.stage), default=0),
+            head=rank.head,
+            runtime=rank.runtime,
         )
-        for rank, inside in zip(alone, one, strict=True)
+        for rank in alone
     )
+
+
+def _layers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> list[int]:
+    """Numbers of the layers of a stage."""
+    chunks = (chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    return [number for chunk in chunks for number in chunk]
 
 
 def _insides(spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int) -> list[int]:
     """Activations inside each layer of a stage."""
-    width = 2 if training.dtype == "bf16" else 4
     tokens = -(-training.tokens // layout.cp)
-    chunks = [chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp)]
     return [
-        layer_activations(spec, layout, tokens, width, number)
-        for chunk in chunks
-        for number in chunk
+        layer_activations(spec, layout, tokens, training.width, number)
+        for number in _layers(spec, layout, stage)
     ]
 
 
 def _stage(
     spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int, dense: int, expert: int
 ) -> TrainerMemory:
-    half, held = training.dtype == "bf16", training.optimizer
-    width = 2 if half else 4
+    width, held = training.width, training.optimizer
     sharded = training.distributed_optimizer
     shard = layout.dp * layout.cp if sharded else 1
     expert_shard = layout.stage_size // (layout.ep * layout.etp) if sharded else 1
@@ -312,20 +313,19 @@ def _stage(
         head=_head(spec, training, tokens, vocab) if last else 0,
         replay=_num_routers(spec, layout, stage)
         * (8 * (tokens // layout.tp) * spec.experts_per_token),
-        others=0,
         buckets=2 * training.bucket if training.gpu else 0,
         runtime=RUNTIME if training.gpu else 0,
         snapshot=weights,
         offloaded=held.host * own,
         checkpoint=saved + held.saved * own,
         base=0 if training.gpu and base == "device" else whole,
-        device_base=_on_device(whole, 2 * width * adapted.largest, training),
+        device_base=training.gpu * (whole if base == "device" else 2 * width * adapted.largest),
     )
 
 
 def _head(spec: ModelSpec, training: Training, tokens: int, vocab: int) -> int:
     """Bytes without weights and buffers.  vocab: entries of this rank."""
-    width = 2 if training.dtype == "bf16" else 4
+    width = training.width
     passing = 0 if training.lora.rank else width * vocab * spec.hidden
     logits = 3 * 4 * min(LOGITS_OF_A_BLOCK, tokens * vocab)
     if not (training.fp32_head and width == 2):
@@ -343,13 +343,6 @@ class _Adapted(NamedTuple):
     inside: int = 0
     weights: int = 0  # that have factors
     largest: int = 0  # of these; summed over model chunks, each of which has its own buckets
-
-
-def _on_device(whole: int, buckets: int, training: Training) -> int:
-    """Bytes of W0 on a GPU."""
-    if not training.gpu:
-        return 0
-    return whole if training.lora.base == "device" else buckets
 
 
 def _factors(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: int) -> _Adapted:
@@ -373,8 +366,7 @@ def _factors(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: i
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
-    chunks = [chunk_layers(spec.layers, layout, stage, chunk) for chunk in range(layout.vpp)]
-    return len({number for chunk in chunks for number in chunk} & set(spec.moe_layers))
+    return len(set(_layers(spec, layout, stage)) & set(spec.moe_layers))
 
 
 def _router_biases(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
@@ -383,7 +375,6 @@ def _router_biases(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
 
 
 def _activations(spec: ModelSpec, layout: ParallelConfig, training: Training, stage: int) -> int:
-    width = 2 if training.dtype == "bf16" else 4
     tokens = -(-training.tokens // layout.cp)
     inside = _insides(spec, layout, training, stage)
     # 1F1B: the first stage holds most; the interleaved schedule a little more per chunk
@@ -392,7 +383,7 @@ def _activations(spec: ModelSpec, layout: ParallelConfig, training: Training, st
         in_flight = round(in_flight * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))) or 1
     if training.recompute != "full":
         return in_flight * sum(inside)
-    kept = width * spec.hidden * (tokens // layout.tp)
+    kept = training.width * spec.hidden * (tokens // layout.tp)
     return in_flight * kept * len(inside) + max(inside, default=0)
 
 

@@ -39,8 +39,9 @@ from moerl.layout import ModelSpec, model_spec
 from moerl.layout.shards import hf_shapes
 from moerl.planning.layout_check import ITEMSIZE, Spread, trainer_bytes
 from moerl.planning.memory import EngineMemory, engine_memory, trainer_memory, training_of
+from moerl.planning.printout import GB, axes, gb, grid
 from moerl.weight_sync.adapters.factor_tables import FactorTables
-from moerl.weight_sync.buckets import WirePolicy, engine_wants, wire_bytes
+from moerl.weight_sync.buckets import WirePolicy, wire_bytes
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import (
     PLAN_ID,
@@ -50,9 +51,9 @@ from moerl.weight_sync.transfer_plan import (
     num_rounds,
     relay_schedule,
 )
+from moerl.weight_sync.wire_formats import engine_wants
 
 Layouts = tuple[ModelSpec, ParallelConfig, EngineLayout, WirePolicy]
-GB = 1e9  # bytes, as network cards are sold
 BUS_GB_S = 50.0  # from pinned memory; an H100's 53 (docs/results/gpu)
 MEMORY_GB_S = 2500.0  # of a GPU, read and written; an H100's 2829
 
@@ -98,12 +99,11 @@ def planned_layouts(config: Config, shapes: Mapping[str, Any] | None = None) -> 
     if quantization not in (None, "none", "fp8"):
         raise ConfigError("engine.args.quantization", quantization, "use none or fp8")
     policy = WirePolicy(engine.dtype, engine_wants(quantization, shapes), config.sync.bucket_bytes)
-    dense_tp = int(engine.args.get("moe_dense_tp_size") or 0)
     return [
         (
             model_spec(shapes),
             trainer,
-            EngineLayout(tp, engine.ep, engine.attention_dp, count, dense_tp),
+            EngineLayout(tp, engine.ep, engine.attention_dp, count),
             policy,
         )
         for tp, count in sorted(Counter(engine.sizes.values()).items())
@@ -264,11 +264,10 @@ def _fit_line(config: Config, layouts: Layouts, received: float) -> str:
     engine = engine_memory(spec, engines, received, tokens, config.engine.dtype)
     rank = max(one.total for one in trainer_memory(spec, trainer, training_of(config, gpu=True)))
     trainer_gb *= trainer_share(config)
-    sides = (("engine", engine.total, static * engine_gb), ("trainer", rank, trainer_gb))
+    sides = (("an engine", engine.total, static * engine_gb), ("a trainer", rank, trainer_gb))
     verdicts = (
-        f"{'an' if side == 'engine' else 'a'} {side} rank "
-        f"{'fits' if need <= room * GB else 'DOES NOT FIT'}: {_gb(need)} of {room:.3g} GB"
-        for side, need, room in sides
+        f"{who} rank {'fits' if need <= room * GB else 'DOES NOT FIT'}: {gb(need)} of {room:.3g} GB"
+        for who, need, room in sides
     )
     return f"memory: {'; '.join(verdicts)}"
 
@@ -334,48 +333,51 @@ def describe(
     """Printed report on the engines of one size."""
     spec, trainer, engines, policy = layouts
     wire = policy.dtype if policy.quantization == "none" else f"fp8 blocks and {policy.dtype}"
-    axes = " ".join(f"{a} {getattr(trainer, a)}" for a in ("tp", "pp", "cp", "dp", "ep", "etp"))
-    rows = {
-        "per rank": ("min", "mean", "max"),
-        "an engine rank receives, GB": map(_gb, found.received.values),
-        "a trainer rank sends, GB": map(_gb, found.sent.values),
-        "boxes to one engine": (f"{value:,.0f}" for value in found.boxes.values),
-    }
+    rows = [
+        ("per rank", "min", "mean", "max"),
+        ("an engine rank receives, GB", *map(gb, found.received.values)),
+        ("a trainer rank sends, GB", *map(gb, found.sent.values)),
+        ("boxes to one engine", *(f"{value:,.0f}" for value in found.boxes.values)),
+    ]
     lines = [
-        f"{spec.family}, {_gb(found.model_bytes)} GB on the wire ({wire})",
-        f"trainer: {trainer.world_size:,} ranks, {axes}",
+        f"{spec.family}, {gb(found.model_bytes)} GB on the wire ({wire})",
+        f"trainer: {trainer.world_size:,} ranks, {axes(trainer)}",
         f"engines: {engines.num} x {engines.tp} ranks, ep {engines.ep}, attention over "
-        f"{engines.tp // engines.dp}, dense layers over {engines.dense_tp or engines.tp}",
+        f"{engines.tp // engines.dp}, dense layers over {engines.tp}",
         "",
-        *(f"{name:<28}" + "".join(f"{cell:>12}" for cell in cells) for name, cells in rows.items()),
+        *grid(rows, 28, 12, 12, 12),
         "",
-        f"bytes: {_gb(found.engine_bytes)} GB into an engine, {_gb(found.planned_bytes)} GB into "
+        f"bytes: {gb(found.engine_bytes)} GB into an engine, {gb(found.planned_bytes)} GB into "
         f"all; a broadcast would bring {found.rank_ratio:.2f} times as much into engine ranks and "
         f"{found.card_ratio:.2f} times through network cards",
         f"seconds: {found.seconds:.3g} at line rate, {links.nic_gb_s:g} GB/s a card; "
         f"{found.seconds / efficiency:.3g} at {efficiency:.1%} of it",
-        f"buffers: trainer rank {_gb(found.trainer_buffer)} GB (weight snapshot, two buckets), "
-        f"engine rank {_gb(found.engine_buffer)} GB (staging)",
+        f"buffers: trainer rank {gb(found.trainer_buffer)} GB (weight snapshot, two buckets), "
+        f"engine rank {gb(found.engine_buffer)} GB (staging)",
         _relay_line(found.hops, engines.num),
         _fit_line(config, layouts, found.received.high),
     ]
     if factors is not None:
-        then = "SGLang's adapter slots of each rank are filled, and its weights stay W0"
-        if factors.merged:
-            source, rate = ("the host", BUS_GB_S)
-            if config.lora.base == "device":
-                source, rate = ("its memory", MEMORY_GB_S / 2)
-            seconds = ITEMSIZE.get(policy.dtype, 2) * factors.merged / GB / rate
-            then = (
-                f"each rank merges up to {factors.merged:,} weights, at VERIFY and at COMMIT, in "
-                f"{seconds:.2g} s each (W0 from {source} at {rate:g} GB/s)"
-            )
-        lines.append(
-            f"factors alone (lora.send: factors): {_gb(factors.received.high)} GB into an engine "
-            f"rank, {_gb(factors.engine_bytes)} GB into an engine, "
-            f"{factors.engine_bytes / found.engine_bytes:.2%} of its weights; {then}"
-        )
+        lines.append(_factor_line(factors, found.engine_bytes, config.lora, policy.dtype))
     return "\n".join(lines)
+
+
+def _factor_line(factors: FactorForecast, engine_bytes: int, lora: LoraConfig, dtype: str) -> str:
+    then = "SGLang's adapter slots of each rank are filled, and its weights stay W0"
+    if factors.merged:
+        source, rate = ("the host", BUS_GB_S)
+        if lora.base == "device":
+            source, rate = ("its memory", MEMORY_GB_S / 2)
+        seconds = ITEMSIZE.get(dtype, 2) * factors.merged / GB / rate
+        then = (
+            f"each rank merges up to {factors.merged:,} weights, at VERIFY and at COMMIT, in "
+            f"{seconds:.2g} s each (W0 from {source} at {rate:g} GB/s)"
+        )
+    return (
+        f"factors alone (lora.send: factors): {gb(factors.received.high)} GB into an engine "
+        f"rank, {gb(factors.engine_bytes)} GB into an engine, "
+        f"{factors.engine_bytes / engine_bytes:.2%} of its weights; {then}"
+    )
 
 
 def _relay_line(hops: tuple[Hop, ...], engines: int) -> str:
@@ -388,8 +390,3 @@ def _relay_line(hops: tuple[Hop, ...], engines: int) -> str:
             shown = ", ".join(pairs[:_SHOWN_HOPS]) + (f" and {rest} more" if rest > 0 else "")
             parts.append(f"round {number}: {shown}")
     return "; ".join(parts)
-
-
-def _gb(num_bytes: float) -> str:
-    value = num_bytes / GB
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

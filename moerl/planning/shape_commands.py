@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +19,26 @@ from moerl.core.json_files import read_model_config
 from moerl.launch.arguments import Overrides, Recipe
 
 if TYPE_CHECKING:
+    from moerl.config import Config
     from moerl.config.schema import ParallelConfig
+    from moerl.planning.publish_forecast import Layouts, Links
+
+_Trainer = Annotated[
+    str,
+    typer.Option(
+        metavar="tp=..,pp=..",
+        help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the smallest for "
+        "ep * etp), first_stage_layers, last_stage_layers, vocab_divisible_by.",
+    ),
+]
+_Engines = Annotated[
+    str,
+    typer.Option(
+        metavar="tp=..,ep=..",
+        help="Engines: tp, ep, dp (of attention), count, dtype, and any server argument or "
+        "switch that decides how SGLang keeps weights, such as moe_runner_backend.",
+    ),
+]
 
 
 def plan(
@@ -49,7 +68,7 @@ def plan(
     """
     from moerl.config import load_config, resolve
     from moerl.config.transport_rules import with_transport
-    from moerl.planning import publish_forecast, topologies
+    from moerl.planning import publish_forecast, step_simulation
     from moerl.planning.publish_forecast import Links
 
     if efficiency is not None and not 0 < efficiency <= 1:
@@ -61,49 +80,46 @@ def plan(
     if config.sync.transport == "auto":
         config = with_transport(config, choice)
     config, links = resolve(config), Links(nic_gb_s, ranks_per_node)
-    reports, texts = [], []
-    for layouts in publish_forecast.planned_layouts(config, shapes):
-        found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
-        report = asdict(found) | {
-            "engines": layouts[2].num,
-            "efficiency": share,
-            "predicted_s": found.seconds / share,
-        }
-        if config.lora.sends_factors:
-            spec, _, engines, policy = layouts
-            factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
-            report["factors"] = asdict(factors)
-        received = found.received.high
-        reports.append(report)
-        texts.append(publish_forecast.describe(config, layouts, found, factors, links, share))
+    found = [
+        _size(config, layouts, links, share, direct)
+        for layouts in publish_forecast.planned_layouts(config, shapes)
+    ]
     if as_json:
+        reports = [report for report, _ in found]
         typer.echo(json.dumps(reports[0] if len(reports) == 1 else {"sizes": reports}))
-    else:
-        texts[-1] += f"\n{publish_forecast.transport_line(config, choice)}"
-        first = publish_forecast.planned_layouts(config, shapes)[0]
-        typer.echo("\n\n".join([*texts, topologies.describe(config, first, received)]).rstrip())
+        return
+    texts = [text for _, text in found]
+    texts[-1] += f"\n{publish_forecast.transport_line(config, choice)}"
+    first = publish_forecast.planned_layouts(config, shapes)[0]
+    received = found[-1][0]["received"]["high"]
+    typer.echo("\n\n".join([*texts, step_simulation.describe(config, first, received)]).rstrip())
+
+
+def _size(
+    config: Config, layouts: Layouts, links: Links, share: float, direct: int
+) -> tuple[dict[str, Any], str]:
+    """The publish to engines of one size, as data and as text."""
+    from moerl.planning import publish_forecast
+
+    spec, _, engines, policy = layouts
+    found, factors = publish_forecast.forecast(*layouts, links, direct=direct), None
+    report = asdict(found) | {
+        "engines": engines.num,
+        "efficiency": share,
+        "predicted_s": found.seconds / share,
+    }
+    if config.lora.sends_factors:
+        factors = publish_forecast.factor_forecast(spec, engines, config.lora, policy.dtype)
+        report["factors"] = asdict(factors)
+    return report, publish_forecast.describe(config, layouts, found, factors, links, share)
 
 
 def check_layout(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A model folder, or a config.json.")
     ],
-    parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="tp=..,pp=..",
-            help="Trainer: tp, pp, vpp, cp, ep, etp (1 where not named), dp (the smallest for "
-            "ep * etp), first_stage_layers, last_stage_layers, vocab_divisible_by.",
-        ),
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="tp=..,ep=..",
-            help="Engines: tp, ep, dp (of attention), count, dtype, and any server argument or "
-            "switch that decides how SGLang keeps weights, such as moe_runner_backend.",
-        ),
-    ] = "",
+    parallel: _Trainer = "",
+    engine: _Engines = "",
     layer_spec: Annotated[
         Literal["local", "te"], typer.Option(help="Layers of megatron-core or Transformer Engine.")
     ] = "local",

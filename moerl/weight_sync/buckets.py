@@ -5,9 +5,7 @@ back to back, cut into *buckets* of consecutive whole pieces.  A piece is a box 
 tensor in the wire dtype, contiguous, in row-major order of the box.  The sender casts and
 quantises; the receiver only copies.
 
-Block-quantised wire: a piece consists of whole 128 x 128 blocks (the last blocks of a tensor may
-be smaller), with its scales as a second piece.  A cut inside a block is refused: no sender could
-compute the block's maximum, and SGLang refuses to build such layers as well.
+A quantised weight has its scales as a second piece (`moerl.weight_sync.wire_formats`).
 
 A piece's digest is xxh3-64 of its bytes, seeded with its destination's name and box, so equal bytes
 for another tensor have another digest.  A bucket's digest covers its pieces; sender and receiver
@@ -21,28 +19,17 @@ Rejected: SHA-256 and BLAKE (a tenth of the speed), CRC32 (a fifth, and only 32 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
-from moerl.core.errors import ConfigError, LayoutError
-from moerl.layout.tiles import Box, full_box, num_elements
-
-BLOCK = 128  # rows and columns that share one scale
-
+from moerl.core.errors import ConfigError
+from moerl.layout.tiles import Box, full_box
+from moerl.weight_sync.wire_formats import FORMATS, PLAIN, WireFormat, format_of
 
 ALIGN = 16  # bytes; regions start at multiples of it in a staging segment
-
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-
-SCALE_SUFFIX = "_scale_inv"  # SGLang's name of a block-quantised weight's scales
-
-
-_QUANTISED = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +37,21 @@ class WirePolicy:
     """Dtype, quantisation and bucket size of a transfer."""
 
     dtype: str  # dtype of the engine's weights; tensors that it keeps in fp32 travel in fp32
-    quantization: str = "none"  # or fp8_block: projections in fp8 with fp32 scales per block
+    quantization: str = PLAIN.name  # a name of FORMATS, for projections
     bucket_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("engine.dtype", self.dtype, "use float32, bfloat16 or float16")
-        if self.quantization not in ("none", "fp8_block"):
-            raise ConfigError("sync.quantization", self.quantization, "use none or fp8_block")
+        if self.quantization not in FORMATS:
+            problem = f"weights travel in one of {tuple(FORMATS)}"
+            raise ConfigError("engine.args.quantization", self.quantization, problem)
         if self.bucket_bytes < 1:
             raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "must be at least 1")
+
+    def format_of(self, hf: str) -> WireFormat:
+        """Format of a tensor, by its Hugging Face name."""
+        return format_of(hf, self.quantization)
 
 
 class Piece(NamedTuple):
@@ -75,6 +67,7 @@ class Piece(NamedTuple):
     num_bytes: int
     offset: int  # inside the region
     is_scale: bool
+    quantization: str = PLAIN.name  # its format, of FORMATS
 
 
 class Bucket(NamedTuple):
@@ -126,56 +119,7 @@ def delta_start(region: Region) -> int:
 
 def wire_bytes(hf: str, shape: Sequence[int], policy: WirePolicy) -> int:
     """Bytes of a whole Hugging Face tensor in the dtype that most engines keep it in."""
-    box = full_box(shape)
-    if is_quantised(hf, policy):
-        return num_elements(box) + ITEMSIZE["float32"] * num_elements(blocks(box))
-    return num_elements(box) * ITEMSIZE[policy.dtype]
-
-
-# --- cuts and blocks ------------------------------------------------------------------------------
-def cut(box: Box, itemsize: int, limit: int, quantised: bool) -> Iterator[Box]:
-    """Equal runs of rows, of at most `limit` bytes; never less than one row, or row of blocks."""
-    rows, *rest = box
-    multiple = BLOCK if quantised else 1
-    row_bytes = itemsize * num_elements(tuple(rest))
-    most = max(multiple, limit // max(1, row_bytes) // multiple * multiple)
-    runs = -(-len(rows) // most)
-    step = -(-len(rows) // runs // multiple) * multiple
-    for first in range(0, len(rows), step):
-        yield (rows[first : first + step], *rest)
-
-
-def engine_wants(asked: object, model: Mapping[str, Any]) -> str:
-    """`WirePolicy.quantization` for engines that serve a model folder.
-
-    asked: engine.args.quantization, if any.  model: config.json.  Engines keep projections in the
-    block format of the checkpoint that they load; engines with another format refuse to start.
-    """
-    stored = model.get("quantization_config") or {}
-    return "fp8_block" if "fp8" in (asked, stored.get("quant_method")) else "none"
-
-
-def is_quantised(hf: str, policy: WirePolicy) -> bool:
-    """Projections are quantised; embedding, head, norms, routers and gates are not."""
-    return policy.quantization != "none" and hf.endswith(_QUANTISED)
-
-
-def check_blocks(name: str, shape: Sequence[int], box: Box, dst_box: Box) -> None:
-    lead = len(dst_box) - len(box)
-    whole = len(box) == 2 and all(
-        r.step == 1 and r.start % BLOCK == 0 and (r.stop % BLOCK == 0 or r.stop == size)
-        for r, size in zip(box, shape, strict=True)
-    )
-    if not whole or any(r.start % BLOCK for r in dst_box[lead:]):
-        raise LayoutError(
-            f"{name}: {box} of {tuple(shape)} does not consist of whole {BLOCK} x {BLOCK} blocks; "
-            "use fewer ranks on the axis that cuts it, or quantization none"
-        )
-
-
-def blocks(box: Box) -> Box:
-    """The box of the scales that belong to a box of whole blocks."""
-    return tuple(range(r.start // BLOCK, -(-r.stop // BLOCK)) for r in box)
+    return policy.format_of(hf).num_bytes(full_box(shape), policy.dtype)
 
 
 _BYTES = 8

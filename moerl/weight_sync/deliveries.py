@@ -26,16 +26,7 @@ from moerl.layout.rules import Layer, Place, Rule, Shard
 from moerl.layout.shards import LayerSpec, hf_shapes
 from moerl.layout.spec import ModelSpec
 from moerl.layout.tiles import Box, Tile, local_box, meet, num_elements
-from moerl.weight_sync.buckets import (
-    ITEMSIZE,
-    SCALE_SUFFIX,
-    Piece,
-    WirePolicy,
-    blocks,
-    check_blocks,
-    cut,
-    is_quantised,
-)
+from moerl.weight_sync.buckets import Piece, WirePolicy
 from moerl.weight_sync.held_shards import (
     ROOT,
     EngineLayout,
@@ -44,6 +35,7 @@ from moerl.weight_sync.held_shards import (
     is_expert,
     sent_layers,
 )
+from moerl.weight_sync.wire_formats import FORMATS, ITEMSIZE
 
 
 # --- tables: one kind of layer, matched once ------------------------------------------------------
@@ -59,6 +51,7 @@ class _Part(NamedTuple):
     dst_box: Box
     dst_stacked: bool  # the leading dim of dst_box is the expert's slot
     dtype: str
+    quantization: str
     num_bytes: int  # including the scales
     order: int  # position among the parts of equal size of its entry
 
@@ -238,15 +231,12 @@ class Tables:
             whole = meet(held.hf_box, want.tile.hf_box)
             if whole is None:
                 continue
-            quantised = is_quantised(template, self.policy)
-            dtype = want.rule.dtype or self.policy.dtype
-            dtype = "float8_e4m3fn" if quantised else dtype
-            for box in cut(whole, ITEMSIZE[dtype], self.policy.bucket_bytes, quantised):
+            form = self.policy.format_of(template)
+            dtype = form.dtype(want.rule.dtype or self.policy.dtype)
+            for box in form.cut(whole, dtype, self.policy.bucket_bytes):
                 dst_box = local_box(want.tile, box)
-                size = num_elements(box) * ITEMSIZE[dtype]
-                if quantised:
-                    check_blocks(held.hf, self._shapes[held.hf], box, dst_box)
-                    size += ITEMSIZE["float32"] * num_elements(blocks(box))
+                form.check(held.hf, self._shapes[held.hf], box, dst_box)
+                size = form.num_bytes(box, dtype)
                 part = _Part(
                     rank=want.rank,
                     hf=template,
@@ -257,6 +247,7 @@ class Tables:
                     dst_box=dst_box,
                     dst_stacked=is_expert(want.rule) and "{e}" not in want.rule.local,
                     dtype=dtype,
+                    quantization=form.name,
                     num_bytes=size,
                     order=len(by_size[size]),
                 )
@@ -382,15 +373,16 @@ def pieces_of(at: Delivery) -> Iterator[Keyed]:
         num_bytes=num_elements(part.hf_box) * ITEMSIZE[part.dtype],
         offset=0,
         is_scale=False,
+        quantization=part.quantization,
     )
     yield _key(at.number, weight), weight
-    if part.dtype == "float8_e4m3fn":
-        lead = len(dst_box) - len(part.hf_box)
+    form, lead = FORMATS[part.quantization], len(dst_box) - len(part.hf_box)
+    if (scales := form.scale_box(dst_box[lead:])) is not None:
         scale = weight._replace(
-            dst_name=weight.dst_name + SCALE_SUFFIX,
-            dst_box=(*dst_box[:lead], *blocks(dst_box[lead:])),
-            dtype="float32",
-            num_bytes=num_elements(blocks(part.hf_box)) * ITEMSIZE["float32"],
+            dst_name=weight.dst_name + form.scale_suffix,
+            dst_box=(*dst_box[:lead], *scales),
+            dtype=form.scale_dtype,
+            num_bytes=num_elements(scales) * ITEMSIZE[form.scale_dtype],
             is_scale=True,
         )
         yield _key(at.number, scale), scale

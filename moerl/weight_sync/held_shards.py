@@ -33,24 +33,15 @@ class EngineLayout:
     ep: int = 1
     dp: int = 1  # data-parallel attention
     num: int = 1
-    dense_tp: int = 0
-    """Ranks that cut dense layers and shared experts; 0 = tp.  For forecasts only: a live engine
-    with another value (SGLang's moe_dense_tp_size, shared experts with all-to-all) is refused."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("tp", 1), ("ep", 1), ("dp", 1), ("num", 1), ("dense_tp", 0)):
-            if getattr(self, name) < lowest:
+        for name in ("tp", "ep", "dp", "num"):
+            if getattr(self, name) < 1:
                 setting = "count" if name == "num" else name
-                raise ConfigError(
-                    f"engine.{setting}", getattr(self, name), f"must be at least {lowest}"
-                )
-        if self.tp % self.ep or self.tp % self.dp or self.tp % (self.dense_tp or 1):
-            raise ConfigError(
-                "engine.tp",
-                self.tp,
-                f"must be a multiple of ep = {self.ep}, dp = {self.dp} and "
-                f"dense_tp = {self.dense_tp}",
-            )
+                raise ConfigError(f"engine.{setting}", getattr(self, name), "must be at least 1")
+        if self.tp % self.ep or self.tp % self.dp:
+            problem = f"must be a multiple of ep = {self.ep} and dp = {self.dp}"
+            raise ConfigError("engine.tp", self.tp, problem)
 
     @property
     def world_size(self) -> int:
@@ -87,9 +78,7 @@ class Engines:
         self._ranks = [
             [
                 _by_number(place)
-                for place in sglang_places(
-                    spec, layout.tp, rank, layout.ep, layout.dp, layout.dense_tp
-                )
+                for place in sglang_places(spec, layout.tp, rank, layout.ep, layout.dp)
             ]
             for rank in range(layout.tp)
         ]

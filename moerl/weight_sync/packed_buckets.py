@@ -28,19 +28,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from moerl.core.errors import TransportError
 from moerl.core.types import PolicyVersion
 from moerl.layout import at
-from moerl.weight_sync.buckets import BLOCK, Bucket, Digest, Piece, digest, seeds
+from moerl.weight_sync.buckets import Bucket, Digest, Piece, digest, seeds
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import SenderPlan
 from moerl.weight_sync.transports.pinned_memory import host_buffer
+from moerl.weight_sync.wire_formats import FORMATS, PLAIN
 
 _PER_SENDER = 2  # buffers
 _NO_DIGEST = Digest(b"", 0)
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 class BucketKey(NamedTuple):
@@ -55,7 +54,7 @@ class PieceViews(NamedTuple):
 
     sources: list[Tensor]
     targets: list[Tensor]
-    quantised: list[tuple[bool, Tensor, Tensor]]  # (scales or values, weight, flat target)
+    quantised: list[tuple[Piece, Tensor, Tensor]]  # (values or scales, weight, flat target)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,8 +226,8 @@ class BucketPacker:
         with self.snapshot.reading():
             if views.targets:
                 torch._foreach_copy_(views.targets, views.sources)
-            for is_scale, source, blocks in views.quantised:
-                blocks.copy_(quantize_blocks(source)[is_scale].view(-1))
+            for piece, source, target in views.quantised:
+                target.copy_(FORMATS[piece.quantization].pack(source)[piece.is_scale].view(-1))
         with self._changed:
             self.num_packed += 1
 
@@ -245,31 +244,9 @@ def _piece_views(
         source = snapshot[piece.src_name][at(piece.src_box)]
         into = target[piece.offset - bucket.offset :][: piece.num_bytes]
         into = into.view(getattr(torch, piece.dtype))
-        if piece.is_scale or piece.dtype == "float8_e4m3fn":
-            views.quantised.append((piece.is_scale, source, into))
+        if piece.quantization != PLAIN.name:
+            views.quantised.append((piece, source, into))
         else:
             views.sources.append(source)
             views.targets.append(into.view(source.shape))
     return views
-
-
-# --- fp8 blocks ----------------------------------------------------------------------------------
-def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix [R, C] to (float8_e4m3fn [R, C], fp32 scales [ceil(R/128), ceil(C/128)]).
-
-    scale = largest magnitude of the block / 448, value = round(weight / scale); the engine
-    multiplies back.  A block depends on its own values only, so quantising a box of whole blocks
-    equals quantising the whole tensor and cutting it: that is why plans never cut inside a block.
-    Leading dims of extent 1 are dropped.  A block of zeros has scale 1.
-    Source: the block format of DeepSeek-V3's released weights (weight_scale_inv is the factor,
-    despite its name); SGLang 0.5.23 reads it in fp8_utils.block_quant_dequant.
-    """
-    matrix = weight.float().reshape(weight.shape[-2:])
-    rows, cols = matrix.shape
-    padded = pad(matrix, (0, -cols % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [r, 128, c, 128]
-    largest = blocks.abs().amax(dim=(1, 3))
-    # a tensor: CUDA multiplies with the reciprocal of a number, which rounds otherwise than the CPU
-    scale = torch.where(largest > 0, largest / torch.full_like(largest, _LARGEST), 1.0)
-    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values[:rows, :cols].to(torch.float8_e4m3fn), scale

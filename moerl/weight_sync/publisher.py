@@ -44,7 +44,7 @@ from moerl.layout import LayerSpec, ModelSpec, model_spec
 from moerl.runtime.trace import Tracer
 from moerl.weight_sync.adapters.factor_plan import FactorPlan
 from moerl.weight_sync.adapters.merged_totals import MergedTotals
-from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import SenderGroup, SenderThread, WeightSender
@@ -52,6 +52,7 @@ from moerl.weight_sync.session import Control, EngineSession, Result, SessionSpe
 from moerl.weight_sync.snapshot import LiveWeights, WeightSnapshot
 from moerl.weight_sync.transfer_plan import PLAN_ID, TRAINER, Hop, TransferPlan, relay_schedule
 from moerl.weight_sync.transports.factory import make
+from moerl.weight_sync.wire_formats import engine_wants
 
 
 @dataclass(frozen=True, slots=True)

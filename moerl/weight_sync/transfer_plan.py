@@ -149,7 +149,7 @@ class TransferPlan:
             for found in deliveries(self._tables(), stage, self.engine_id, every, dst=rank):
                 regions[found.src] += pieces_of(found)
         made = tuple(region_of(src, rank, regions[src], self.policy) for src in sorted(regions))
-        named = sglang_tiles(self.spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        named = sglang_tiles(self.spec, engine.tp, rank, engine.ep, engine.dp)
         return ReceiverPlan(
             plan_id=self.id,
             rank=rank,

@@ -25,9 +25,9 @@ from moerl.config.clusters import moved_parts
 from moerl.core.types import PolicyVersion
 from moerl.engine.plugin import in_flight, sleep_hooks
 from moerl.engine.protocol import SLEEP, WAKE
-from moerl.planning import turn_phases
+from moerl.planning import colocated
+from moerl.planning.colocated import ORDER, PhaseBytes, phase_bytes
 from moerl.planning.memory import engine_memory, trainer_memory, training_of
-from moerl.planning.turn_phases import ORDER, PhaseBytes, phase_bytes
 from moerl.trainer.learner.parked import Parked, _bytes
 from moerl.weight_sync.held_shards import EngineLayout
 from tests.double import cuda_api, on_one_gpu
@@ -207,7 +207,7 @@ def configured(name: str) -> Config:
 def planned(both: OneGpu, monkeypatch: pytest.MonkeyPatch) -> PhaseBytes:
     """Of the dry run, without CUDA, NCCL and what a step has in between."""
     for constant in ("NCCL", "RUNTIME"):
-        monkeypatch.setattr(turn_phases, constant, 0)
+        monkeypatch.setattr(colocated, constant, 0)
     config, served = both.config, sum(t.nbytes for t in both.engine.served.tensors().values())
     training = replace(training_of(config, gpu=True), bucket=0)  # a snapshot on the host has none
     (told,) = trainer_memory(both.spec, config.trainer.parallel, training)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from moerl.weight_sync.packed_buckets import BLOCK, quantize_blocks
+from moerl.weight_sync.wire_formats import BLOCK, FP8_BLOCKS
 from tests.helpers.device_figures import Figure, on_double
 
 STEP = 2.0**-4  # half a step of e4m3's three bits, of a number that is not subnormal
@@ -20,7 +20,7 @@ def test_blocks_are_those_of_the_cpu(shape: tuple[int, ...], dtype: torch.dtype)
     torch.manual_seed(0)
     weight = torch.randn(shape, dtype=dtype) * torch.logspace(-3, 3, shape[-1], dtype=dtype)
     weight[..., :BLOCK] = 0 if shape[-1] > BLOCK else weight[..., :BLOCK]
-    want, got = quantize_blocks(weight), quantize_blocks(weight.cuda())
+    want, got = FP8_BLOCKS.pack(weight), FP8_BLOCKS.pack(weight.cuda())
     assert torch.equal(got[0].cpu().view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(got[1].cpu(), want[1])
     values, scale = (part.float() for part in got)
@@ -39,7 +39,7 @@ def test_product_of_blocks(figure: Figure) -> None:
     weight = (
         torch.randn(768, 1024, device="cuda") * torch.logspace(-2, 2, 768, device="cuda")[:, None]
     )
-    weight_q, weight_scale = quantize_blocks(weight)
+    weight_q, weight_scale = FP8_BLOCKS.pack(weight)
     x = torch.randn(512, 1024, device="cuda").unflatten(1, (-1, BLOCK))
     x_scale = x.abs().amax(-1) / 448
     x_q = (x / x_scale[..., None]).flatten(1).to(torch.float8_e4m3fn)
@@ -60,11 +60,11 @@ def test_product_of_blocks(figure: Figure) -> None:
 def test_speed_of_blocks(figure: Figure, tiny: bool) -> None:
     rows, cols = (256, 384) if tiny else (16_384, 7168)
     weight = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    quantize_blocks(weight)
+    FP8_BLOCKS.pack(weight)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(5):
-        quantize_blocks(weight)
+        FP8_BLOCKS.pack(weight)
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - begin) / 5
     figure("fp8 blocks, bytes of bf16 read", weight.nbytes / seconds / 1e9, "GB/s")

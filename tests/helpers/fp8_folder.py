@@ -9,8 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from moerl.weight_sync.buckets import SCALE_SUFFIX, WirePolicy, is_quantised
-from moerl.weight_sync.packed_buckets import quantize_blocks
+from moerl.weight_sync.wire_formats import FP8_BLOCKS, PLAIN, format_of
 
 CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
@@ -23,11 +22,11 @@ CONFIG: dict[str, Any] = {
 def quantise(source: Path, target: Path) -> Path:
     """Copy `source` with its projections in fp8 blocks, as released models have them."""
     shutil.copytree(source, target)
-    policy = WirePolicy("bfloat16", "fp8_block")
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)
-        for name in [name for name in tensors if is_quantised(name, policy)]:
-            tensors[name], tensors[name + SCALE_SUFFIX] = quantize_blocks(tensors[name])
+        for name in [n for n in tensors if format_of(n, FP8_BLOCKS.name) is not PLAIN]:
+            values, scales = FP8_BLOCKS.pack(tensors[name])
+            tensors[name], tensors[name + FP8_BLOCKS.scale_suffix] = values, scales
         save_file(tensors, file, metadata={"format": "pt"})
     for index in target.glob("*.safetensors.index.json"):
         index.unlink()  # it lacks the scales; readers take the names from the files then

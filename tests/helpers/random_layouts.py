@@ -62,11 +62,10 @@ def draw(seed: int) -> TransferPlan:
         dp = math.lcm(tp, ep * etp) // tp * rng.choice((1, 1, 2))
         size = rng.choice((1, 2, 2, 4, 4, 8))
         divides = [n for n in (1, 2, 4, 8) if size % n == 0]
-        axes = (rng.choice(divides), rng.choice(divides), 1, rng.choice((0, 0, *divides)))
         case = TransferPlan(
             spec,
             ParallelConfig(tp, pp, rng.choice((1, 1, 2)), ep, etp, dp, vpp, vocab_divisible_by=8),
-            EngineLayout(size, *axes),
+            EngineLayout(size, rng.choice(divides), rng.choice(divides)),
             rng.randrange(9),
             WirePolicy(
                 rng.choice(("float32", "bfloat16")), bucket_bytes=rng.choice((24, 160, 4096))

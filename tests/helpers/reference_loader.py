@@ -121,8 +121,8 @@ def trainer_mlp(
 
 def engine_rank(hf: Arrays, m: ModelSpec, engine: EngineLayout, rank: int) -> Arrays:
     """Parameters of one SGLang rank; vocabulary padding is 0, as its loader leaves it."""
-    attention, dense = engine.tp // engine.dp, engine.dense_tp or engine.tp
-    a, d = rank % attention, rank % dense
+    attention = engine.tp // engine.dp
+    a = rank % attention
     out = {
         EMBED: vocab(hf[EMBED], sglang_vocab(m, attention), attention, a),
         NORM: hf[NORM],
@@ -135,7 +135,7 @@ def engine_rank(hf: Arrays, m: ModelSpec, engine: EngineLayout, rank: int) -> Ar
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[to + norm] = w[norm]
         out |= {to + n: v for n, v in engine_attention(w, m, attention, a)}
-        out |= {to + n: v for n, v in engine_mlp(w, m, engine, rank, (dense, d))}
+        out |= {to + n: v for n, v in engine_mlp(w, m, engine, rank)}
     return out
 
 
@@ -176,7 +176,7 @@ def engine_attention(
 
 
 def engine_mlp(
-    w: Arrays, m: ModelSpec, engine: EngineLayout, rank: int, dense: tuple[int, int]
+    w: Arrays, m: ModelSpec, engine: EngineLayout, rank: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     def glu(of: str, parts: int, i: int) -> tuple[np.ndarray, np.ndarray]:
         gate, up = (rows(w[f"{of}.{n}_proj.weight"], parts, i) for n in ("gate", "up"))
@@ -186,7 +186,7 @@ def engine_mlp(
     if "mlp.gate.weight" not in w:
         whole = ["mlp"]
     for of in whole:
-        gate_up, down = glu(of, *dense)
+        gate_up, down = glu(of, engine.tp, rank)
         yield f"{of}.gate_up_proj.weight", gate_up
         yield f"{of}.down_proj.weight", down
     if whole == ["mlp"]:

@@ -37,9 +37,9 @@ from moerl.layout import (
 )
 from moerl.layout.rules import Part, Rule
 from moerl.weight_sync import held_shards as plan_layout
-from moerl.weight_sync.buckets import Piece, WirePolicy, engine_wants
-from moerl.weight_sync.packed_buckets import quantize_blocks
+from moerl.weight_sync.buckets import Piece, WirePolicy
 from moerl.weight_sync.transfer_plan import TransferPlan
+from moerl.weight_sync.wire_formats import FP8_BLOCKS, engine_wants
 from tests.helpers.patience import patience
 from tests.helpers.sglang_oracle import CASES, FP8_CASES, REFUSED_CASES, VARIANTS, Case
 
@@ -158,7 +158,7 @@ def test_tiles_are_what_sglang_loads(oracle: Path, case: Case) -> None:
 
 def as_sent(value: torch.Tensor, piece: Piece, harm: str) -> torch.Tensor:
     if piece.is_scale or piece.dtype == "float8_e4m3fn":
-        made = quantize_blocks(value)[piece.is_scale]
+        made = FP8_BLOCKS.pack(value)[piece.is_scale]
         return made.roll(1, -1) if piece.is_scale and harm == "roll" else made
     return value.to(getattr(torch, piece.dtype))
 

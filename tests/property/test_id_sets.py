@@ -1,11 +1,11 @@
-"""Sets of ids as ranges are the sets that they stand for."""
+"""Sets of ids as bitmaps are the sets that they stand for."""
 
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.core.ids import IdSet, ids_of, page_union, pages_of, ranges, spread
+from moerl.core.ids import IdSet, ranges
 
 IDS = st.sets(st.integers(-20, 60))
 
@@ -13,7 +13,7 @@ IDS = st.sets(st.integers(-20, 60))
 @given(IDS)
 def test_ranges_are_lossless(numbers: set[int]) -> None:
     parts = ranges(numbers)
-    assert list(spread(parts)) == sorted(numbers)
+    assert list(IdSet(parts)) == sorted(numbers)
     assert all(a[1] < b[0] for a, b in pairwise(parts))
 
 
@@ -32,15 +32,6 @@ def test_a_set_that_grows(batches: list[set[int]]) -> None:
 def test_without(numbers: set[int], others: set[int]) -> None:
     assert list(IdSet(ids=numbers).without(ranges(others))) == sorted(numbers - others)
     assert len(IdSet(ids=numbers)) == len(numbers)
-
-
-@given(st.sets(st.integers(-9000, 20_000)), st.sets(st.integers(-9000, 20_000)))
-def test_pages_are_lossless(numbers: set[int], others: set[int]) -> None:
-    pages, more = pages_of(numbers), pages_of(others)
-    assert {one for page, bits in pages.items() for one in ids_of(page, bits)} == numbers
-    for page in pages.keys() & more.keys():
-        joined = set(ids_of(page, page_union(pages[page], more[page])))
-        assert joined == {*ids_of(page, pages[page]), *ids_of(page, more[page])}
 
 
 def test_a_long_run_takes_no_more_room_than_its_holes() -> None:

@@ -120,7 +120,7 @@ def test_the_rows_of_a_dry_run(recipe: str) -> None:
     placed = placement(config)
     rows = process_rows(config, placed)
     assert rows == [(placed.controller.name, *row) for row in ROOT_ROWS] + PLACED[recipe]
-    table = process_table(config, placed)
+    table = str(process_table(config, placed))
     assert all(row[1] in table for row in rows)
 
 

@@ -18,7 +18,7 @@ import pytest
 from moerl.config import resolve
 from moerl.config.clusters import check_cluster
 from moerl.config.schema import Config, NodeGroup, Role, TeacherConfig
-from moerl.controller import engine_pool
+from moerl.controller import engine_calls, engine_pool
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
 from moerl.controller.memory_schedule import MemoryPhase
@@ -369,7 +369,7 @@ def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sleeps, so nothing would ever wake it."""
-    monkeypatch.setattr(engine_pool, "ANSWER_S", 0.2)
+    monkeypatch.setattr(engine_calls, "ANSWER_S", 0.2)
     monkeypatch.setattr(engine_pool, "_REST_S", 0.05)
     engine = StubEngine()
 

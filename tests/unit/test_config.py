@@ -90,33 +90,6 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("place", ["task", "tasks.five"])
-@pytest.mark.parametrize(
-    ("key", "new"),
-    [
-        ("agent.environment", "environment"),
-        ("agent.options.tries", "environment_options"),
-        ("agent.reward", "reward"),
-        *((f"agent.{name}", name) for name in ("tools", "tool_s", "max_turns", "wall_s")),
-        *((f"agent.{name}", name) for name in ("max_sampled_tokens", "context_tokens")),
-        *((f"agent.{name}", name) for name in ("environment_s", "environment_workers")),
-        *((f"agent.{name}", name) for name in ("call_format", "reasoning_format")),
-    ],
-)
-def test_a_key_of_before_is_refused_with_the_name_of_the_new_one(
-    place: str, key: str, new: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"use {place}\.{new}[;:]"):
-        check(load_config("digits-mixture", [f"{place}.{key}=1"]))
-
-
-def test_groups_per_request_is_no_more() -> None:
-    with pytest.raises(ConfigError, match=r"groups_per_request = 4 .*no such key any more"):
-        load_config("quickstart", ["rollout.groups_per_request=4"])
-    with pytest.raises(ConfigError, match="unknown key"):  # control
-        load_config("quickstart", ["rollout.groups_per_reques=4"])
-
-
 @pytest.mark.parametrize(("override", "names", "allows"), BAD, ids=[b[0] for b in BAD])
 def test_bad_override(override: str, names: str, allows: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moerl.audit import eval_command
+from moerl.audit.eval_command import difference, paired, t_quantile
 from moerl.audit.eval_page import TITLES, differences, rows, write_page
-from moerl.audit.paired import difference, paired, t_quantile
 from moerl.cli import app
 from moerl.config import load_config, save_config
 from moerl.config.schema import EvaluationConfig

@@ -25,8 +25,7 @@ from tests.helpers.stub_engine import SealingEngine, StubEngine
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (engine_pool, engine_calls):
-        monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_calls, "ANSWER_S", 0.05)
 
 
 def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:

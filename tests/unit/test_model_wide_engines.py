@@ -45,7 +45,7 @@ def test_equal_parts_lie_on_different_nodes() -> None:
         (2, 0, "engine-2", (0, 1, 2, 3)),
         (2, 1, "engine-3", (0, 1, 2, 3)),
     ]
-    table = process_table(config, placement(config))
+    table = str(process_table(config, placement(config)))
     assert "tp 8 over 2 nodes" in table
     assert "part (Ray)" in table
 

@@ -12,13 +12,14 @@ from moerl.config.schema import ParallelConfig
 from moerl.core.types import PolicyVersion
 from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
 from moerl.trainer.hf_io.dequantize import Fp8Block
-from moerl.weight_sync.buckets import WirePolicy, engine_wants
+from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
-from moerl.weight_sync.packed_buckets import BucketPacker, quantize_blocks
+from moerl.weight_sync.packed_buckets import BucketPacker
 from moerl.weight_sync.sender import Destination, WeightSender
 from moerl.weight_sync.snapshot import WeightSnapshot
 from moerl.weight_sync.transfer_plan import TransferPlan
 from moerl.weight_sync.transports.base import Link
+from moerl.weight_sync.wire_formats import FP8_BLOCKS, engine_wants
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -75,7 +76,7 @@ def test_blocks_are_what_a_loop_makes_and_come_back_close(
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[:, 0] *= 100  # one loud column must not blur the other blocks
     weight[-1] = 0
-    values, scale = quantize_blocks(weight)
+    values, scale = FP8_BLOCKS.pack(weight)
     want, want_scale = by_loop(weight.float())
     assert torch.equal(bits(values), bits(want))
     assert torch.equal(scale, want_scale)
@@ -87,11 +88,11 @@ def test_blocks_are_what_a_loop_makes_and_come_back_close(
 
 def test_a_box_of_whole_blocks_is_the_same_alone() -> None:
     weight = torch.randn(320, 256, generator=torch.Generator().manual_seed(2))
-    values, scale = quantize_blocks(weight)
-    part, part_scale = quantize_blocks(weight[128:320, 128:])
+    values, scale = FP8_BLOCKS.pack(weight)
+    part, part_scale = FP8_BLOCKS.pack(weight[128:320, 128:])
     assert torch.equal(bits(part), bits(values[128:320, 128:]))
     assert torch.equal(part_scale, scale[1:, 1:])
-    inside, _ = quantize_blocks(weight[64:192, 128:])  # why a plan never cuts inside a block
+    inside, _ = FP8_BLOCKS.pack(weight[64:192, 128:])  # why a plan never cuts inside a block
     assert not torch.equal(bits(inside), bits(values[64:192, 128:]))
 
 
@@ -153,9 +154,9 @@ def test_a_publish_in_blocks_is_the_whole_model_quantised() -> None:
                 want = hf[p.hf]
                 if p.is_scale:
                     blocks = tuple(slice(r.start // 128, -(-r.stop // 128)) for r in p.hf_box)
-                    want = quantize_blocks(want)[1][blocks]
+                    want = FP8_BLOCKS.pack(want)[1][blocks]
                 elif p.dtype == "float8_e4m3fn":
-                    want = quantize_blocks(want)[0][at(p.hf_box)]
+                    want = FP8_BLOCKS.pack(want)[0][at(p.hf_box)]
                 else:
                     want = want[at(p.hf_box)].to(getattr(torch, p.dtype))
                 assert torch.equal(data, bits(want).view(-1)), p

@@ -245,7 +245,7 @@ def test_own_ranks_are_placed_printed_and_counted() -> None:
     check(config)
     placed = placement(config)
     assert [slot.ranks for slot in placed.ref_models] == [(0, 1)]
-    assert "reference: tp 1 pp 2" in process_table(config, placed)
+    assert "reference: tp 1 pp 2" in str(process_table(config, placed))
     text = describe(config, ("deepseek-v32",))
     assert "moerl.trainer.main" in text
     assert "--ref-models" in text

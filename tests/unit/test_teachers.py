@@ -100,11 +100,6 @@ def test_bad_teachers_are_refused(teachers: str, says: str) -> None:
         )
 
 
-def test_the_old_key_names_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm.teachers=\[{path: FOLDER}\]"):
-        load_config("quickstart", ["algorithm.teacher=x"])
-
-
 def _config(*teachers: TeacherConfig, **algorithm: Any) -> Config:
     tasks = [{"label": "sums"}, {"label": "sorts"}]
     found = replace(load_config("quickstart"), tasks=tasks)

@@ -14,6 +14,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig
 from moerl.core.errors import ConfigError
 from moerl.layout import model_spec
+from moerl.planning.colocated import NCCL, ORDER, copied_out, phase_bytes, smallest_set
 from moerl.planning.dry_run import describe
 from moerl.planning.memory import (
     RUNTIME,
@@ -24,7 +25,6 @@ from moerl.planning.memory import (
     engine_memory,
     trainer_memory,
 )
-from moerl.planning.turn_phases import NCCL, ORDER, copied_out, phase_bytes, smallest_set
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan

@@ -7,10 +7,14 @@ that were heard are lost with their engine, the turn fails: other tokens would f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moerl.core.types import Array
+
+Kind = Literal["reasoning", "text"]
+Change = tuple[Literal["start", "delta", "stop"], Kind, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,51 @@ class PartialAnswer:
 
     def begins(self, whole: PartialAnswer) -> bool:
         return whole.reasoning.startswith(self.reasoning) and whole.text.startswith(self.text)
+
+    def beyond(self, before: PartialAnswer) -> dict[Kind, str]:
+        """Text that this answer has behind an earlier one, without empty text."""
+        reasoning, text = self.reasoning[len(before.reasoning) :], self.text[len(before.text) :]
+        found: dict[Kind, str] = {"reasoning": reasoning} if reasoning else {}
+        return found | ({"text": text} if text else {})
+
+
+class Blocks:
+    """An answer as blocks of reasoning and text, of which the last one is open while it grows.
+
+    The text of a change is added by a delta, and is the whole text of a block that stops.
+    """
+
+    def __init__(self) -> None:
+        self._shown = PartialAnswer(0)
+        self._open: Kind | None = None
+        self.place = 0  # of the open block, else of the next one
+
+    @property
+    def is_begun(self) -> bool:
+        return self._shown.prompt_len > 0
+
+    def grow(self, partial: PartialAnswer) -> Iterator[Change]:
+        before, self._shown = self._shown, partial
+        for kind, text in partial.beyond(before).items():
+            yield from self._switch(kind)
+            yield "delta", kind, text
+
+    def end(self, *, is_empty: bool) -> Iterator[Change]:
+        """is_empty: the answer has neither text nor calls, so it gets a block of empty text."""
+        if is_empty:
+            yield from self._switch("text")
+        yield from self._switch(None)
+
+    def _switch(self, kind: Kind | None) -> Iterator[Change]:
+        if self._open == kind:
+            return
+        if self._open is not None:
+            shown = self._shown
+            yield "stop", self._open, shown.text if self._open == "text" else shown.reasoning
+            self.place += 1
+        self._open = kind
+        if kind is not None:
+            yield "start", kind, ""
 
 
 class GrowingText:

@@ -23,11 +23,12 @@ from moerl.agents.chat_messages import (
     parsed_object,
 )
 from moerl.agents.episode_types import TurnAnswer
-from moerl.agents.gateway.answer_stream import PartialAnswer
+from moerl.agents.gateway.answer_stream import Blocks, Change, Kind, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.gateway.openai_requests import ChatRequest, ClientRequest, StopTexts, Thinking
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_BLOCKS: dict[Kind, str] = {"reasoning": "thinking", "text": "text"}
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -108,85 +109,57 @@ class MessagesReply:
     model: str
 
     def whole(self) -> Json:
-        return _message(self.model, self._blocks(), self._usage()) | self.end()
+        blocks = [_block(kind, text) for kind, text in self.answer.blocks]
+        blocks += map(_tool_use, self.answer.calls)
+        usage = {"input_tokens": self.answer.prompt_len} | self.usage()
+        return _message(self.model, blocks, usage) | self.end()
 
     def end(self) -> Json:
-        return {"stop_reason": self._stop_reason(), "stop_sequence": self.answer.stop_text}
+        stop_text, finish = self.answer.stop_text, self.answer.finish_reason
+        reason = _STOPS.get(finish, "end_turn") if stop_text is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop_text}
 
-    def _blocks(self) -> list[Json]:
-        answer = self.answer
-        blocks: list[Json] = []
-        if answer.reasoning:
-            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text or not answer.calls:
-            blocks.append({"type": "text", "text": answer.text})
-        return blocks + [_tool_use(call) for call in answer.calls]
-
-    def _stop_reason(self) -> str:
-        if self.answer.stop_text is not None:
-            return "stop_sequence"
-        return _STOPS.get(self.answer.finish_reason, "end_turn")
-
-    def _usage(self) -> Json:
-        return {
-            "input_tokens": self.answer.prompt_len,
-            "output_tokens": len(self.answer.output_ids),
-        }
+    def usage(self) -> Json:
+        return {"output_tokens": len(self.answer.output_ids)}
 
 
 class MessagesEvents:
-    """The events of one answer.  A block stays open while it grows."""
+    """The events of one answer."""
 
     def __init__(self, model: str) -> None:
-        self._model, self._shown = model, PartialAnswer(0)
-        self._block, self._num_blocks = "", 0  # type of the open one; number of those before it
+        self._model, self._blocks = model, Blocks()
 
     def more(self, _place: int, partial: PartialAnswer) -> Iterator[Json]:
-        if not self._shown.prompt_len:
+        if not self._blocks.is_begun:
             usage: Json = {"input_tokens": partial.prompt_len, "output_tokens": 0}
             yield {"type": "message_start", "message": _message(self._model, [], usage)}
-        before, self._shown = self._shown, partial
-        yield from self._grown("thinking", partial.reasoning[len(before.reasoning) :])
-        yield from self._grown("text", partial.text[len(before.text) :])
+        yield from map(self._changed, self._blocks.grow(partial))
 
     def end(self, reply: MessagesReply) -> Iterator[Json]:
-        yield from self.more(0, reply.answer.shown)
-        if not (reply.answer.text or reply.answer.calls):
-            yield from self._opened({"type": "text", "text": ""})
-        for call in reply.answer.calls:
+        answer = reply.answer
+        yield from self.more(0, answer.shown)
+        yield from map(self._changed, self._blocks.end(is_empty=answer.is_empty))
+        for place, call in enumerate(answer.calls, self._blocks.place):
             block = _tool_use(call)
             contents = msgspec.json.encode(block["input"]).decode()
-            yield from self._opened(block | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": contents})
-        yield from self._closed()
-        usage = {"output_tokens": len(reply.answer.output_ids)}
-        yield {"type": "message_delta", "delta": reply.end(), "usage": usage}
+            yield _event("start", place, {"content_block": block | {"input": {}}})
+            delta = {"type": "input_json_delta", "partial_json": contents}
+            yield _event("delta", place, {"delta": delta})
+            yield _event("stop", place)
+        yield {"type": "message_delta", "delta": reply.end(), "usage": reply.usage()}
         yield {"type": "message_stop"}
 
-    def _grown(self, kind: str, text: str) -> Iterator[Json]:
-        if not text:
-            return
-        if self._block != kind:
-            more: Json = {"signature": ""} if kind == "thinking" else {}
-            yield from self._opened({"type": kind, kind: ""} | more)
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _opened(self, block: Json) -> Iterator[Json]:
-        yield from self._closed()
-        self._block = str(block["type"])
-        yield {
-            "type": "content_block_start",
-            "index": self._num_blocks,
-            "content_block": block,
+    def _changed(self, change: Change) -> Json:
+        event, kind, text = change
+        fields: dict[str, Json] = {
+            "start": {"content_block": _block(kind, "")},
+            "delta": {"delta": {"type": f"{_BLOCKS[kind]}_delta", _BLOCKS[kind]: text}},
         }
+        return _event(event, self._blocks.place, fields.get(event))
 
-    def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
-    def _closed(self) -> Iterator[Json]:
-        if self._block:
-            yield {"type": "content_block_stop", "index": self._num_blocks}
-            self._block, self._num_blocks = "", self._num_blocks + 1
+def _event(event: str, place: int, fields: Json | None = None) -> Json:
+    return {"type": f"content_block_{event}", "index": place} | (fields or {})
 
 
 def error_body(error: ApiError) -> Json:
@@ -244,6 +217,11 @@ def _choice(choice: Json | None) -> str | Json | None:
 
 
 # --- answers -------------------------------------------------------------------------------------
+def _block(kind: Kind, text: str) -> Json:
+    more: Json = {"signature": ""} if kind == "reasoning" else {}
+    return {"type": _BLOCKS[kind], _BLOCKS[kind]: text} | more
+
+
 def _tool_use(call: MessageCall) -> Json:
     given = parsed_object(call.function.arguments)
     if given is None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from moerl.agents.chat_messages import Json, MessageCall
 from moerl.agents.episode_types import TurnAnswer
-from moerl.agents.gateway.answer_stream import PartialAnswer
+from moerl.agents.gateway.answer_stream import Kind, PartialAnswer
 
 Decode = Callable[[Sequence[int]], str]
+_FIELDS: dict[Kind, str] = {"reasoning": "reasoning_content", "text": "content"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,47 +32,33 @@ class OpenaiReply:
     decode: Decode
 
     def chat(self) -> Json:
-        choices = [
-            {
-                "index": index,
-                "message": _message(one.answer),
-                "logprobs": self.token_logprobs(one),
-                "finish_reason": one.answer.finish_reason,
-            }
-            for index, one in enumerate(self.shown)
-        ]
-        return _head("chatcmpl", "chat.completion", self.model) | {
-            "choices": choices,
-            "usage": self.usage(),
-        }
+        choices = self._choices(lambda one: {"message": _message(one.answer)}, self.token_logprobs)
+        return self._whole("chatcmpl", "chat.completion", choices)
 
     def completion(self) -> Json:
-        head = _head("cmpl", "text_completion", self.model)
-        return head | {"choices": self.completion_choices(), "usage": self.usage()}
+        return self._whole("cmpl", "text_completion", self.completion_choices())
 
     def completion_choices(self) -> list[Json]:
+        return self._choices(lambda one: {"text": one.answer.text}, self._legacy_logprobs)
+
+    def tokens(self) -> Json:
+        choices = self._choices(
+            lambda one: {"token_ids": one.answer.output_ids}, lambda one: one.logprobs
+        )
+        return self._whole("tok", "token_completion", choices)
+
+    def _choices(
+        self, content: Callable[[Shown], Json], logprobs: Callable[[Shown], object]
+    ) -> list[Json]:
         return [
-            {
-                "index": index,
-                "text": one.answer.text,
-                "logprobs": self._legacy_logprobs(one),
-                "finish_reason": one.answer.finish_reason,
-            }
+            {"index": index}
+            | content(one)
+            | {"logprobs": logprobs(one), "finish_reason": one.answer.finish_reason}
             for index, one in enumerate(self.shown)
         ]
 
-    def tokens(self) -> Json:
-        choices = [
-            {
-                "index": index,
-                "token_ids": one.answer.output_ids,
-                "logprobs": one.logprobs,
-                "finish_reason": one.answer.finish_reason,
-            }
-            for index, one in enumerate(self.shown)
-        ]
-        head = _head("tok", "token_completion", self.model)
-        return head | {"choices": choices, "usage": self.usage()}
+    def _whole(self, prefix: str, kind: str, choices: list[Json]) -> Json:
+        return _head(prefix, kind, self.model) | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
         prompt = self.shown[0].answer.prompt_len
@@ -166,11 +153,7 @@ def _head(prefix: str, kind: str, model: str) -> Json:
 
 def _grown(before: PartialAnswer, now: PartialAnswer) -> Json:
     """The text of `now` behind that of `before`, by field."""
-    delta = {
-        "reasoning_content": now.reasoning[len(before.reasoning) :],
-        "content": now.text[len(before.text) :],
-    }
-    return {field: text for field, text in delta.items() if text}
+    return {_FIELDS[kind]: text for kind, text in now.beyond(before).items()}
 
 
 def _message(answer: TurnAnswer, *, numbered: bool = False) -> Json:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -24,12 +24,12 @@ from moerl.agents.chat_messages import (
     function_tool,
 )
 from moerl.agents.episode_types import TurnAnswer
-from moerl.agents.gateway.answer_stream import PartialAnswer
+from moerl.agents.gateway.answer_stream import Blocks, Change, Kind, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.gateway.openai_requests import ChatRequest, ClientRequest
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
+_TEXTS_OF: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text"}
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal"})
 
 
@@ -110,7 +110,9 @@ class ResponsesReply:
     asked: ResponsesRequest
 
     def whole(self) -> Json:
-        return _head(self.asked, self.model) | {"output": self._items()} | self.end()
+        items = [_item(kind, text, self.status) for kind, text in self.answer.blocks]
+        items += map(_function_call, self.answer.calls)
+        return _head(self.asked, self.model) | {"output": items} | self.end()
 
     def end(self) -> Json:
         """The fields that are known when the answer is complete."""
@@ -120,15 +122,6 @@ class ResponsesReply:
     @property
     def status(self) -> str:
         return "incomplete" if self.answer.finish_reason == "length" else "completed"
-
-    def _items(self) -> list[Json]:
-        answer = self.answer
-        items: list[Json] = []
-        if answer.reasoning:
-            items.append(_reasoning(answer.reasoning))
-        if answer.text or not answer.calls:
-            items.append(_message(answer.text, self.status))
-        return items + [_function_call(call) for call in answer.calls]
 
     def _usage(self) -> Json:
         prompt, sampled = self.answer.prompt_len, len(self.answer.output_ids)
@@ -142,12 +135,12 @@ class ResponsesReply:
 
 
 class ResponsesEvents:
-    """The events of one answer to `asked`.  An item stays open while it grows."""
+    """The events of one answer to `asked`."""
 
     def __init__(self, model: str, asked: ResponsesRequest) -> None:
-        self._head, self._shown = _head(asked, model), PartialAnswer(0)
+        self._head, self._blocks = _head(asked, model), Blocks()
+        self._name = ""  # of the open item
         self._items: list[Json] = []  # that are done
-        self._open: Json | None = None
         self._numbers = count()
 
     def more(self, _place: int, partial: PartialAnswer) -> Iterator[Json]:
@@ -160,69 +153,56 @@ class ResponsesEvents:
         return event | {"sequence_number": next(self._numbers)}
 
     def _grown(self, partial: PartialAnswer) -> Iterator[Json]:
-        if not self._shown.prompt_len:
+        if not self._blocks.is_begun:
             for state in ("created", "in_progress"):
                 yield {"type": f"response.{state}", "response": self._head}
-        before, self._shown = self._shown, partial
-        yield from self._text("reasoning", partial.reasoning[len(before.reasoning) :])
-        yield from self._text("message", partial.text[len(before.text) :])
+        for change in self._blocks.grow(partial):
+            yield from self._changed(change, "completed")
 
     def _rest(self, reply: ResponsesReply) -> Iterator[Json]:
         answer = reply.answer
         yield from self._grown(answer.shown)
-        if not (answer.text or answer.calls):
-            yield from self._opened("message")
-        yield from self._closed(reply.status)
-        for call in answer.calls:
-            item = _function_call(call)
-            yield from _call_events(item, len(self._items))
-            self._items.append(item)
+        for change in self._blocks.end(is_empty=answer.is_empty):
+            yield from self._changed(change, reply.status)
+        yield from chain.from_iterable(map(self._call, answer.calls))
         whole = self._head | {"output": self._items} | reply.end()
         yield {"type": f"response.{reply.status}", "response": whole}
 
-    def _text(self, kind: str, text: str) -> Iterator[Json]:
-        if not text:
-            return
-        if self._open is None or self._open["type"] != kind:
-            yield from self._opened(kind)
-        logprobs: Json = {} if kind == "reasoning" else {"logprobs": []}
-        yield self._here() | {"type": f"{_DELTAS[kind]}.delta", "delta": text} | logprobs
+    def _changed(self, change: Change, status: str) -> Iterator[Json]:
+        """status: of a block that stops."""
+        event, kind, text = change
+        if event == "start":
+            item = _item(kind, "", "in_progress")
+            self._name = str(item["id"])
+            yield self._item("added", item | {"content": []})
+        here = {"item_id": self._name, "output_index": len(self._items), "content_index": 0}
+        logprobs: Json = {"logprobs": []} if kind == "text" else {}
+        if event == "start":
+            yield here | {"type": "response.content_part.added", "part": _part(kind, "")}
+        elif event == "delta":
+            yield here | {"type": f"response.{_TEXTS_OF[kind]}.delta", "delta": text} | logprobs
+        else:
+            yield here | {"type": f"response.{_TEXTS_OF[kind]}.done", "text": text} | logprobs
+            yield here | {"type": "response.content_part.done", "part": _part(kind, text)}
+            yield self._done(_item(kind, text, status) | {"id": self._name})
 
-    def _opened(self, kind: str) -> Iterator[Json]:
-        yield from self._closed("completed")
-        self._open = _reasoning("") if kind == "reasoning" else _message("", "in_progress")
-        item = self._open | {"content": []}
-        yield {
-            "type": "response.output_item.added",
-            "output_index": len(self._items),
-            "item": item,
-        }
-        yield self._here() | {"type": "response.content_part.added", "part": _part(self._open)}
+    def _call(self, call: MessageCall) -> Iterator[Json]:
+        item = _function_call(call)
+        here = {"item_id": item["id"], "output_index": len(self._items)}
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        yield self._item("added", item | {"arguments": ""})
+        yield here | {"type": f"{kind}.delta", "delta": arguments}
+        yield here | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
+        yield self._done(item)
 
-    def _closed(self, status: str) -> Iterator[Json]:
-        """The open item is complete."""
-        if self._open is None:
-            return
-        here, empty = self._here(), self._open
-        is_message = empty["type"] == "message"
-        text = self._shown.text if is_message else self._shown.reasoning
-        item = (_message(text, status) if is_message else _reasoning(text)) | {"id": empty["id"]}
-        logprobs: Json = {"logprobs": []} if is_message else {}
-        kind = _DELTAS[str(empty["type"])]
-        yield here | {"type": f"{kind}.done", "text": text} | logprobs
-        yield here | {"type": "response.content_part.done", "part": _part(item)}
-        place = len(self._items)
-        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+    def _done(self, item: Json) -> Json:
+        event = self._item("done", item)
         self._items.append(item)
-        self._open = None
+        return event
 
-    def _here(self) -> Json:
-        assert self._open is not None, "an item grows while it is open"
-        return {
-            "item_id": self._open["id"],
-            "output_index": len(self._items),
-            "content_index": 0,
-        }
+    def _item(self, event: str, item: Json) -> Json:
+        kind = f"response.output_item.{event}"
+        return {"type": kind, "output_index": len(self._items), "item": item}
 
 
 def error_event(error: ApiError) -> Json:
@@ -305,27 +285,18 @@ def _head(asked: ResponsesRequest, model: str) -> Json:
     }
 
 
-def _reasoning(text: str) -> Json:
-    part = {"type": "reasoning_text", "text": text}
-    return {"type": "reasoning", "id": _name("rs"), "summary": [], "content": [part]}
+def _item(kind: Kind, text: str, status: str) -> Json:
+    content = [_part(kind, text)]
+    if kind == "reasoning":
+        return {"type": "reasoning", "id": _name("rs"), "summary": [], "content": content}
+    item: Json = {"type": "message", "id": _name("msg"), "role": "assistant"}
+    return item | {"status": status, "content": content}
 
 
-def _part(item: Json) -> Json:
-    content = item["content"]
-    assert isinstance(content, list)
-    part: Json = content[0]
-    return part
-
-
-def _message(text: str, status: str) -> Json:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {
-        "type": "message",
-        "id": _name("msg"),
-        "role": "assistant",
-        "status": status,
-        "content": [part],
-    }
+def _part(kind: Kind, text: str) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _function_call(call: MessageCall) -> Json:
@@ -340,13 +311,3 @@ def _function_call(call: MessageCall) -> Json:
         "arguments": arguments,
         "status": "completed",
     }
-
-
-def _call_events(item: Json, place: int) -> Iterator[Json]:
-    here = {"item_id": item["id"], "output_index": place}
-    kind, arguments = "response.function_call_arguments", item["arguments"]
-    begun = item | {"arguments": ""}
-    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
-    yield here | {"type": f"{kind}.delta", "delta": arguments}
-    yield here | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
-    yield {"type": "response.output_item.done", "output_index": place, "item": item}

@@ -34,10 +34,11 @@ import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import msgspec
+from pyroaring import BitMap
 
 from moerl.controller.journal.recovered_state import (
     ControllerState,
@@ -49,7 +50,7 @@ from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.controller.journal.sqlite_files import remove_logs, set_up
 from moerl.controller.journal.turn_log import TurnLog
 from moerl.core.errors import JournalError
-from moerl.core.ids import IdSet, Ranges, ids_of, page_union, pages_of, ranges
+from moerl.core.ids import IdSet, Ranges, ranges
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup, PolicyVersion
 from moerl.records.blob_store import BlobStore, sizes_of
@@ -70,7 +71,7 @@ create table if not exists groups(
 create table if not exists headers(id integer primary key, body blob not null);
 create table if not exists pages(
     kind text not null,       -- consumed: trained, beside the groups above | dropped: given up
-    page integer not null,    -- of ids, `moerl.core.ids.PAGE` each
+    page integer not null,    -- of ids, _PAGE each
     bits blob not null,
     digest text not null,
     primary key (kind, page)
@@ -85,6 +86,7 @@ _DISK_ERRORS = (
     sqlite3.SQLITE_READONLY,
 )
 _PRUNED = 4  # headers deleted per admitted one
+_PAGE = 1 << 14  # ids whose bitmap is written together: at most 8 KiB
 
 
 class Journal:
@@ -407,10 +409,12 @@ class Journal:
     @staticmethod
     def _note(db: sqlite3.Connection, kind: str, ids: Iterable[int]) -> None:
         """Add ids of a kind; the cost is that of the pages of `ids`."""
-        for page, bits in pages_of(ids).items():
+        for page, added in groupby(sorted(ids), lambda one: one // _PAGE):
+            held = BitMap(one % _PAGE for one in added)
             sql = "select bits from pages where kind = ? and page = ?"
             for (before,) in db.execute(sql, (kind, page)).fetchall():
-                bits = page_union(before, bits)
+                held |= BitMap.deserialize(before)
+            bits = held.serialize()
             row = (kind, page, bits, _page_digest(kind, page, bits))
             db.execute("insert or replace into pages values (?, ?, ?, ?)", row)
 
@@ -421,7 +425,7 @@ class Journal:
         for page, bits, digest in self._query(sql, (kind,)):
             if _page_digest(kind, page, bits) != digest:
                 raise JournalError(f"page {page} of {kind} ids does not match its digest")
-            found.update(ids_of(page, bits))
+            found.update(page * _PAGE + one for one in BitMap.deserialize(bits))
         return found
 
     def _query(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
@@ -491,4 +495,4 @@ def _row_digest(group_id: int, state: str, step: int, header_digest: str) -> str
 
 
 def _page_digest(kind: str, page: int, bits: bytes) -> str:
-    return digest_of(f"{kind} {page} ".encode() + bits)
+    return digest_of(f"{kind} roaring {page} ".encode() + bits)

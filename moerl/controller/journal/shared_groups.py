@@ -17,7 +17,7 @@ import msgspec
 
 from moerl.controller.journal.recovered_state import RecoveredState, SharedState
 from moerl.core.errors import BlobError, JournalError
-from moerl.core.ids import spread
+from moerl.core.ids import IdSet
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
@@ -102,8 +102,8 @@ class SharedGroups:
             return
         if not recovered.controller_state.begins:
             recovered.controller_state = shipped.controller_state
-            recovered.consumed |= set(spread(shipped.consumed))
-            recovered.dropped |= set(spread(shipped.dropped))
+            recovered.consumed.update(IdSet(shipped.consumed))
+            recovered.dropped.update(IdSet(shipped.dropped))
         recovered.is_whole = False
         for group_id in sorted(self.held() - recovered.with_headers() - recovered.consumed):
             group = self._group(group_id, blobs)

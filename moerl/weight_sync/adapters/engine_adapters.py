@@ -85,7 +85,7 @@ class EngineAdapters:
     ) -> None:
         """Copy W0.  live: the weights as the engine loaded them.  Raises LayoutError."""
         self.lora = lora
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
         shapes = hf_shapes(spec)
         self._held = engine_factors(named, lora.rank_of, shapes, shared=lora.shares)
         merges = {name: self._targets(local.tiles) for name, local in named.items()}
@@ -166,7 +166,7 @@ class SlotAdapters:
                 "adapter slots were never filled on a GPU; use lora.delivery = merged"
             )
         self.lora, self._spec = lora, spec
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
         adapted = {hf for hf in hf_shapes(spec) if lora.rank_of(module_of(hf))}
         self._tiles = {
             module_of(name): local.tiles

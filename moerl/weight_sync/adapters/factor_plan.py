@@ -29,7 +29,7 @@ from moerl.layout.adapters import engine_factors, whole_factors
 from moerl.layout.shards import hf_shapes, sglang_tiles
 from moerl.layout.tiles import Box, Named, meet, num_elements
 from moerl.weight_sync.adapters.factor_tables import Factor, FactorTables, WantedFactor
-from moerl.weight_sync.buckets import ITEMSIZE, Piece, cut
+from moerl.weight_sync.buckets import Piece
 from moerl.weight_sync.deliveries import Keyed
 from moerl.weight_sync.transfer_plan import (
     ReceiverPlan,
@@ -38,6 +38,7 @@ from moerl.weight_sync.transfer_plan import (
     region_of,
     starts_of,
 )
+from moerl.weight_sync.wire_formats import ITEMSIZE, PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class FactorPlan:
         spec, engine = self.weights.spec, self.weights.engine
         if self.lora.serves_adapters:
             return whole_factors(spec, self.lora.rank_of, shared=self.lora.shares)
-        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp, engine.dense_tp)
+        named = sglang_tiles(spec, engine.tp, rank, engine.ep, engine.dp)
         shapes = hf_shapes(spec)
         return engine_factors(named, self.lora.rank_of, shapes, shared=self.lora.shares)
 
@@ -132,7 +133,7 @@ class FactorPlan:
 
     def _cut(self, box: Box) -> Iterator[Box]:
         policy = self.weights.policy
-        return cut(box, ITEMSIZE[policy.dtype], policy.bucket_bytes, quantised=False)
+        return PLAIN.cut(box, policy.dtype, policy.bucket_bytes)
 
 
 def _inside(whole: Box, box: Box) -> Box:
