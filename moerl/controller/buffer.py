@@ -49,7 +49,7 @@ class GroupBuffer:
         selection: str = "oldest",
         in_flight: int | None = None,
     ) -> None:
-        """in_flight: most groups in generation, for unbounded admission; None: it is bounded."""
+        """Start empty.  in_flight: most groups in generation; None: admission is bounded."""
         self._in_flight = in_flight
         self.groups_per_step, self.max_lag, self.depth = groups_per_step, max_lag, depth
         self._select = _SELECTIONS[selection]

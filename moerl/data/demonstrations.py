@@ -89,7 +89,7 @@ class AnswerEnd:
     def __init__(
         self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate | None] = _NO_TEMPLATES
     ) -> None:
-        """templates: by label of a task.  Raises ConfigError without an end token."""
+        """Raises ConfigError without an end token.  templates: by label of a task."""
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "model.path", tokenizer.name_or_path, "its tokenizer has no end token"

@@ -70,7 +70,7 @@ class TextReplies(SingleTurn):
         sampled_tokens: int = 0,
         timeout_s: float = 0.0,
     ) -> None:
-        """context_tokens: of the longest sequence of the engines; 0 = not known.
+        """Begin the episode; context_tokens: longest sequence of the engines; 0 = not known.
 
         sampled_tokens: most of the whole episode; 0 = no limit.  timeout_s: of a reply.
         """
