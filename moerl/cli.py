@@ -481,7 +481,6 @@ def _start(recipe: str, overrides: list[str], run: str, dry_run: bool) -> NoRetu
 def _resume(
     folder: Path, overrides: list[str], options: dict[str, bool], dry_run: bool
 ) -> NoReturn:
-    """options: of `moerl.launch.train.prepare`."""
     from moerl.config import resolve
     from moerl.config.checks import check, check_model
     from moerl.config.load import load_resumed

@@ -1,4 +1,4 @@
-"""Runners of episodes on an event loop of their own: programs and environments alike.
+"""Runners of episodes on an event loop of their own: programs and environments.
 
 The loop is a thread of the controller's process: rendering and tokenising do not stop the
 controller's loop, although they share its interpreter.  Turns are sampled through the controller's
@@ -16,13 +16,13 @@ import asyncio
 import threading
 
 from moerl.agents.chat_turns import NO_MASKS
-from moerl.agents.far_episode import FarEpisode, on_loop
+from moerl.agents.cross_loop_episode import CrossLoopEpisode, run_on
 from moerl.config.task_programs import AgentConfig
 from moerl.episodes.open_episode import OpenEpisode, Outcome
 
 
 def no_grammar(agent: AgentConfig, *, masks: bool) -> str:
-    """Why a run refuses grammars.  masks: those of the engines are replayed."""
+    """Why a run refuses grammars.  masks: the engines' masks are replayed."""
     if not agent.grammars:
         return "not supported, because task.agent.grammars is false"
     return "" if masks else NO_MASKS
@@ -41,11 +41,11 @@ class EpisodeTable:
     async def stop(self) -> None:
         """After the last episode."""
 
-    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+    async def play_one(self, episode: CrossLoopEpisode, end: asyncio.Event) -> Outcome:
         """One episode to its end, or until `end` is set."""
         raise NotImplementedError
 
-    async def play(self, episode: FarEpisode) -> Outcome:
+    async def play(self, episode: CrossLoopEpisode) -> Outcome:
         end = self._ends[episode.name] = asyncio.Event()
         work = asyncio.ensure_future(self.play_one(episode, end))
         self._playing.add(work)
@@ -76,14 +76,14 @@ class AgentRunner:
 
     async def start(self) -> None:
         self._there = _AgentLoop()
-        await on_loop(self._there.loop, self._table.start())
+        await run_on(self._there.loop, self._table.start())
 
     async def run(self, episode: OpenEpisode) -> Outcome:
         if self._closed:  # a group that began while this was closed is cancelled like those before
             raise asyncio.CancelledError
         assert self._there is not None, "start comes first"
-        far = FarEpisode(episode, asyncio.get_running_loop())
-        return await on_loop(self._there.loop, self._table.play(far))
+        far = CrossLoopEpisode(episode, asyncio.get_running_loop())
+        return await run_on(self._there.loop, self._table.play(far))
 
     def end(self, name: str) -> None:
         if self._closed:
@@ -94,7 +94,7 @@ class AgentRunner:
     async def close(self) -> None:
         there, self._there, self._closed = self._there, None, True
         if there is not None:
-            await on_loop(there.loop, self._table.close())
+            await run_on(there.loop, self._table.close())
             await there.stop()
 
 

@@ -1,9 +1,9 @@
 """Chat messages as clients send them: their form, and the key by which they are recognised.
 
-The key of a message holds what clients give back unchanged: role, text, calls and ids.  It leaves
-out reasoning, because most clients drop it.  Arguments of calls are compared as JSON, because many
-clients spell them in another way.  Nothing else is normalised: a client that trims or repairs an
-answer has written another message.
+The key of a message holds the fields that clients return unchanged: role, text, calls and ids.  It
+leaves out reasoning, because most clients drop it.  Arguments of calls are compared as JSON,
+because many clients spell them in another way.  Nothing else is normalised: a client that trims or
+repairs an answer has written another message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from moerl.core.types import Prompt
-from moerl.data.chat_template import Json as Json  # for the modules beside this one
+from moerl.data.chat_template import Json as Json  # for the other modules of this package
 from moerl.data.chat_template import parsed_arguments
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moerl.agents.chat_messages import ChatMessage, Function, Json, MessageCall
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.episode_types import (
     Ends,
     EpisodeLimits,
@@ -26,7 +27,6 @@ from moerl.agents.episode_types import (
     Tell,
     TurnAnswer,
 )
-from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.answer_stream import AnswerStream, PartialAnswer
 from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.agents.prompt_tokens import PromptIds
@@ -46,7 +46,7 @@ NO_MASKS = (
     "sampling.top_k"
 )
 _NO_SWITCHES = Switches()
-_MOST_STOPS = 4096  # tokens at which the engine must stop and be asked again
+_MOST_STOPS = 4096  # tokens at which the engine must stop until the next request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class _Plan:
 class ChatTurns:
     """Used from one event loop, which may be another one than the controller's."""
 
-    def __init__(self, episode: FarEpisode, policy: Policy, limits: EpisodeLimits) -> None:
+    def __init__(self, episode: CrossLoopEpisode, policy: Policy, limits: EpisodeLimits) -> None:
         self.name, self.limits, self._policy = episode.name, limits, policy
         self._episode, self.sampling = episode, episode.spec.sampling
         self.sampling_of = episode.spec.sampling_of  # a role of the policy
@@ -78,7 +78,7 @@ class ChatTurns:
         self._has_begun = False  # a request has fixed them
         self.counts: Counter[str] = Counter()
         self._num_asked = 0  # turns
-        self._num_sampled, self._reserved = 0, 0  # tokens; those that running turns may sample
+        self._num_sampled, self._reserved = 0, 0  # tokens that running turns may sample
         self._running: set[asyncio.Task[Any]] = set()
         self._ended = False
         self._deadline = 0.0
@@ -103,9 +103,9 @@ class ChatTurns:
         """The next turn of a conversation; n of them are siblings.  Raises ApiError.
 
         calls: False shows calls as text; the prompt has the tools in any case.
-        tell: receives what can be shown of the answers while they are sampled.
+        tell: receives the shown text of the answers while they are sampled.
         role: of the policy.
-        switches: of the template; those of the first request hold for all that name no other.
+        switches: of the template; by default the switches of the first request.
         """
         stops = await self._stops(ends.stop)
         self._check_open(n)
@@ -159,7 +159,7 @@ class ChatTurns:
         return answer
 
     async def end(self) -> None:
-        """Refuse further turns, and drop the running ones."""
+        """Refuse further turns, and drop running turns."""
         self._ended = True
         for task in self._running:
             task.cancel()
@@ -170,7 +170,7 @@ class ChatTurns:
     ) -> Outcome:
         """The outcome.  failure: one word, empty if the episode can be trained, and a sentence.
 
-        own: score by the episode's own program; counts: added to those of the turns.
+        own: score by the episode's own program; counts: added to the turns' counts.
         """
         word, detail = failure
         counted = {name: float(count) for name, count in self.counts.items()}
@@ -266,7 +266,7 @@ class ChatTurns:
         return min(room, left, most, ends.max_tokens or most)
 
     def _check_length(self, num_chars: Iterable[int]) -> None:
-        """Refuse what cannot fit before it is tokenised: that would stop all episodes meanwhile."""
+        """Refuse too long a prompt untokenised: tokenising would stop all episodes meanwhile."""
         least = sum(num_chars) // self._policy.tokens.longest_token
         if least > self.limits.context_tokens:
             raise self._too_long(f"at least {least} tokens")
@@ -387,7 +387,7 @@ class ChatTurns:
             stop_ids=tuple(sorted(stops.ids)),
             grammar=plan.grammar,
             ends=ends if stops.texts else None,
-            heard=None if shown is None else shown.heard,
+            on_tokens=None if shown is None else shown.heard,
         )
 
     async def _until_end(self, turn: Coroutine[Any, Any, T]) -> T:

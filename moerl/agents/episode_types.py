@@ -15,7 +15,7 @@ from moerl.core.types import Array, Grammar, Rollout
 from moerl.data.chat_template import ChatTemplate
 from moerl.episodes.finished_episode import RecordedTurn
 
-Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and what of it is shown
+Tell = Callable[[int, PartialAnswer], None]  # place among siblings, and its shown part
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class TurnAnswer:
     finish_reason: str  # stop | length | tool_calls
     reasoning: str = ""
     calls: tuple[MessageCall, ...] = ()
-    stop_text: str | None = None  # the one of the client's that ended it
+    stop_text: str | None = None  # the client's stop text that ended it
 
     @property
     def prompt_len(self) -> int:

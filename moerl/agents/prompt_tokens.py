@@ -1,18 +1,18 @@
-"""From messages to tokens: only what the policy has not sampled is ever tokenised.
+"""From messages to tokens: text that the policy has sampled is never tokenised again.
 
 The prompt of a turn without a parent is the conversation as the model's chat template writes it.
 The prompt of any other turn is the tokens of its parent and a suffix.  The suffix is found without
 knowledge of the template: it writes a conversation of a question, an answer MARK and the new
-messages, and the suffix is the text after MARK.  It begins with what closes an answer.  When the
-policy has sampled that token, it is not written a second time; when the answer was cut by its
-length, it is written for the policy, as context.
+messages, and the suffix is the text after MARK.  It begins with the token that closes an answer.
+If the policy has sampled that token, it is not written a second time; if the answer was cut by its
+length, it is added as context.
 
 Not every template can be used so: some leave out a tool result behind an answer without its call,
 or write it in another way.  Each role is tried when the template is loaded, and messages of a role
 that fails are refused there.
 
-The idea to render a dummy conversation and keep its end is that of miles' and slime's token-in,
-token-out sessions; there it takes code for each family.
+Rendering a dummy conversation and keeping its end is an idea of miles' and slime's token-in,
+token-out sessions, which need code for each family.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CALL = MessageCall(Function("f", "{}"), "c1")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptIds:
-    """inherited: leading tokens that are the parent's; cuts: control tokens in contents."""
+    """Tokens of a prompt; the first `inherited` are the parent's.  cuts: control tokens."""
 
     ids: Array  # i32
     inherited: int = 0
@@ -60,10 +60,7 @@ class PromptTokens:
     """Tokenizer and chat template of the policy."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
-        """template: None: the tokenizer's own.
-
-        Raises ConfigError when the template cannot be used for turns that follow another.
-        """
+        """Raises ConfigError when the template cannot be used for turns that follow another."""
         self._tokenizer = tokenizer
         self.template = template = template or ChatTemplate(tokenizer)
         if not template.tokenizer.chat_template:
@@ -141,7 +138,7 @@ class PromptTokens:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _writes_behind_answers(self, role: Literal["user", "tool", "system"]) -> bool:
-        """Whether the suffix for a message of this role is what the template itself writes."""
+        """Whether the suffix for a message of this role equals the template's own text."""
         call = [_CALL] if role == "tool" else None
         probe = ChatMessage(role, _PROBE, tool_call_id=_CALL.id if call else None)
         answer = ChatMessage("assistant", "" if call else "!", call)

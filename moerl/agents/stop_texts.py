@@ -1,8 +1,7 @@
 """Texts that end a turn, for engines that stop at tokens only.
 
-The engine stops at each token that can be the last one of a stop text.  The text so far decides
-whether the turn ends there or continues.  So no token is sampled behind a stop text, and none that
-was sampled is taken away.
+The engine stops at each token that can end a stop text; the text so far decides whether the turn
+continues.  So no token is sampled behind a stop text, and no sampled token is removed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from moerl.agents.prompt_tokens import PromptTokens
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Texts that end a turn, and the tokens with which one of them can end."""
+    """Texts that end a turn, and the tokens that can be their last."""
 
     texts: tuple[str, ...] = ()
     ids: frozenset[int] = frozenset()
@@ -35,7 +34,7 @@ class Stops:
 
 
 class StopFinder:
-    """Remembers the last few sets of stop texts: a client sends the same ones in each turn."""
+    """Remembers the last few sets of stop texts: a client repeats its set in each turn."""
 
     def __init__(self, tokens: PromptTokens) -> None:
         """It reads the whole vocabulary: seconds for a large one."""
@@ -43,7 +42,7 @@ class StopFinder:
         self.find = lru_cache(64)(self._find)
 
     def _find(self, texts: tuple[str, ...], ends: tuple[int, ...]) -> Stops:
-        """ends: stop tokens, which end a turn whatever its text."""
+        """Sort the stop tokens; `ends` end a turn whatever its text."""
         ids = [
             index
             for index, token in enumerate(self._texts)
@@ -59,7 +58,7 @@ class StopFinder:
 
 
 def held_back(text: str, marks: Iterable[str]) -> int:
-    """How many characters at the end of a text may be the beginning of one of these marks."""
+    """How many characters at the end of a text may be the beginning of a mark."""
     return max((_overlap(text, mark) for mark in marks), default=0)
 
 

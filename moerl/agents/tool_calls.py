@@ -24,7 +24,7 @@ class AnswerParser(Protocol):
         ...
 
     def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
-        """Of an answer that calls at least one of these; None: the format has none."""
+        """Grammar of an answer that calls at least one tool; None: the format has none."""
         ...
 
 

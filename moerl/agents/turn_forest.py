@@ -1,8 +1,8 @@
 """The recorded turns of an episode, and the turn that a request continues.
 
 Turns form a forest: the prompt of a child begins with the tokens of its parent.  A request names no
-parent.  It is recognised by its messages: the deepest recorded turn wins whose request and answer
-are the first messages of this one.  A history that no recorded turn begins is a new root.
+parent.  It is recognised by its messages: the deepest recorded turn whose request and answer are
+its first messages.  Without such a turn it is a new root.
 
 A digest runs over the keys of the messages, so that a request of n messages takes n look-ups.  The
 tools and the arguments of the template are in the first digest: a template writes them before the
@@ -36,7 +36,7 @@ class Origin(StrEnum):
     REPEATED = "repeated"  # the same messages as an earlier request: a retry, or n above 1
     REWRITTEN = "rewritten"  # holds answers that the policy did not give in this form
     TOOLS_CHANGED = "tools_changed"  # a recorded conversation with other tools
-    ARGUMENTS_CHANGED = "arguments_changed"  # a recorded conversation with other ones of a template
+    ARGUMENTS_CHANGED = "arguments_changed"  # a recorded conversation, other template arguments
     NEW = "new"  # another conversation without an answer: a sub-agent, a summary
 
 

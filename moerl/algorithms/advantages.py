@@ -280,7 +280,7 @@ def _sizes(units: Units) -> list[int]:
 def _with_peers(o: Outcomes, plan: BatchPlan) -> Outcomes:
     """Append the rewards of siblings that another batch trains, as episodes without tokens.
 
-    Tasks with roles have none, so the groups are those of the plan.
+    Tasks with roles have no such siblings, so the groups are the plan's.
     """
     peers = [(idx, reward) for idx, group in enumerate(plan.groups) for reward in group.peers]
     if not peers:
@@ -325,7 +325,7 @@ def _outcomes(
 
 
 def _compared(unit: SequenceId, baseline: Baseline) -> tuple[int, int, str]:
-    """What names the rewards that a unit's reward is compared with."""
+    """The key of the rewards that a unit's reward is compared with."""
     episode = unit.episode if baseline == "episode" else -1
     return unit.group, episode, "" if baseline == "group" else base_role(unit.role)
 

@@ -84,10 +84,7 @@ def constant(lengths: Sequence[int], algorithm: AlgorithmConfig) -> list[float]:
 def plan_weights(
     algorithm: AlgorithmConfig, plan: BatchPlan, roles: Roles = NO_ROLES
 ) -> list[float]:
-    """Weight of every sampled token of each row of `plan.rows`, in that order.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Weights of the sampled tokens of `plan.rows`.  Raises ConfigError (unknown name)."""
     function = choose("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
     units = plan_sequences(plan)
     lengths = [sum(turn.rollout.num_sampled for turn in rows.values()) for rows in units.values()]

@@ -21,10 +21,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Download:
-    """A tensor on its way to the host.
-
-    Copies of one stream end in their order: wait for the last one, then get all.
-    """
+    """A tensor on its way to the host.  Copies of a stream end in order: wait for the last."""
 
     def __init__(self, tensor: Tensor) -> None:
         value = tensor.detach()

@@ -4,16 +4,16 @@
                             |--- end             |--- end                      its continuations
                             `--- end             `--- end
 
-With V(pivot) the mean of its continuations (VinePPO, arXiv 2410.01679) and of what the answer goes
-on to, its next pivot's V or its reward:
+With V(pivot) the mean of its continuations (VinePPO, arXiv 2410.01679) and of the answer's own
+continuation, its next pivot's V or its reward:
 
 - tokens of the answer before a pivot: V(pivot) minus a baseline.  In front of the first pivot that
   is the mean over the siblings of V at theirs, behind a pivot the mean of its continuations;
 - tokens of a continuation: its reward minus the mean of the others of its pivot.
 
-No baseline contains what its own tokens led to, so each is unbiased.  What follows a pivot of K
-continuations is multiplied by 1 / (K + 1): each of its K + 1 ends is an estimate of one gradient.
-What the answer goes on to counts in V and in the baselines of the continuations if its weights are
+No baseline depends on its own tokens, so each is unbiased.  Advantages behind a pivot of K
+continuations are multiplied by 1 / (K + 1): each of its K + 1 ends is an estimate of one gradient.
+The answer's own continuation counts in V and in the baselines of the others if its weights are
 theirs.
 """
 
@@ -40,8 +40,7 @@ class _Pivot:
 def plan_vine(plan: BatchPlan) -> list[float | Array]:
     """Advantage of each sampled token of each row of `plan.rows`, in that order.
 
-    Raises RecordError `score_missing` for an unscored episode, `score_forks` for one that lacks
-    rewards of its continuations.
+    Raises RecordError `score_missing` (unscored episode), `score_forks` (unscored continuation).
     """
     found: dict[tuple[int, int, int], Array] = {}
     for g, group in enumerate(plan.groups):

@@ -10,9 +10,9 @@ its own logits.  Rows that keep few entries are taken some at a time, and the he
 union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
 mask do: a matrix product costs less than the copy of so many rows of the weight.
 
-Support: the log-probabilities of some entries of each row, all kept ones or any others, come out
-as well, differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact
-gradients.  Of the logits these alone are held: one number per entry.
+Support: the log-probabilities of some entries of each row, kept or not, come out as well,
+differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact gradients.  Of
+the logits these alone are held: one number per entry.
 
 The vocabulary may be sharded over a tensor-parallel group, and a shard may keep nothing of a row.
 Each rank sums its own entries, then the sums are joined (a maximum, then sums of exponentials, as
@@ -48,7 +48,7 @@ from moerl.core.errors import RecordError
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
 _UNION = 1 << 15  # kept entries of the rows that share a block
-_COPIED = 1 << 25  # numbers of the weight that such a block copies, at most: 64 MiB in bf16
+_COPIED = 1 << 25  # most numbers of the weight that this block copies: 64 MiB in bf16
 _UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
 _WIDTHS = 64  # widths of unions are multiples: a GPU has its fast products for aligned rows alone
 _WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape
@@ -127,13 +127,13 @@ def kept_logprobs(
     sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
     _check_mask(sampled, offsets, ids)
     lengths = offsets.diff()
-    kept = _Kept.of(head, sampled, lengths, ids)
+    kept = _Kept.make(head, sampled, lengths, ids)
     blocks = _kept_blocks(kept, head, hidden_SH.device)
     scores = _score(hidden_SH, head, temperature_S, blocks, lengths if support else None)
     if not full_entropy:
         return scores
     with torch.no_grad():
-        nowhere = _Kept.of(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
+        nowhere = _Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
         every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head), None)
     return scores._replace(full_entropy=every.entropy)
 
@@ -158,7 +158,7 @@ def full_logprobs(
     lengths, ids = torch.zeros_like(sampled), sampled[:0]
     if support is not None:
         lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
-    blocks = _full_blocks(_Kept.of(head, sampled, lengths, ids), head)
+    blocks = _full_blocks(_Kept.make(head, sampled, lengths, ids), head)
     wanted = None if support is None else lengths
     scores = _score(hidden_SH, head, temperature_S, blocks, wanted)
     return scores._replace(full_entropy=scores.entropy)
@@ -239,7 +239,7 @@ class _Kept(NamedTuple):
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
     @classmethod
-    def of(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
+    def make(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
         """Take the entries of this shard.  lengths: of all rows; ids: of all rows, global."""
         owner = torch.repeat_interleave(lengths)
         mine = (ids >= head.start) & (ids < head.start + head.width)
@@ -248,7 +248,7 @@ class _Kept(NamedTuple):
 
     def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
         """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
-        owner, ids, numbers = self._of(rows)
+        owner, ids, numbers = self._select(rows)
         sizes = _sizes(counts[rows], most)
         ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
         lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
@@ -273,7 +273,7 @@ class _Kept(NamedTuple):
         """Blocks of rows with runs of equal length of the vocabulary."""
         if not parts:
             return []
-        owner, ids, numbers = self._of(rows)
+        owner, ids, numbers = self._select(rows)
         number = ids // (parts[0].stop - parts[0].start)
         order = number.argsort(stable=True)
         lengths = torch.bincount(number, minlength=len(parts)).tolist()
@@ -290,7 +290,7 @@ class _Kept(NamedTuple):
             for part, of, kept, which in zip(parts, *pieces, strict=True)
         ]
 
-    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _select(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Entries of some rows: the number of its row among them, its id, its own number."""
         where = torch.full((len(self.sampled),), -1)
         where[rows] = torch.arange(len(rows))
@@ -299,9 +299,7 @@ class _Kept(NamedTuple):
 
 
 def _sizes(counts: Tensor, union: int) -> list[int]:
-    """How many rows go together: as long as they keep at most `union` entries, and their logits
-    are no more than those of a block.
-    """
+    """Rows per group: at most `union` kept entries together, and at most a block of logits."""
     sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
     while begin < len(counts):
         end = int(torch.searchsorted(sums, before + union, right=True))

@@ -16,8 +16,8 @@ The gradient of `unbiased` takes r = theta / mu as IN the graph: detaching it ke
 turns the gradient by 54% in the test.  r is over the policy the token was drawn from, so mu is the
 engine.
 
-Beyond LOG_BOUND nats exp(d) goes on as its tangent, so that value and gradient stay finite and the
-gradient still points to the reference.  A clamp of exp(d) alone would leave -d, whose gradient
+Beyond LOG_BOUND nats exp(d) continues as its tangent, so that value and gradient stay finite and
+the gradient still points to the reference.  A clamp of exp(d) alone would leave -d, whose gradient
 points away from it.
 
 Under a replayed sampling mask both policies must be scored over the same sampling mask: then k3 is

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from moerl.config.algorithms import Entry, entry
-from moerl.config.functions import load_below, look_up
+from moerl.config.functions import import_object, load_below
 
 
 def choose(field: str, name: str, table: Mapping[str, Entry]) -> Callable[..., Any]:
@@ -25,5 +25,5 @@ def choose(field: str, name: str, table: Mapping[str, Entry]) -> Callable[..., A
 
 @cache
 def _own(field: str, path: str, named: tuple[str, ...]) -> Callable[..., Any]:
-    function: Callable[..., Any] = look_up(field, path, named)
+    function: Callable[..., Any] = import_object(field, path, named)
     return function

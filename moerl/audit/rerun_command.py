@@ -64,7 +64,7 @@ _LAYOUT = (
     *("trainer.packing", "trainer.share_prompts"),
 )
 # ... to this relative difference of a gradient norm over so many steps: sums of another order
-# differ in their last bits, and training on them makes such a difference grow without end.
+# differ in their last bits, and training on them makes the difference grow without end.
 LAYOUT_BOUND, LAYOUT_STEPS = 1e-2, 20
 _POLL_S = 0.1
 
@@ -74,7 +74,7 @@ class RerunRequest:
     """Arguments of the command."""
 
     source: Path  # run directory
-    name: str  # of the new run, beside the source
+    name: str  # of the new run, next to the source
     first: int  # step
     last: int  # exclusive; -1 = all
     settings: tuple[str, ...]  # key=value
@@ -143,7 +143,7 @@ class RecordedRun:
     writer: MetricsWriter
     difference: str = ""  # the first one
     failure: str = ""  # of a rank
-    equal: int = 0  # steps whose weights are those of the run
+    equal: int = 0  # steps with the weights of the run
     largest: float = 0.0  # relative difference of a step's gradient norm
     rows: list[dict[str, float]] = field(default_factory=list)  # per step, `was/` and `now/`
     _hello: Hello | None = None
@@ -272,7 +272,7 @@ def rerun(request: RerunRequest) -> int:
     run.create()
     if recorded.first != request.first:
         _say(f"begins at step {recorded.first}, the newest checkpoint up to --from {request.first}")
-    # Tokens of every trainer of the history are older than this one's weights.
+    # Tokens of every trainer of the history are older than the weights of this trainer.
     newest = max(recorded.starts)
     context = replace(prepare(config, run, resume=False), incarnation=newest)
     context = replace(context, checkpoint=recorded.checkpoint)
@@ -287,7 +287,7 @@ def rerun(request: RerunRequest) -> int:
 
 
 def _config(request: RerunRequest) -> Config:
-    """Settings of the source with the changed ones; nothing is published, evaluated or kept."""
+    """Settings of the source with the changes; nothing is published, evaluated or kept."""
     source = RunDir(request.source)
     config = load_saved(source.config, request.settings)
     refuse_used_up(config, load_saved(source.config))
@@ -319,7 +319,7 @@ def _check_teachers(request: RerunRequest, recorded: RecordedSteps, config: Conf
 
 
 async def _play(context: RunContext, played: RecordedRun) -> None:
-    """Serve the trainer until it ends.  Raises TrainerError when it fails by itself."""
+    """Serve the trainer until it ends.  Raises TrainerError when it fails."""
     keys = Keys.read(context.run.endpoints.keys)
     server = RpcServer(f"tcp://{context.config.cluster.address}:*", keys, played.handle)
     serving = asyncio.create_task(server.serve())

@@ -32,7 +32,7 @@ def load_below(package: str, path: str) -> Any:
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
-def look_up(field: str, path: str, named: Iterable[str]) -> Any:
+def import_object(field: str, path: str, named: Iterable[str]) -> Any:
     """Import a user's `package.module:function`, from the working directory too, or from a file.
 
     named: other values that the setting may have.
@@ -72,7 +72,7 @@ def check_importable(field: str, path: str, named: Iterable[str]) -> None:
     """Refuse a `package.module:function` whose module, or a function in it, cannot be found.
 
     The file of the module is read and not imported, because it may import torch.  A name that the
-    file could define in another way (`from x import *`, `__getattr__`) is left to `look_up`.
+    file could define in another way (`from x import *`, `__getattr__`) is left to `import_object`.
     named: other values that the setting may have.
     Raises ConfigError naming `field`, the value and the allowed values.
     """

@@ -6,8 +6,8 @@ directory.
 
 Before a batch is planned, existence and size of its blobs are checked.  Their bytes are checked by
 their readers; a reader that finds a damaged blob ends and names it (`Failed.blob`), and the blob's
-groups are regenerated.  Damage rarely comes alone: after such a report, and for groups adopted from
-an earlier controller, all bytes of waiting groups are checked too, before they are planned.
+groups are regenerated.  Damage rarely comes alone: after a report, and for groups adopted from an
+earlier controller, all bytes of waiting groups are checked too, before they are planned.
 Rejected: checking the bytes of every batch, which would read all records twice.
 """
 
@@ -70,10 +70,7 @@ class BlobAvailability:
         return found
 
     def _evict(self, uris: Set[str], what: str) -> list[EpisodeGroup]:
-        """Drop ready groups with records in these blobs; they are regenerated.
-
-        what: is wrong with the records, for the log.
-        """
+        """Regenerate ready groups with records in these blobs.  what: their fault."""
         if not uris:  # nearly always: thousands of ready groups need not be read
             return []
         gone = self._buffer.evict(lambda group: not uris.isdisjoint(group_uris(group)))
@@ -142,7 +139,7 @@ class BlobAvailability:
         def is_named() -> bool:
             uris = group_uris(*self.trainable())
             uris = uris.union(*(episode.uris for episode in self._producer.episodes()))
-            uris = uris.union(*(episode.uris for episode in self._scoring_stage.partials()))
+            uris = uris.union(*(episode.uris for episode in self._scoring_stage.episodes()))
             return any(uri.startswith(prefix) for uri in uris)
 
         while is_named():

@@ -62,10 +62,7 @@ class BlobRefCounts:
             self.forget(group, part)
 
     def forget(self, group: EpisodeGroup, part: EpisodeGroup | None = None) -> None:
-        """Delete the blobs of a group that left the buffer.
-
-        part: the siblings of the group that stay; their blobs are kept.
-        """
+        """Delete the blobs of a group that left the buffer, except those of `part`."""
         if any(rollout.rollout_id in self._held for rollout in group.rollouts()):
             self._late.append((group, part))
             return

@@ -7,14 +7,14 @@ Bounding that by L = min(max_lag, depth) gives the capacity
 
     live < (L - (next_step - e) + 1) * B
 
-(AReaL, arXiv 2505.24298, derives a capacity from an aggregate staleness bound; this one counts
-positions).  Completion out of order can still make a group stale: it is checked again when a plan
-is made, and a stale group is regenerated under its id, or trained without its stale siblings
+(AReaL, arXiv 2505.24298, derives a capacity from an aggregate staleness bound; here positions are
+counted).  Completion out of order can still make a group stale: it is checked again when a plan is
+made, and a stale group is regenerated under its id, or trained without its stale siblings
 (`rollout.stale_siblings`).
 
 Without this bound (`rollout.admission: unbounded`) groups start as long as engines take them, and
-those that are stale when a plan is made are rejected.  Then at most `in_flight` + (max_lag + 1) * B
-groups are live: of more ready groups the last would be stale at their turn, whatever their weights.
+stale groups are rejected when a plan is made.  Then at most `in_flight` + (max_lag + 1) * B groups
+are live: of more ready groups the last would be stale at their turn, whatever their weights.
 
 Ready groups that a step takes (`selection`):
 
@@ -23,7 +23,7 @@ Ready groups that a step takes (`selection`):
     strict    exactly the next ids; the step waits for ids that are still in generation
 
 Late samples of a closed group become a group with a negative id (`carry`).  They are never
-regenerated: lost, stale or damaged ones are dropped.
+regenerated, but dropped when lost, stale or damaged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GroupBuffer:
         selection: str = "oldest",
         in_flight: int | None = None,
     ) -> None:
-        """in_flight: most groups in generation, for unbounded admission; None: it is bounded."""
+        """Start empty.  in_flight: most groups in generation; None: admission is bounded."""
         self._in_flight = in_flight
         self.groups_per_step, self.max_lag, self.depth = groups_per_step, max_lag, depth
         self._select = _SELECTIONS[selection]

@@ -17,11 +17,11 @@ from moerl.controller.episode_scores import EpisodeScores
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.journal.stream_writer import StreamWriter
+from moerl.controller.memory_schedule import MemorySchedule
 from moerl.controller.planned_batches import PlannedBatches
 from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
-from moerl.controller.turns import Turns
 from moerl.core.messages import Engine, Scorers
 from moerl.core.types import ModelShape, Prompt
 from moerl.episodes.open_episode import EpisodeRunner
@@ -48,8 +48,8 @@ class Services:
     encode: Callable[[str], list[int]]
     blobs: BlobStore
     journal: Journal
-    stream: StreamWriter | None = None  # keeps what is trained
-    bad_steps: Path = Path("bad_steps")  # folder of what an optimizer step was not taken for
+    stream: StreamWriter | None = None  # keeps the trained steps
+    bad_steps: Path = Path("bad_steps")  # folder of the records of skipped optimizer steps
     saved_steps: Callable[[], int]  # steps in the newest checkpoint
     on_step: Callable[[StepReport], None]
     on_rewind: Callable[[int], None]  # the run continues from this step; later rows are void
@@ -72,14 +72,11 @@ class Context:
     tasks: TaskGroup
     scores: EpisodeScores
     reward_models: RewardModels
-    turns: Turns | None = None  # with cluster.colocated: turns
+    memory_turns: MemorySchedule | None = None  # with cluster.colocated: turns
 
 
 def make_context(config: Config, services: Services, *, pool_changed: bool) -> Context:
-    """Call inside a running event loop.
-
-    pool_changed: the trainer may publish to other engines than the configured ones.
-    """
+    """Call inside a running event loop.  pool_changed: the trainer may have other engines."""
     rollout, step_metrics, tasks = config.rollout, StepMetrics(), TaskGroup()
     ref_counts, reward_models = BlobRefCounts(services.blobs), RewardModels(tasks)
     pool = EnginePool(services.engines, rollout, step_metrics, tasks, ref_counts.release)
@@ -87,7 +84,7 @@ def make_context(config: Config, services: Services, *, pool_changed: bool) -> C
         config=config,
         services=services,
         pool=pool,
-        turns=Turns(config, pool, tasks) if takes_turns(config.cluster) else None,
+        memory_turns=MemorySchedule(config, pool, tasks) if takes_turns(config.cluster) else None,
         sync_targets=SyncTargets(config.engine, services.sizes, changed=pool_changed),
         buffer=GroupBuffer(
             rollout.groups_per_step,

@@ -112,8 +112,8 @@ class Controller:
         services, is_new_run = self.context.services, not self.context.batches.done
         kept = group_uris(*self._availability.trainable()) | services.journal.turns.uris
         await self.context.pool.poll(lost, is_new_run, sorted(kept), self.producer.life)
-        if self.context.turns is not None:
-            self.context.turns.took_over()
+        if self.context.memory_turns is not None:
+            self.context.memory_turns.took_over()
 
     async def run(self) -> None:
         """Produce until `stop`.  Raises the first failure of a loop or of the trainer."""
@@ -164,13 +164,13 @@ class Controller:
 
     async def close_turn(self) -> None:
         """Returns when the engines sleep: a trainer that starts needs the memory."""
-        if self.context.turns is not None:
-            await self.context.turns.close(for_a_start=True)
+        if self.context.memory_turns is not None:
+            await self.context.memory_turns.close(for_a_start=True)
 
     async def generating(self) -> None:
         """Returns when an engine may be started: the trainer does not have the memory."""
-        if self.context.turns is not None:
-            await self.context.turns.generating()
+        if self.context.memory_turns is not None:
+            await self.context.memory_turns.generating()
 
     def engine_lost(self, index: int) -> None:
         self.context.pool.lost(index)

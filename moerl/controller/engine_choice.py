@@ -44,10 +44,10 @@ class EngineChoice:
 
         wanted(step): groups that an engine serving `step` should still begin.
         """
-        members = self._pool.members
-        able = [index for index in members if self._pool.serves(index)]
-        for index in sorted(able, key=lambda one: members[one].groups):
-            count = wanted(members[index].version.step)
+        engines = self._pool.engines
+        able = [index for index in engines if self._pool.serves(index)]
+        for index in sorted(able, key=lambda one: engines[one].groups):
+            count = wanted(engines[index].version.step)
             if count and self._pool.share(index, count):
                 return index
         return None
@@ -57,15 +57,15 @@ class EngineChoice:
         leads = leads_of(prompt)
         home = Home(self._with_prefix(index, leads))
         self._step_metrics.add("async/routed_groups", home.engine != index)
-        member = self._pool.members[home.engine]
-        member.groups += 1
-        self._prefix_index.sent(home.engine, member.version, leads)
+        engine = self._pool.engines[home.engine]
+        engine.groups += 1
+        self._prefix_index.sent(home.engine, engine.version, leads)
         return home
 
     def leave(self, home: Home) -> None:
         """A group has no running episode any more."""
-        if member := self._pool.members.get(home.engine):
-            member.groups -= 1
+        if engine := self._pool.engines.get(home.engine):
+            engine.groups -= 1
 
     def forget(self, index: int) -> None:
         """The engine left the run."""
@@ -73,17 +73,17 @@ class EngineChoice:
 
     def _with_prefix(self, index: int, leads: Leads) -> int:
         """The engine with the longest cached prefix; `index` if there is none or it is too busy."""
-        members, slack = self._pool.members, self._config.prefix_slack
-        if slack < 0 or len(members) == 1 or self._config.fixed_lag >= 0:  # no prefix routing
+        engines, slack = self._pool.engines, self._config.prefix_slack
+        if slack < 0 or len(engines) == 1 or self._config.fixed_lag >= 0:  # no prefix routing
             return index
         length = leads[-1][0] if leads else 0  # an agent's prompt may have no tokens
         best, found = max(length // 2, CHUNK - 1), index
-        for other in (index, *members):  # `index` first, so that it wins ties
-            member = members[other]
-            busier = member.groups - members[index].groups
-            if not self._pool.serves(other) or member.version < members[index].version:
+        for other in (index, *engines):  # `index` first, so that it wins ties
+            engine = engines[other]
+            busier = engine.groups - engines[index].groups
+            if not self._pool.serves(other) or engine.version < engines[index].version:
                 continue
-            known = self._prefix_index.length(other, member.version, leads)
+            known = self._prefix_index.length(other, engine.version, leads)
             if known > best and busier <= slack:
                 best, found = known, other
         return found
@@ -98,33 +98,33 @@ class EngineChoice:
             return episode.engine
         if (home := episode.spec.home) is not None and self._serves(home.engine, call):
             return home.engine
-        members = self._pool.members
-        able = [index for index in members if self._serves(index, call)]
+        engines = self._pool.engines
+        able = [index for index in engines if self._serves(index, call)]
         if not able:
             return None
-        index = min(able, key=lambda one: members[one].generating)
+        index = min(able, key=lambda one: engines[one].generating)
         if home is not None:
             self.leave(home)
             home.engine = index
-            members[index].groups += 1
+            engines[index].groups += 1
         return index
 
     def has(self, version: PolicyVersion) -> bool:
         """Whether an engine has these weights, although it may not serve now."""
-        return any(member.version == version for member in self._pool.members.values())
+        return any(engine.version == version for engine in self._pool.engines.values())
 
     def _serves(self, index: int, call: TurnCall) -> bool:
-        if index not in self._pool.members or not self._pool.serves(index):
+        if index not in self._pool.engines or not self._pool.serves(index):
             return False
-        version, wanted = self._pool.members[index].version, call.wanted.version
+        version, wanted = self._pool.engines[index].version, call.wanted.version
         return version >= call.episode.newest if wanted is None else version == wanted
 
     def _may_finish_on(self, index: int) -> bool:
         """An engine that is drained finishes the turns that it has begun, under one version."""
-        member = self._pool.members.get(index)
-        if member is None or member.phase != EnginePhase.UP or self._pool.interrupts:
+        engine = self._pool.engines.get(index)
+        if engine is None or engine.phase != EnginePhase.UP or self._pool.interrupts:
             return False
-        return member.draining or member.leaving
+        return engine.draining or engine.leaving
 
 
 class PrefixIndex:

@@ -4,7 +4,7 @@
     RESTING    failed a call but is alive: used again after a pause
     SUSPENDED  a commit failed or it did not answer: a full publish brings it back
     LOST       its process died and is being restarted
-    ASLEEP     the trainer has its memory (`moerl.controller.turns`)
+    ASLEEP     the trainer has its memory (`moerl.controller.memory_schedule`)
 
 `EnginePool`: engines join a running run (`join`) and leave it (`drain`, then `remove`); a number is
 never reused.  A new engine gets requests after its first publish, or when it serves the newest
@@ -12,8 +12,8 @@ weights.  `serves` is checked for every request: after a trainer restart an engi
 of a discarded history until the next publish.
 
 `SyncTargets`: the engines that the trainer publishes to.  A trainer starts with the configured
-ones; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`), and
-is in effect when it asks again.  A leaving engine is not ended before that.
+engines; a change is sent with the reply to its hello or instead of its next plan (`SetEngines`),
+and is in effect when it asks again.  A leaving engine is not ended before that.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EnginePhase(StrEnum):
 class EngineState:
     """State of one engine."""
 
-    engine: Engine
+    host: Engine
     calls: EngineCalls
     version: PolicyVersion = _MODEL_FOLDER
     phase: EnginePhase = EnginePhase.UP
@@ -95,29 +95,29 @@ class EnginePool:
         tasks: TaskGroup,
         drop: Callable[[Iterable[str]], None],
     ) -> None:
-        """drop: receives the blobs of replies that no one waits for any more."""
+        """No engine has a version yet.  drop: receives the blobs of late replies."""
         self._config, self._step_metrics, self._tasks = config, step_metrics, tasks
         self._drop = drop
-        self.members = {index: self._state(index, engine) for index, engine in engines.items()}
+        self.engines = {index: self._state(index, host) for index, host in engines.items()}
         self.incarnation: int | None = None  # of the trainer; None until it says hello
 
     # --- engines that accept requests ------------------------------------------------------------
     def serves(self, index: int) -> bool:
         """True if an engine is up and its weights belong to the current history."""
-        member = self.members[index]
-        if member.phase != EnginePhase.UP or member.draining or member.leaving or member.behind:
+        engine = self.engines[index]
+        if engine.phase != EnginePhase.UP or engine.draining or engine.leaving or engine.behind:
             return False
-        return member.version.incarnation == self.incarnation
+        return engine.version.incarnation == self.incarnation
 
     @property
     def num_serving(self) -> float:
-        return float(sum(map(self.serves, self.members)))
+        return float(sum(map(self.serves, self.engines)))
 
     def describe(self) -> str:
         """Engines that do not accept requests, in words."""
         return "; ".join(
-            f"engine {index} is {member.phase} at {member.version}, {member.generating} requests"
-            for index, member in self.members.items()
+            f"engine {index} is {engine.phase} at {engine.version}, {engine.generating} requests"
+            for index, engine in self.engines.items()
         )
 
     def share(self, index: int, wanted: int) -> int:
@@ -127,19 +127,19 @@ class EnginePool:
         drained: then their update is about to end, and the first engine to get its own would
         otherwise take all.
         """
-        member = self.members[index]
+        engine = self.engines[index]
         rivals = [
             other.groups
-            for place, other in self.members.items()
-            if self._is_drained(other) or (self.serves(place) and other.version >= member.version)
+            for place, other in self.engines.items()
+            if self._is_drained(other) or (self.serves(place) and other.version >= engine.version)
         ]
         even = math.ceil((sum(rivals) + wanted) / max(1, len(rivals)))
-        return max(0, min(wanted, even - member.groups))
+        return max(0, min(wanted, even - engine.groups))
 
     @staticmethod
-    def _is_drained(member: EngineState) -> bool:
-        waits = member.draining and not member.generating
-        return waits and member.phase == EnginePhase.UP and not (member.leaving or member.behind)
+    def _is_drained(engine: EngineState) -> bool:
+        waits = engine.draining and not engine.generating
+        return waits and engine.phase == EnginePhase.UP and not (engine.leaving or engine.behind)
 
     @property
     def interrupts(self) -> bool:
@@ -148,15 +148,15 @@ class EnginePool:
 
     @property
     def any_behind(self) -> bool:
-        return any(member.behind for member in self.members.values())
+        return any(engine.behind for engine in self.engines.values())
 
     @property
     def idle_s(self) -> float:
         """Seconds since any engine with requests made progress; infinite when none has requests."""
-        return min((member.calls.idle_s for member in self.members.values()), default=math.inf)
+        return min((engine.calls.idle_s for engine in self.engines.values()), default=math.inf)
 
     def expect_trainer(self) -> None:
-        """Raises ProtocolError when no trainer has said hello."""
+        """Raises ProtocolError before the trainer's hello."""
         if self.incarnation is None:
             raise ProtocolError(
                 "the journal lost what this trainer has trained: "
@@ -178,67 +178,67 @@ class EnginePool:
         An engine that does not answer rests; status requests go on until it answers.
 
         kept: blobs of the groups that the controller knows; None: delete no other blobs.
-        life: number of controllers before this one.
+        life: number of earlier controllers.
         """
 
-        async def is_known(index: int, member: EngineState) -> bool:
-            if member.phase == EnginePhase.LOST:
+        async def is_known(index: int, engine: EngineState) -> bool:
+            if engine.phase == EnginePhase.LOST:
                 return True
             try:
-                await host_answer(member.engine.forget(kept, life), "forget")
-                member.version = (await host_answer(member.engine.status(), "status")).version
+                await host_answer(engine.host.forget(kept, life), "forget")
+                engine.version = (await host_answer(engine.host.status(), "status")).version
                 await self._ask_fitness(index)
             except EngineError as error:
                 log.warning("engine %d is asked again: %s", index, error)
                 return False
-            member.behind |= member.version == _MODEL_FOLDER and not is_new_run
-            if member.phase == EnginePhase.RESTING:
-                member.phase = EnginePhase.UP
+            engine.behind |= engine.version == _MODEL_FOLDER and not is_new_run
+            if engine.phase == EnginePhase.RESTING:
+                engine.phase = EnginePhase.UP
             self._tasks.notify()
             return True
 
-        async def ask_again(index: int, member: EngineState) -> None:
-            while not await is_known(index, member):
+        async def ask_again(index: int, engine: EngineState) -> None:
+            while not await is_known(index, engine):
                 await asyncio.sleep(_REST_S)
 
-        for index, member in self.members.items():
-            member.phase = EnginePhase.LOST if index in lost else EnginePhase.RESTING
-            if not await is_known(index, member):
-                self._tasks.spawn(ask_again(index, member))
+        for index, engine in self.engines.items():
+            engine.phase = EnginePhase.LOST if index in lost else EnginePhase.RESTING
+            if not await is_known(index, engine):
+                self._tasks.spawn(ask_again(index, engine))
 
     def rest(self, index: int) -> None:
         """The engine failed a call: pause it, unless its process dies."""
-        member = self.members[index]
-        if member.phase == EnginePhase.UP:
-            member.phase = EnginePhase.RESTING
-            self._tasks.spawn(self._wake(member))
+        engine = self.engines[index]
+        if engine.phase == EnginePhase.UP:
+            engine.phase = EnginePhase.RESTING
+            self._tasks.spawn(self._wake(engine))
 
-    async def _wake(self, member: EngineState) -> None:
+    async def _wake(self, engine: EngineState) -> None:
         await asyncio.sleep(_REST_S)
-        if member.phase == EnginePhase.RESTING:
-            member.phase = EnginePhase.UP
+        if engine.phase == EnginePhase.RESTING:
+            engine.phase = EnginePhase.UP
             self._tasks.notify()
 
     def lost(self, index: int) -> None:
         """The engine died and is being restarted: no requests until `back`."""
-        member = self.members[index]
-        member.phase, member.behind = EnginePhase.LOST, False
+        engine = self.engines[index]
+        engine.phase, engine.behind = EnginePhase.LOST, False
 
-    def back(self, index: int, engine: Engine) -> None:
+    def back(self, index: int, host: Engine) -> None:
         """The engine serves the model folder; it gets requests after its next publish."""
-        member = self.members[index]  # calls to the dead engine may still have to fail
-        member.engine, member.version, member.phase = engine, _MODEL_FOLDER, EnginePhase.UP
-        member.calls.close("its process was replaced")
-        member.calls = self._calls(index, engine)
-        member.draining, member.behind = False, True
-        member.errors.clear()
+        engine = self.engines[index]  # calls to the dead engine may still have to fail
+        engine.host, engine.version, engine.phase = host, _MODEL_FOLDER, EnginePhase.UP
+        engine.calls.close("its process was replaced")
+        engine.calls = self._calls(index, host)
+        engine.draining, engine.behind = False, True
+        engine.errors.clear()
         self._step_metrics.add("async/engine_restarts")
         self._tasks.notify()
 
     async def statuses(self) -> list[EngineStatus]:
         """Statuses of the engines that answer."""
-        asked = {i: m.engine for i, m in self.members.items() if m.phase != EnginePhase.LOST}
-        answers = (host_answer(engine.status(), "status") for engine in asked.values())
+        asked = {i: e.host for i, e in self.engines.items() if e.phase != EnginePhase.LOST}
+        answers = (host_answer(host.status(), "status") for host in asked.values())
         found = await asyncio.gather(*answers, return_exceptions=True)
         for index, answer in zip(asked, found, strict=True):
             if isinstance(answer, EngineError):
@@ -248,10 +248,10 @@ class EnginePool:
         return [answer for answer in found if isinstance(answer, EngineStatus)]
 
     # --- engines that join and leave --------------------------------------------------------------
-    def join(self, index: int, engine: Engine, *, is_new_run: bool) -> None:
+    def join(self, index: int, host: Engine, *, is_new_run: bool) -> None:
         """Add a started engine that serves the model folder."""
-        assert index not in self.members, f"engine {index} is already in the run"
-        self.members[index] = self._state(index, engine, behind=not is_new_run)
+        assert index not in self.engines, f"engine {index} is already in the run"
+        self.engines[index] = self._state(index, host, behind=not is_new_run)
         self._tasks.notify()
 
     async def drain(self, index: int) -> None:
@@ -261,20 +261,20 @@ class EnginePool:
         in-flight mode `drain`, which promises one version per rollout, they finish here.  An
         evaluation may finish first, within evaluation.hold_s.
         """
-        member = self.members[index]
-        member.leaving = True
+        engine = self.engines[index]
+        engine.leaving = True
         self._tasks.notify()
-        while (left_s := member.held_until - time.monotonic()) > 0:
+        while (left_s := engine.held_until - time.monotonic()) > 0:
             await self._tasks.wait_change(left_s)
-        while member.generating:
+        while engine.generating:
             if self.interrupts:
                 with contextlib.suppress(EngineError):  # its calls fail too, and are retried
-                    await host_answer(member.engine.interrupt(), "interrupt")
+                    await host_answer(engine.host.interrupt(), "interrupt")
             await self._tasks.wait_change(_INTERRUPT_S)
 
     def remove(self, index: int) -> None:
         """Remove a drained engine to which the trainer has stopped publishing."""
-        self.members.pop(index).calls.close("it left the run")
+        self.engines.pop(index).calls.close("it left the run")
         self._tasks.notify()
 
     def table(self) -> list[dict[str, object]]:
@@ -283,58 +283,54 @@ class EnginePool:
             {
                 "engine": index,
                 "state": "leaving"
-                if member.leaving
+                if engine.leaving
                 else "behind"
-                if member.behind
-                else member.phase,
-                "version": str(member.version),
-                "requests": member.generating,
+                if engine.behind
+                else engine.phase,
+                "version": str(engine.version),
+                "requests": engine.generating,
             }
-            for index, member in sorted(self.members.items())
+            for index, engine in sorted(self.engines.items())
         ]
 
-    def engine(self, index: int) -> Engine:
-        """Raises EngineError when it left the run."""
-        return self._member(index).engine
+    def _state(self, index: int, host: Engine, *, behind: bool = False) -> EngineState:
+        return EngineState(host, self._calls(index, host), behind=behind)
 
-    def _state(self, index: int, engine: Engine, *, behind: bool = False) -> EngineState:
-        return EngineState(engine, self._calls(index, engine), behind=behind)
-
-    def _calls(self, index: int, engine: Engine) -> EngineCalls:
+    def _calls(self, index: int, host: Engine) -> EngineCalls:
         limit_s = self._config.progress_timeout_s
 
         def stalled(requests: int) -> None:
             self._step_metrics.add("async/stalled_requests", requests)
             self.rest(index)
 
-        return EngineCalls(index, engine, self._tasks, limit_s, self._drop, stalled)
+        return EngineCalls(index, host, self._tasks, limit_s, self._drop, stalled)
 
-    def _member(self, index: int) -> EngineState:
-        if index not in self.members:
-            known = ", ".join(map(str, sorted(self.members)))
+    def _engine(self, index: int) -> EngineState:
+        if index not in self.engines:
+            known = ", ".join(map(str, sorted(self.engines)))
             raise EngineError(f"engine {index} is not in this run, its engines are {known}")
-        return self.members[index]
+        return self.engines[index]
 
     # --- weight updates -------------------------------------------------------------------------
-    async def _settle(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
+    async def _wait_drained(self, index: int, to_come: Callable[[PolicyVersion], int]) -> None:
         """Before an update: wait for a running evaluation; with `drain` for all requests; with a
         fixed lag for all groups that began here, and until `to_come` is 0.
 
         Raises EngineError after rollout.drain_timeout_s.
         """
-        member, config = self._member(index), self._config
-        while (left_s := member.held_until - time.monotonic()) > 0:
+        engine, config = self._engine(index), self._config
+        while (left_s := engine.held_until - time.monotonic()) > 0:
             await self._tasks.wait_change(left_s)
-        if config.in_flight_mode != "drain" or member.phase != EnginePhase.UP:
+        if config.in_flight_mode != "drain" or engine.phase != EnginePhase.UP:
             return
         exact = config.fixed_lag >= 0
 
         def unsettled() -> int:
-            if member.phase != EnginePhase.UP:
+            if engine.phase != EnginePhase.UP:
                 return 0  # it failed; its groups continue elsewhere
-            return member.groups + to_come(member.version) if exact else member.generating
+            return engine.groups + to_come(engine.version) if exact else engine.generating
 
-        member.draining = not exact
+        engine.draining = not exact
         begin = asyncio.get_running_loop().time()
         while unsettled():
             if asyncio.get_running_loop().time() - begin > config.drain_timeout_s:
@@ -353,26 +349,26 @@ class EnginePool:
         to_come(version): groups that still need this version; with a fixed lag an update waits
         until it is 0.
         """
-        member = self._member(message.engine)
+        engine = self._engine(message.engine)
         try:
             if isinstance(message, CommitUpdate):
-                await self._settle(message.engine, to_come)
+                await self._wait_drained(message.engine, to_come)
             asked = self._answering(message.engine).session(message)
             limit_s = 0.0 if isinstance(message, AskEngine) else message.timeout_s
             reply = await host_answer(asked, type(message).__name__, limit_s)
         except EngineError as error:
-            member.draining = False
+            engine.draining = False
             with contextlib.suppress(EngineError):
                 await self._ask_fitness(message.engine)
             raise EngineError(f"engine {message.engine}: {error}") from error
         if isinstance(message, CommitUpdate) and isinstance(reply, UpdateDone):
-            if member.phase not in (EnginePhase.LOST, EnginePhase.ASLEEP):
-                member.phase = EnginePhase.UP
-            self._updated(member, message.version, reply)
+            if engine.phase not in (EnginePhase.LOST, EnginePhase.ASLEEP):
+                engine.phase = EnginePhase.UP
+            self._updated(engine, message.version, reply)
         return reply
 
-    def _updated(self, member: EngineState, version: PolicyVersion, closed: UpdateDone) -> None:
-        member.version, member.draining, member.behind = version, False, False
+    def _updated(self, engine: EngineState, version: PolicyVersion, closed: UpdateDone) -> None:
+        engine.version, engine.draining, engine.behind = version, False, False
         self._step_metrics.add("async/sync_pause_s", closed.pause_s)
         self._step_metrics.add("async/interrupts", closed.aborted)
         self._step_metrics.add("async/recomputed_tokens", closed.recomputed)
@@ -380,27 +376,24 @@ class EnginePool:
 
     def _answering(self, index: int) -> Engine:
         """The engine, for an update.  Raises EngineError while it restarts or after it left."""
-        member = self._member(index)
-        if member.phase == EnginePhase.LOST:
+        engine = self._engine(index)
+        if engine.phase == EnginePhase.LOST:
             raise EngineError(f"engine {index} is being started again")
-        return member.engine
+        return engine.host
 
     async def _ask_fitness(self, index: int) -> None:
-        """Suspend an engine that reports itself unfit; a commit brings it back.
-
-        Raises EngineError when it does not answer.
-        """
-        member = self.members[index]
-        holds = await host_answer(member.engine.session(AskEngine(index)), "AskEngine")
-        # only now: its death may have been reported while it was asked
-        if member.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or member.leaving:
+        """Suspend an unfit engine until a commit.  Raises EngineError without an answer."""
+        engine = self.engines[index]
+        holds = await host_answer(engine.host.session(AskEngine(index)), "AskEngine")
+        # only now: its death may have been reported meanwhile
+        if engine.phase in (EnginePhase.LOST, EnginePhase.SUSPENDED) or engine.leaving:
             return
         if isinstance(holds, EngineVersion) and holds.asleep:
-            member.phase = EnginePhase.ASLEEP
+            engine.phase = EnginePhase.ASLEEP
         elif isinstance(holds, EngineVersion) and holds.cause:
             log.warning("engine %d is suspended until a full publish: %s", index, holds.cause)
             self._step_metrics.add("async/engines_suspended")
-            member.phase = EnginePhase.SUSPENDED
+            engine.phase = EnginePhase.SUSPENDED
 
 
 Engines = tuple[SyncTarget, ...]
@@ -410,7 +403,7 @@ class SyncTargets:
     """The engines that the trainer publishes to, with their sizes."""
 
     def __init__(self, config: EngineConfig, sizes: Mapping[int, int], *, changed: bool) -> None:
-        """sizes: tensor-parallel ranks by engine.
+        """Start with the configured engines; sizes: tensor-parallel ranks by engine.
 
         changed: an earlier controller may have sent the living trainer other engines.
         """

@@ -1,7 +1,7 @@
-"""The scores of episodes: each term of a reward is asked for by its unit, and the terms are added.
+"""The scores of episodes: each term of a reward is scored by its unit, and the terms are added.
 
-Steps and turns are asked about while their episode goes on, an episode when it has ended, and a
-group when it has closed; a group waits for its last answer, and nothing else does.
+Steps and turns are scored while their episode runs, an episode when it has ended, and a group when
+it has closed; only a group waits for its last answer.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class EpisodeScores:
         return any(queue.is_full for queue in self._queues.values())
 
     def watches(self, task: str) -> bool:
-        """Whether a scorer of this task is asked while an episode goes on."""
+        """Whether a scorer of this task gets requests while an episode runs."""
         return any(term.unit in ("step", "turn") for term in self._terms[task])
 
-    # --- while an episode goes on -----------------------------------------------------------------
+    # --- while an episode runs --------------------------------------------------------------------
     def sampled(self, episode: OpenEpisode, call: TurnCall) -> None:
         """Ask about the steps that are whole by now."""
         turn, prompt = call.turn, episode.spec.prompt
@@ -117,7 +117,7 @@ class EpisodeScores:
         self._ask_turn(episode.name, episode.spec.prompt, turn)
 
     def _ask_turn(self, name: str, prompt: Prompt, turn: RecordedTurn) -> None:
-        one = self._of(name)
+        one = self._find_episode(name)
         view = one.views[turn.name] = viewed(prompt, turn, self._decode)
         for term in self._terms[prompt.task]:
             if term.unit == "step":
@@ -137,7 +137,7 @@ class EpisodeScores:
         *,
         is_over: bool,
     ) -> None:
-        one, ids = self._of(name), view.token_ids
+        one, ids = self._find_episode(name), view.token_ids
         place, whole = (term.name, view.name), None
         begin, first = one.cut.get(place, (0, 0))
         for end, count in self._step_ends(term, view, turn, begin, first, is_over=is_over):
@@ -176,12 +176,12 @@ class EpisodeScores:
             yield len(self._decode(ids[:count])) if count < len(ids) else len(text), count
 
     def _ask_part(self, name: str, term: RewardTerm, request: ScoreRequest, token: int) -> None:
-        """token: of the turn's sampled tokens, with which the part ends."""
+        """Request the score of a step or turn that ends with sampled token `token` of its turn."""
         answer = self._queues[request.prompt.task, term.name].put(request)
-        parts = self._of(name).parts.setdefault(term.name, [])
+        parts = self._find_episode(name).parts.setdefault(term.name, [])
         parts.append(_Part(request.episode.turns[-1].name, token, answer))
 
-    def _of(self, name: str) -> _Episode:
+    def _find_episode(self, name: str) -> _Episode:
         return self._episodes.setdefault(name, _Episode())
 
     # --- ended episodes ---------------------------------------------------------------------------
@@ -189,17 +189,17 @@ class EpisodeScores:
         """Ask about an episode and its forks; a second call asks nothing."""
         first, *forks = episode.answers
         self._ended(first)
-        self._of(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
+        self._find_episode(episode.episode_id).forks = tuple(fork.episode_id for fork in forks)
         for fork in forks:
             self._ended(fork)
 
     def _ended(self, episode: FinishedEpisode) -> None:
-        one = self._of(episode.episode_id)
+        one = self._find_episode(episode.episode_id)
         if one.whole is not None:
             return
         if self.watches(episode.prompt.task):
             for turn in episode.turns:
-                if turn.name not in one.views:  # nobody watched it
+                if turn.name not in one.views:  # it was not watched
                     self._ask_turn(episode.episode_id, episode.prompt, turn)
         asks: Coroutine[Any, Any, dict[str, Answer]] = self._whole(episode)
         one.whole = asyncio.get_running_loop().create_task(asks)
@@ -236,7 +236,7 @@ class EpisodeScores:
             return await asyncio.to_thread(episode.view, self._decode)
         return episode.view(self._decode)
 
-    async def of(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
+    async def score(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
         """The scores of the episodes of one group.  Raises ScoreError."""
         for episode in episodes:
             self.ended(episode)
@@ -249,7 +249,7 @@ class EpisodeScores:
         return found
 
     async def _scores(self, episodes: Sequence[FinishedEpisode]) -> list[Score]:
-        together = await self._of_groups(episodes)
+        together = await self._score_groups(episodes)
         found = []
         for place, episode in enumerate(episodes):
             one = self._episodes[episode.episode_id]
@@ -257,11 +257,11 @@ class EpisodeScores:
             terms: dict[str, Answer] = dict(await one.whole)
             terms |= {name: answers[place] for name, answers in together.items()}
             for name, parts in one.parts.items():
-                terms[name] = await _of_parts(episode, parts)
+                terms[name] = await _sum_parts(episode, parts)
             found.append(self._sum(episode, terms))
         return found
 
-    async def _of_groups(self, episodes: Sequence[FinishedEpisode]) -> dict[str, list[Answer]]:
+    async def _score_groups(self, episodes: Sequence[FinishedEpisode]) -> dict[str, list[Answer]]:
         """Of the terms that score a whole group, by term."""
         prompt, asked = episodes[0].prompt, dict[str, Asked]()
         terms = [term for term in self._terms[prompt.task] if term.unit == "group"]
@@ -296,7 +296,7 @@ class EpisodeScores:
             answer = found[term.name]
             if isinstance(answer, ScoreError):
                 raise answer
-            scores.append(placed(answer, episode, self._decode))
+            scores.append(spread_to_tokens(answer, episode, self._decode))
         total, known = scores[0], self._roles[episode.prompt.task]
         if len(terms) > 1 or terms[0].weight != 1.0 or terms[0].roles:
             num_sampled = sum(turn.num_sampled for turn in episode.turns)
@@ -312,8 +312,8 @@ class EpisodeScores:
         return total
 
 
-async def _of_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
-    """The score of a term from those of its steps or turns, at the tokens with which they end."""
+async def _sum_parts(episode: FinishedEpisode, parts: Sequence[_Part]) -> Answer:
+    """The score of a term from its steps' or turns' scores, at the tokens with which they end."""
     begins, steps, reasons = _begins(episode), dict[int, float](), []
     for part in parts:
         (answer,) = await part.answer
@@ -334,9 +334,10 @@ def weighted(
     num_sampled: int,
     roles: Sequence[str] = (),
 ) -> Score:
-    """The sum of several terms.  A term without steps counts at the last token beside one with.
+    """The sum of several terms.  If any term has steps, a term without steps counts at the last
+    token.
 
-    roles: of the task.  A role has the sum of its own terms and of those of all.
+    roles: of the task.  A role has the sum of its own terms and of the terms without a role.
     """
     has_steps, steps = any(score.steps for score in scores), dict[int, float]()
     metrics: dict[str, float] = {}
@@ -357,11 +358,11 @@ def weighted(
         metrics=metrics,
         reason="; ".join(f"{term.name}: {score.reason}" for term, score in pairs if score.reason),
         answer=next((score.answer for score in scores if score.answer), ""),
-        roles={role: _of_role(role, pairs) for role in sorted(named)},
+        roles={role: _score_role(role, pairs) for role in sorted(named)},
     )
 
 
-def _of_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
+def _score_role(role: str, pairs: Sequence[tuple[RewardTerm, Score]]) -> float:
     return sum(
         term.weight * (score.reward if term.roles else score.reward_of(role))
         for term, score in pairs
@@ -391,7 +392,7 @@ def _with_ids(request: ScoreRequest, term: RewardTerm, turn: RecordedTurn) -> Sc
     return replace(request, token_ids=turn.token_ids, end=turn.num_tokens)
 
 
-def placed(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
+def spread_to_tokens(score: Score, episode: FinishedEpisode, decode: Decode) -> Score:
     """Process rewards at sampled tokens instead of turns and characters of the last response.
 
     A turn's reward is at its last token, a step's at the token with its last character; rewards at

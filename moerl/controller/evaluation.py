@@ -46,7 +46,7 @@ _RIGHT = 1.0  # least reward of an answer that passes
 Scored = list[tuple[FinishedEpisode, Score]]  # answers to one prompt
 
 
-class _HeldOut:
+class _EvalRun:
     """The episodes of one evaluation, every turn on one engine at one version."""
 
     def __init__(
@@ -55,7 +55,7 @@ class _HeldOut:
         self._player, self._config, self._pin, self._deadline = player, config, pin, deadline
         self._places = asyncio.Semaphore(config.max_requests)
         self._open: set[OpenEpisode] = set()
-        self.sealed: set[str] = set()  # blobs of all episodes, failed ones too
+        self.sealed: set[str] = set()  # blobs of all episodes, also failed episodes
         self.counts = {"eval/played_again": 0.0, "eval/failed": 0.0}
         self.ended = 0  # episodes
 
@@ -132,7 +132,7 @@ class Evaluator:
         )
         self._player, self._decode = player, services.decode
         self._last_step = config.run.steps
-        self._parts: Sequence[_HeldOut] = ()  # of the evaluation begun last
+        self._parts: Sequence[_EvalRun] = ()  # of the evaluation begun last
         self._wanted = 0  # its episodes
         self._last: PolicyVersion | None = None  # version of the evaluation begun last
         self._ended: PolicyVersion | None = None  # version evaluated or cancelled last
@@ -152,11 +152,11 @@ class Evaluator:
             if index is None:
                 await self._tasks.wait_change(1.0)
                 continue
-            member = self._pool.members[index]
-            self._last, begin = member.version, time.monotonic()
-            member.held_until = begin + self._config.hold_s
+            engine = self._pool.engines[index]
+            self._last, begin = engine.version, time.monotonic()
+            engine.held_until = begin + self._config.hold_s
             try:
-                metrics = await self._evaluate(index, member.version, member.held_until)
+                metrics = await self._evaluate(index, engine.version, engine.held_until)
             except (EngineError, RecordError, ScoreError) as error:
                 log.warning("the evaluation of %s is cancelled: %s", self._last, error)
                 self._step_metrics.add("eval/given_up")
@@ -164,18 +164,18 @@ class Evaluator:
                 metrics["eval/seconds"] = time.monotonic() - begin
                 self._step_metrics.evaluations.append(metrics)
             finally:
-                member.held_until = 0.0
+                engine.held_until = 0.0
                 self._ended = self._last
                 self._tasks.notify()
 
     def _due(self) -> int | None:
         """The engine that can evaluate now."""
         able = [
-            (member.generating, index)
-            for index, member in self._pool.members.items()
+            (engine.generating, index)
+            for index, engine in self._pool.engines.items()
             if self._pool.serves(index)
-            and self._has_turn(member.version.step)
-            and (self._last is None or member.version > self._last)
+            and self._has_turn(engine.version.step)
+            and (self._last is None or engine.version > self._last)
         ]
         return min(able)[1] if able else None
 
@@ -189,8 +189,8 @@ class Evaluator:
         length in tokens, and text.  Raises EngineError, RecordError or ScoreError.
         """
         await self._player.started.wait()
-        begin, members = time.monotonic(), self._pool.members
-        pins = [EnginePin(index, member.version) for index, member in members.items()]
+        begin, engines = time.monotonic(), self._pool.engines
+        pins = [EnginePin(index, engine.version) for index, engine in engines.items()]
         self._tasks.spawn(self._tell())
         counts, scored = await self._answered(pins, begin + _ALONE_S)
         metrics = counts | self._figures(scored) | {"eval/seconds": time.monotonic() - begin}
@@ -229,12 +229,12 @@ class Evaluator:
 
         Raises EngineError, RecordError or ScoreError.
         """
-        parts = [_HeldOut(self._player, self._config, pin, deadline) for pin in pins]
+        parts = [_EvalRun(self._player, self._config, pin, deadline) for pin in pins]
         specs = self._specs(pins)
         self._parts, self._wanted = parts, len(specs)
         shares = [[spec for spec in specs if spec.pin is pin] for pin in pins]
         try:
-            played = await asyncio.gather(*map(_HeldOut.play, parts, shares))
+            played = await asyncio.gather(*map(_EvalRun.play, parts, shares))
             answers = sorted(chain(*played), key=_place)
             scored = await self._scored([list(group) for _, group in groupby(answers, _place)])
         finally:
@@ -243,7 +243,7 @@ class Evaluator:
         return {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}, scored
 
     def _specs(self, pins: Sequence[EnginePin]) -> list[EpisodeSpec]:
-        """The episodes that an evaluation wants, those of one prompt in a row, on one engine."""
+        """The episodes of an evaluation; the samples of a prompt are consecutive, on one engine."""
         held_out = self._held_out
         assert held_out is not None, "evaluation.every needs prompts"
         count = self._config.prompts * len(self._entries)
@@ -288,7 +288,7 @@ class Evaluator:
     async def _score(self, answers: Sequence[FinishedEpisode]) -> Scored:
         """Score answers.  answers: to one prompt.  Raises ScoreError."""
         try:
-            scores = await self._scores.of(answers)
+            scores = await self._scores.score(answers)
         finally:
             for answer in answers:
                 self._scores.forget(answer.episode_id)
@@ -320,8 +320,8 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
     low, high = interval_95([statistics.fmean(rewards) for rewards in by_prompt])
     cut = [answer.turns[-1].finish == Finish.LENGTH for answer in answers]
     return (
-        _of_roles(scored)
-        | _of_samples(scored, by_prompt)
+        _role_metrics(scored)
+        | _sample_metrics(scored, by_prompt)
         | {
             "eval/items": float(len(scored)),
             "eval/reward_mean": statistics.fmean(rewards),
@@ -335,7 +335,7 @@ def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
     )
 
 
-def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
+def _role_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """Mean reward of each role that has rewards of its own."""
     found = defaultdict[str, list[float]](list)
     for _, score in (one for answers in scored for one in answers):
@@ -344,8 +344,10 @@ def _of_roles(scored: Sequence[Scored]) -> dict[str, float]:
     return {name: statistics.fmean(found[name]) for name in sorted(found)}
 
 
-def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) -> dict[str, float]:
-    """pass@k of 1, 2, 4, ... answers, and the reward of the most frequent one of each prompt."""
+def _sample_metrics(
+    scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """pass@k of 1, 2, 4, ... answers, and the reward of each prompt's most frequent answer."""
     most = min(map(len, by_prompt))
     found = {
         f"eval/pass_at_{k}": statistics.fmean(pass_at(k, rewards) for rewards in by_prompt)
@@ -357,16 +359,13 @@ def _of_samples(scored: Sequence[Scored], by_prompt: Sequence[Sequence[float]]) 
 
 
 def pass_at(k: int, rewards: Sequence[float]) -> float:
-    """Probability that one of k of these answers is right (arXiv 2107.03374 eq. 1), unbiased."""
+    """Unbiased probability that k of these answers have a right answer (arXiv 2107.03374 eq. 1)."""
     wrong = sum(reward < _RIGHT for reward in rewards)
     return 1.0 - comb(wrong, k) / comb(len(rewards), k)
 
 
 def _majority(answers: Scored) -> float:
-    """Mean reward of the most frequent answer; of equally frequent ones, of the first.
-
-    An answer is what the reward extracted, or without it the last turn.
-    """
+    """Mean reward of the most frequent extracted answer, or last turn; of equals, the first."""
     said = [score.answer or one.turns[-1].output_ids.tobytes() for one, score in answers]
     ((chosen, _),) = Counter(said).most_common(1)
     pairs = zip(said, answers, strict=True)

@@ -18,12 +18,12 @@ class GroupInFlight:
         self, group_id: int, prompt: Prompt, home: Home, episodes: Sequence[OpenEpisode]
     ) -> None:
         self.group_id, self.prompt, self.home = group_id, prompt, home
-        self.episodes = list(episodes)  # by sibling; a refused one is replaced by its next try
+        self.episodes = list(episodes)  # by sibling; a refused episode is replaced by its next try
         self.ended: dict[str, FinishedEpisode] = {}  # by name
         self.is_stale = False  # it is being cancelled
         self.is_closed = False
         self._released: set[str] = set()  # blobs that were released, or are kept, at its close
-        # Rows of the prompt that a running sibling may refer to, kept until each has said so
+        # Rows of the prompt that a running sibling may refer to, kept until each has replied
         self._leased: set[str] = set()
         self._dropped: dict[str, OpenEpisode] = {}  # by name, until their blobs are released
         self._playing: set[str] = set()  # names of dropped episodes that have not ended
@@ -44,7 +44,7 @@ class GroupInFlight:
 
     @property
     def failed(self) -> list[FinishedEpisode]:
-        """Episodes that failed by themselves, by sibling."""
+        """Episodes that failed on their own, by sibling."""
         ended = (self.ended.get(episode.name) for episode in self.episodes)
         return [one for one in ended if one is not None and one.failure not in ("", ENDED)]
 
@@ -68,7 +68,7 @@ class GroupInFlight:
 
     # --- siblings that are too old ----------------------------------------------------------------
     def drop(self, episode: OpenEpisode) -> None:
-        """The group goes on without a running sibling, which is to be ended."""
+        """The group continues without a running sibling, which the caller ends."""
         self.episodes.remove(episode)
         self._dropped[episode.name] = episode
         self._playing.add(episode.name)

@@ -14,7 +14,6 @@ class PlannedBatches:
     """Each change is journaled before the trainer is answered."""
 
     def __init__(self, journal: Journal, saved_steps: Callable[[], int]) -> None:
-        """saved_steps: optimizer steps in the newest checkpoint."""
         self._journal, self._saved_steps = journal, saved_steps
         self.planned: dict[int, list[EpisodeGroup]] = {}
         self.trained: dict[int, EpisodeGroup] = {}  # trained after the newest checkpoint
@@ -32,7 +31,7 @@ class PlannedBatches:
 
     @property
     def num_ahead(self) -> int:
-        """Number of groups that are planned for a step after the one in training."""
+        """Number of groups that are planned for a step after the step in training."""
         return sum(len(groups) for step, groups in self.planned.items() if step > self.done)
 
     def restart(self, done: int, consumed: IdSet) -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:

@@ -1,6 +1,6 @@
-"""From the settings of an episode to its record: the one way in which episodes are played.
+"""From the settings of an episode to its record: the only way to play episodes.
 
-Training, evaluation and the measurement of idle engines use it alike.
+Training, evaluation and the measurement of idle engines use it.
 """
 
 from __future__ import annotations

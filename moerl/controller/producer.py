@@ -1,10 +1,9 @@
 """Starts groups and closes them: every sibling is an episode that the player plays.
 
-A group starts when the buffer has room for it on some engine.  What starts together travels
-together: the first turns of its siblings go to one engine in one message.  The group closes when
-its episodes have ended, or a quorum of them.  An episode that fails ends its siblings, and the
-group is replaced; where only its program or worker has died, the group is played again.  A refused
-record costs its episode only.
+A group starts when the buffer has room for it on some engine.  The first turns of its siblings go
+to one engine in one message.  The group closes when its episodes have ended, or a quorum of them.
+An episode that fails ends its siblings, and the group is replaced; where only its program or worker
+has died, the group is played again.  A refused record costs its episode only.
 """
 
 from __future__ import annotations
@@ -85,15 +84,15 @@ class Producer:
             yield from group.episodes
 
     def open_episodes(self) -> dict[str, float]:
-        """Episodes of tasks with an agent by what they wait for, as docs/metrics.md names them."""
+        """Episodes of tasks with an agent by their state, as docs/metrics.md names them."""
         if not self._speak_messages:
             return {}
         groups = [g for g in self._groups.values() if self._speaks_messages(g)]
         running = [episode for group in groups for episode in group.running]
         queued = self._player.router.waiting
-        engine = sum(any(call.member for call in episode.calls) for episode in running)
+        engine = sum(any(call.engine for call in episode.calls) for episode in running)
         queue = sum(
-            episode.name in queued and not any(call.member for call in episode.calls)
+            episode.name in queued and not any(call.engine for call in episode.calls)
             for episode in running
         )
         return {
@@ -114,7 +113,7 @@ class Producer:
         begin, tokens, index = time.monotonic(), 0, 0
 
         async def once(engine: int, first: int) -> int:
-            pin = EnginePin(engine, self._pool.members[engine].version)
+            pin = EnginePin(engine, self._pool.engines[engine].version)
             playing = (
                 self._player.play(self._player.open(spec), one_turn=True)
                 for prompt in self._usable(range(first, first + _AT_ONCE))
@@ -125,7 +124,7 @@ class Producer:
                 self._blobs.delete(uri)
             return sum(episode.num_sampled for episode in ended)
 
-        while (busy := [e for e in self._pool.members if self._pool.serves(e)]) and (
+        while (busy := [e for e in self._pool.engines if self._pool.serves(e)]) and (
             time.monotonic() - begin < seconds
         ):
             calls = [once(e, index + place * _AT_ONCE) for place, e in enumerate(busy)]
@@ -161,7 +160,7 @@ class Producer:
             self._end(ended)
 
     def _goes_on_without(self, group: GroupInFlight, stale: Collection[OpenEpisode]) -> bool:
-        """Whether enough siblings are left beside stale ones.
+        """Whether enough siblings are not stale.
 
         Stale siblings that have ended are scored with the others, for the baseline; the buffer
         drops them.
@@ -209,10 +208,7 @@ class Producer:
         return True
 
     def _set_aside(self, group_id: int, error: LineError) -> None:
-        """Replace a line of the data that cannot be used by the next; many in a row end the run.
-
-        Raises LineError.
-        """
+        """Replace an unusable line by the next.  Raises LineError after many in a row."""
         self._bad_prompts += 1
         if self._bad_prompts >= MOST_BAD:
             raise error
@@ -255,7 +251,7 @@ class Producer:
         ended = await self._player.play(episode)
         while await self._plays_again(group, episode, ended):
             self._forget_turns(ended)
-            ended.settled("played_again")
+            ended.on_retired("played_again")
             name, uris = self._next_try(ended), frozenset(episode.uris)
             other = self._player.open(replace(episode.spec, name=name, inherited=uris))
             group.exchange(episode, other)
@@ -302,14 +298,14 @@ class Producer:
         if group.is_closed:
             group.drop_late(ended, self._ref_counts)
             self._forget_turns(ended)
-            ended.settled("dropped")
+            ended.on_retired("dropped")
             return
         if not is_dropped:
             group.ended[ended.episode_id] = ended
         group.settle(self._ref_counts)
         if is_dropped:
             self._forget_turns(ended)
-            ended.settled("dropped")
+            ended.on_retired("dropped")
             return
         if not ended.failure:
             self._scoring_stage.scores.ended(ended)
@@ -338,7 +334,7 @@ class Producer:
             self._close(group)
 
     def _close(self, group: GroupInFlight) -> None:
-        """Close a group with its ended siblings; late ones continue under another id."""
+        """Close a group with its ended siblings; late siblings continue under another id."""
         group_id, ended, late = group.group_id, group.finished, group.running
         carries = late and self._config.rollout.late_siblings == "carry"
         later = self._buffer.carry(group_id) if carries else None

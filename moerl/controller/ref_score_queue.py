@@ -37,7 +37,7 @@ class RefScoreQueue:
 
     def __init__(self, context: Context, availability: BlobAvailability) -> None:
         config = context.config
-        self.start = -1  # of the reference ranks that asked last
+        self.start = -1  # of the last request of the reference ranks
         self._config, self._buffer, self._batches = config, context.buffer, context.batches
         self._tasks, self._ref_counts, self._availability = (
             context.tasks,
@@ -114,7 +114,7 @@ class RefScoreQueue:
         None: all are scored for which the teachers' versions are written.
         """
         if self._follows and not self._lineage.begins:
-            return None  # no trainer has said hello
+            return None  # no trainer has connected
         limit, groups = self._config.rollout.groups_per_step, list[EpisodeGroup]()
         teachers: dict[str, PolicyVersion] = {}
         for step, group in self._live():

@@ -1,7 +1,7 @@
 """Questions to reward models with a value head: the reference ranks take and answer them.
 
 Ranks that die take the questions again that they had not answered.  Nothing is journaled: a
-restarted controller asks anew.
+restarted controller asks again.
 """
 
 from __future__ import annotations

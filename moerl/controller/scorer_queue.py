@@ -1,8 +1,8 @@
 """The requests to one scorer: batches, repeats under the same key, a rate, and pauses.
 
-A scorer is slow, dead, or answers nonsense without harm to a rollout: what it did not answer is
-asked again.  After `_BREAK` messages in a row without an answer it is asked by a single request now
-and then, until it answers.  A request is given up when others were answered and it was not.
+A scorer that is slow, dead, or answers nonsense harms no rollout: its open requests are repeated.
+After `_BREAK` messages in a row without an answer it gets a single request now and then, until it
+answers.  A request fails when others were answered and it was not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moerl.core.types import Score
 Answer = Score | ScoreError
 Ask = Callable[[Sequence[ScoreRequest]], Awaitable[Sequence[Answer]]]
 
-_START_S = 120.0  # seconds for a restart of the scorer, beside the time of the requests
+_START_S = 120.0  # seconds for a restart of the scorer, besides the time of the requests
 _BREAK = 3  # messages in a row without an answer, after which pauses begin
 _PAUSE_S = 1.0, 30.0  # the first pause, which doubles, and the longest
 
@@ -49,7 +49,7 @@ class ScorerQueue:
         counts: ScorerCounts,
         tasks: TaskGroup,
     ) -> None:
-        """timeout_s: of a request.  ask: sends a message; may raise ScorerDown."""
+        """Start without requests.  ask: sends a message; may raise ScorerDown."""
         self._name, self._term, self._timeout_s, self._ask = name, term, timeout_s, ask
         self._counts, self._tasks = counts, tasks
         self._waiting: dict[asyncio.Future[list[Answer]], _Waiting] = {}  # oldest first
@@ -78,7 +78,7 @@ class ScorerQueue:
         return done
 
     def _flush_at(self, when: float) -> None:
-        """Send what waits; later in this tick, as siblings end together."""
+        """Send the waiting requests later in this tick, as siblings end together."""
         if self._flushing is None:
             loop = asyncio.get_running_loop()
             if when > loop.time():
@@ -100,7 +100,7 @@ class ScorerQueue:
             self._tasks.spawn(self._send(self._take(now)))
 
     def _take(self, now: float) -> list[_Waiting]:
-        """The next message.  What was not answered before travels alone: it may be the cause."""
+        """The next message.  A request that got no answer is sent alone: it may be the cause."""
         batch: list[_Waiting] = []
         for one in list(self._waiting.values()):
             size = sum(len(other.asked) for other in (*batch, one))

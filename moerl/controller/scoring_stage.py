@@ -23,7 +23,7 @@ from moerl.core.ids import without_life
 from moerl.core.types import Episode, EpisodeGroup, Rollout, Score
 from moerl.episodes.finished_episode import (
     FinishedEpisode,
-    Settled,
+    Retired,
     checked_graph,
     sealed_uris,
     used_uris,
@@ -36,8 +36,8 @@ from moerl.runtime.disk_wait import DiskPatience
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # refusals of one group before the run stops
-_WINDOW = 64  # groups: the run stops when scoring failed for more than half of the last ones
-_FIRST = 4  # and when it failed for each of the first ones: then a setting is wrong
+_WINDOW = 64  # groups: the run stops when scoring failed for more than half of the last groups
+_FIRST = 4  # and when it failed for each of the first groups: then a setting is wrong
 
 
 class ScoringStage:
@@ -48,7 +48,7 @@ class ScoringStage:
         self._config, self._model = context.config, services.model
         self.scores = context.scores
         self._buffer, self._ref_counts = context.buffer, context.ref_counts
-        self._history, self._journal = context.lineage, services.journal
+        self._lineage, self._journal = context.lineage, services.journal
         self._step_metrics, self._tasks = context.step_metrics, context.tasks
         self._scoring: dict[int, Sequence[FinishedEpisode]] = {}  # groups being checked and scored
         self._checking = asyncio.Lock()
@@ -74,24 +74,21 @@ class ScoringStage:
         """Number of groups being checked and scored."""
         return len(self._scoring)
 
-    def partials(self) -> Iterator[FinishedEpisode]:
+    def episodes(self) -> Iterator[FinishedEpisode]:
         """Rollouts of the groups being checked and scored."""
-        return (partial for partials in self._scoring.values() for partial in partials)
+        return (episode for group in self._scoring.values() for episode in group)
 
     def finish(
-        self, group_id: int, partials: Sequence[FinishedEpisode], later: int | None = None
+        self, group_id: int, episodes: Sequence[FinishedEpisode], later: int | None = None
     ) -> None:
-        """Check, score and admit a generated group, in a task.
-
-        later: id of the group's late siblings.
-        """
+        """Check, score and admit a group, in a task.  later: id of the group's late siblings."""
         if later is not None:
             self._peers[later] = asyncio.get_running_loop().create_future()
         self._room.done()
-        self._scoring[group_id] = partials
-        for partial in partials:
-            del self._rollout_attempts[without_life(partial.episode_id)]
-        self._tasks.spawn(self._finish(group_id, partials))
+        self._scoring[group_id] = episodes
+        for episode in episodes:
+            del self._rollout_attempts[without_life(episode.episode_id)]
+        self._tasks.spawn(self._finish(group_id, episodes))
 
     def planned(self) -> None:
         """A batch is complete: reset the count of groups dropped for equal rewards."""
@@ -115,10 +112,10 @@ class ScoringStage:
                 f"a rollout of group {group_id} was refused {_MAX_ATTEMPTS} times; last: {error}"
             )
 
-    def cancelled(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
+    def cancelled(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
         """A group in generation is too old: it is generated again, late siblings are not."""
-        self._leave(group_id, partials)
-        self._settle(partials, "dropped" if group_id < 0 else "played_again")
+        self._leave(group_id, episodes)
+        self._retire(episodes, "dropped" if group_id < 0 else "played_again")
         if group_id < 0:
             self._buffer.discard(group_id)
         else:
@@ -126,42 +123,42 @@ class ScoringStage:
         self._tasks.notify()
 
     def refuse(
-        self, group_id: int, partials: Sequence[FinishedEpisode], error: RecordError
+        self, group_id: int, episodes: Sequence[FinishedEpisode], error: RecordError
     ) -> None:
         """Count the refusal and regenerate the group; three in a row end the run."""
         self._step_metrics.add(f"refused/{error.reason}")
         log.warning("group %d: %s", group_id, error)
-        self._delete(partials)
-        self._leave(group_id, partials)
+        self._delete(episodes)
+        self._leave(group_id, episodes)
         if group_id < 0:  # late siblings are not regenerated
-            self._settle(partials, "dropped")
+            self._retire(episodes, "dropped")
             self._buffer.discard(group_id)
             self._tasks.notify()
             return
-        self._regenerate(group_id, partials, "was refused", error)
+        self._regenerate(group_id, episodes, "was refused", error)
 
     def play_again(
         self,
         group_id: int,
-        partials: Sequence[FinishedEpisode],
+        episodes: Sequence[FinishedEpisode],
         error: ScoreError,
         *,
         counts: bool,
     ) -> None:
-        """What played a group has died; three times in a row end the run if it counts."""
+        """Replay a group whose player died; three deaths in a row end the run if `counts`."""
         log.warning("group %d is played again: %s", group_id, error)
-        self._delete(partials)
+        self._delete(episodes)
         if counts:
-            self._regenerate(group_id, partials, "could not be played", error)
+            self._regenerate(group_id, episodes, "could not be played", error)
             return
-        self._settle(partials, "played_again")
+        self._retire(episodes, "played_again")
         self._buffer.abandon(group_id)
         self._tasks.notify()
 
     def _regenerate(
-        self, group_id: int, partials: Sequence[FinishedEpisode], what: str, error: Exception
+        self, group_id: int, episodes: Sequence[FinishedEpisode], what: str, error: Exception
     ) -> None:
-        self._settle(partials, "played_again")
+        self._retire(episodes, "played_again")
         self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         if self._attempts[group_id] >= _MAX_ATTEMPTS:
             raise EngineError(f"group {group_id} {what} {_MAX_ATTEMPTS} times; last: {error}")
@@ -173,57 +170,55 @@ class ScoringStage:
         self._step_metrics.add("async/dropped_branch_groups")
         self._ref_counts.forget(group)
 
-    async def _finish(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
+    async def _finish(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
         try:
-            await self._check_and_score(group_id, partials)
+            await self._check_and_score(group_id, episodes)
         finally:
             del self._scoring[group_id]
             self._tasks.notify()
 
-    async def _check_and_score(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
+    async def _check_and_score(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
         try:
             async with self._checking:
                 await asyncio.sleep(0)  # one group per turn of the loop: others have work there too
-                episodes = [
-                    self._checked(f"{group_id}.{i}", partial) for i, partial in enumerate(partials)
+                checked = [
+                    self._checked(f"{group_id}.{i}", episode) for i, episode in enumerate(episodes)
                 ]
         except RecordError as error:
-            self.refuse(group_id, partials, error)
+            self.refuse(group_id, episodes, error)
             return
-        prompt = partials[0].prompt
+        prompt = episodes[0].prompt
         self._step_metrics.add(
-            "sample/context_ends", sum(partial.lacks_context for partial in partials)
+            "sample/context_ends", sum(episode.lacks_context for episode in episodes)
         )
-        self._ref_counts.release(sealed_uris(partials) - used_uris(partials))
+        self._ref_counts.release(sealed_uris(episodes) - used_uris(episodes))
         try:
-            scores = await self.scores.of(partials)
+            scores = await self.scores.score(episodes)
         except ScoreError as error:
-            self.drop_unscored(group_id, partials, error)
+            self.drop_unscored(group_id, episodes, error)
             return
         self._scored[prompt.task].append(True)
         peers = await self._swap(group_id, tuple(score.reward for score in scores))
         signals = {signal for score in scores for signal in _signals(score)}
         if self._drops_equal(signals.union((one,) for one in peers)):
-            self._discard(group_id, partials)
+            self._discard(group_id, episodes)
             return
-        scored = [
-            replace(episode, score=score) for episode, score in zip(episodes, scores, strict=True)
-        ]
+        scored = [replace(one, score=score) for one, score in zip(checked, scores, strict=True)]
         group = EpisodeGroup(group_id, prompt, self._resampled(group_id, scored), peers)
         try:
             is_admitted = await self._admit(group)
             kept = {episode.episode_id for episode in group.episodes}
-            pairs = list(zip(episodes, partials, strict=True))
-            chosen = [partial for episode, partial in pairs if episode.episode_id in kept]
-            others = [partial for episode, partial in pairs if episode.episode_id not in kept]
-            self._settle(chosen, "admitted" if is_admitted else "played_again")
+            pairs = list(zip(checked, episodes, strict=True))
+            chosen = [episode for one, episode in pairs if one.episode_id in kept]
+            others = [episode for one, episode in pairs if one.episode_id not in kept]
+            self._retire(chosen, "admitted" if is_admitted else "played_again")
             if others:  # of an oversampled group
-                self._settle(others, "dropped")
+                self._retire(others, "dropped")
         except RecordError as error:
-            self.refuse(group_id, partials, error)
+            self.refuse(group_id, episodes, error)
 
     async def _swap(self, group_id: int, rewards: tuple[float, ...]) -> tuple[float, ...]:
-        """Pass rewards between a group and its late siblings; returns those of the others."""
+        """Pass rewards between a group and its late siblings; returns the others' rewards."""
         if group_id in self._peers:
             peers = await self._peers[group_id]
             self._peers.pop(group_id, None)
@@ -232,10 +227,10 @@ class ScoringStage:
             waiting.set_result(rewards)
         return ()
 
-    def _leave(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
+    def _leave(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
         """A group is not admitted: its late siblings get no rewards; late siblings are dropped."""
         if group_id < 0:
-            self._step_metrics.add("async/dropped_siblings", len(partials))
+            self._step_metrics.add("async/dropped_siblings", len(episodes))
             self._peers.pop(group_id, None)
         elif (waiting := self._peers.get(~group_id)) and not waiting.done():
             waiting.set_result(())
@@ -249,7 +244,7 @@ class ScoringStage:
         while not await self._is_written(group):
             await asyncio.sleep(disk_wait.PAUSE_S)
         self._attempts.pop(group.group_id, None)
-        if self._history.in_lineage(group):
+        if self._lineage.in_lineage(group):
             self._buffer.admit(group)
             return True
         self._journal.left([group.group_id])
@@ -262,7 +257,7 @@ class ScoringStage:
         try:
             if self._journal.is_shared:
                 await asyncio.to_thread(self._journal.share, group)
-            if self._history.in_lineage(group):
+            if self._lineage.in_lineage(group):
                 self._journal.admitted(group)
         except JournalError as error:
             self._writes.failed(f"group {group.group_id}", error)
@@ -271,27 +266,27 @@ class ScoringStage:
             return False
         return True
 
-    def _checked(self, episode_id: str, partial: FinishedEpisode) -> Episode:
+    def _checked(self, episode_id: str, episode: FinishedEpisode) -> Episode:
         """Rows and graph of an episode.  Raises RecordError."""
-        nodes = partial.nodes(self._config.rollout.turn_rows)
+        nodes = episode.nodes(self._config.rollout.turn_rows)
         for node in nodes:
             self._check(node.rollout)
-        return Episode(episode_id, nodes, graph=checked_graph(partial, nodes))
+        return Episode(episode_id, nodes, graph=checked_graph(episode, nodes))
 
     def _check(self, rollout: Rollout) -> None:
         check(rollout, self._model, routing=self._config.replay.routing == "R3")
         for span in rollout.versions:
-            if not self._history.knows(span.version, self._buffer.next_step):
+            if not self._lineage.knows(span.version, self._buffer.next_step):
                 raise RecordError(
                     "version",
                     f"{rollout.rollout_id}: tokens of {span.version}, which was never published",
                 )
 
     def drop_unscored(
-        self, group_id: int, partials: Sequence[FinishedEpisode], error: ScoreError
+        self, group_id: int, episodes: Sequence[FinishedEpisode], error: ScoreError
     ) -> None:
         """Replace the group; ends the run if so configured, and if scoring does not work at all."""
-        task = self._entries[partials[0].prompt.task]
+        task = self._entries[episodes[0].prompt.task]
         self._scored[task.label].append(False)
         problem = _does_not_work(self._scored[task.label])
         if task.on_score_error == "stop" or problem:
@@ -300,7 +295,7 @@ class ScoringStage:
                 raise ConfigError(*_source_of_rewards(task), why) from error
         self._step_metrics.add("scorer/failed")
         log.warning("group %d is dropped: %s", group_id, error)
-        self._discard(group_id, partials)
+        self._discard(group_id, episodes)
 
     def _drops_equal(self, rewards: Collection[tuple[float, ...]]) -> bool:
         """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): drop groups of equal rewards.
@@ -355,23 +350,23 @@ class ScoringStage:
         self._ref_counts.release(every - stays)  # siblings share the rows of their prompt
         return tuple(chosen)
 
-    def _discard(self, group_id: int, partials: Sequence[FinishedEpisode]) -> None:
-        self._delete(partials)
-        self._leave(group_id, partials)
+    def _discard(self, group_id: int, episodes: Sequence[FinishedEpisode]) -> None:
+        self._delete(episodes)
+        self._leave(group_id, episodes)
         self._attempts.pop(group_id, None)
         self._journal.dropped(group_id)
-        self._settle(partials, "dropped")
+        self._retire(episodes, "dropped")
         self._buffer.discard(group_id)
 
-    def _settle(self, partials: Sequence[FinishedEpisode], how: Settled) -> None:
+    def _retire(self, episodes: Sequence[FinishedEpisode], how: Retired) -> None:
         """Episodes have ended in any way: the log of their turns is not needed."""
-        self._ref_counts.release(self._journal.turns.end(one.episode_id for one in partials))
-        for partial in partials:
-            self.scores.forget(partial.episode_id)
-            partial.settled(how)
+        self._ref_counts.release(self._journal.turns.end(one.episode_id for one in episodes))
+        for episode in episodes:
+            self.scores.forget(episode.episode_id)
+            episode.on_retired(how)
 
-    def _delete(self, partials: Sequence[FinishedEpisode]) -> None:
-        self._ref_counts.release(sealed_uris(partials))
+    def _delete(self, episodes: Sequence[FinishedEpisode]) -> None:
+        self._ref_counts.release(sealed_uris(episodes))
 
 
 def _signals(score: Score) -> list[tuple[float, ...]]:
@@ -394,7 +389,7 @@ def _source_of_rewards(task: TaskEntry) -> tuple[str, object]:
 
 
 def _does_not_work(scored: Sequence[bool]) -> str:
-    """Why the failures of a task are not those of single answers; "" if they may be."""
+    """Why the failures of a task have a common cause; "" if single answers may have caused them."""
     failed = scored.count(False)
     if failed == len(scored) >= _FIRST:
         return f"none of the first {failed} groups could be scored"

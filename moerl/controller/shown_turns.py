@@ -1,6 +1,6 @@
-"""An episode as the report shows it: each turn with what stands before it.
+"""An episode as the report shows it: each turn with its prompt.
 
-A row that continues another shows only what is new in it, so that each token is shown once.
+A row that continues another shows only its new tokens, so that each token is shown once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _turns_of(
 
 
 def _steps(episode: Episode, begin: int, said: Array, decode: Decode) -> list[dict[str, object]]:
-    """The steps of a turn that has the sampled tokens `said` of an episode, from `begin` on."""
+    """The steps of a turn that sampled the tokens `said` of an episode, from `begin` on."""
     steps = episode.score.steps if episode.score else ()
     mine = [(end + 1 - begin, reward) for end, reward in steps if 0 <= end - begin < len(said)]
     edges = [0, *(end for end, _ in mine)]

@@ -72,7 +72,7 @@ class TrainerHandler:
         self._pool, self._sync_targets = context.pool, context.sync_targets
         self._buffer, self._batches = context.buffer, context.batches
         self._writes = WriteRetry(context.step_metrics)
-        self._journal, self._history = context.services.journal, context.lineage
+        self._journal, self._lineage = context.services.journal, context.lineage
         self._stream = context.services.stream
         self._ref_counts, self._step_metrics, self._tasks = (
             context.ref_counts,
@@ -81,7 +81,7 @@ class TrainerHandler:
         )
         self._scoring_stage, self._producer, self._evaluator = scoring_stage, producer, evaluator
         self._availability, self._ref_models = availability, ref_models
-        self._turns = context.turns
+        self._memory_turns = context.memory_turns
         self._keeping = Beside("the records of a bad step", self._step_metrics.notices.append)
         self._sampling = Beside("the text of sample rollouts", self._step_metrics.notices.append)
         self.engines_up = asyncio.Event()  # set when the trainer's hello may be answered
@@ -114,8 +114,8 @@ class TrainerHandler:
                 | AbortUpdate()
                 | AskEngine()
             ):
-                if self._turns is not None and isinstance(message, PrepareUpdate):
-                    await self._turns.hand(message.engine)
+                if self._memory_turns is not None and isinstance(message, PrepareUpdate):
+                    await self._memory_turns.hand(message.engine)
                 return await self._pool.session(message, self._to_come)
             case TakeRecords():
                 return await self._ref_models.pop(message)
@@ -176,7 +176,7 @@ class TrainerHandler:
 
         def begin() -> None:
             self._pool.expect_no_newer(hello.version.incarnation)
-            begins = self._history.joined(hello.begins)
+            begins = self._lineage.joined(hello.begins)
             self._journal.began(begins, hello.dp_size, consumed.parts, hello.pair_cost)
             self._services.on_rewind(hello.version.step)
             if self._stream is not None:
@@ -187,9 +187,9 @@ class TrainerHandler:
         self._ahead, self._ages_s = [], {}
         self._rows = self._config.run.steps
         self._pool.incarnation = hello.version.incarnation
-        if self._turns is not None:
-            self._turns.trainer_is_up()
-        self._history.restore(self._history.joined(hello.begins))
+        if self._memory_turns is not None:
+            self._memory_turns.trainer_is_up()
+        self._lineage.restore(self._lineage.joined(hello.begins))
         again, spent = self._batches.restart(hello.version.step, consumed)
         spent += self._buffer.restart(hello.version.step, hello.consumed, again)
         self._let_go(spent)
@@ -204,12 +204,12 @@ class TrainerHandler:
 
     def drop_branch(self) -> None:
         """Drop ready groups with tokens of weights outside the trainer's history."""
-        strange = self._buffer.evict(lambda group: not self._history.knows_trainer(group))
+        strange = self._buffer.evict(lambda group: not self._lineage.knows_trainer(group))
         self._journal.left(group.group_id for group in strange)
         for group in strange:
             self._step_metrics.add("refused/lineage")
             self._ref_counts.forget(group)
-        branch = self._buffer.evict(lambda group: not self._history.in_lineage(group))
+        branch = self._buffer.evict(lambda group: not self._lineage.in_lineage(group))
         self._journal.left(group.group_id for group in branch)
         for group in branch:
             self._scoring_stage.drop_branch(group)
@@ -230,13 +230,14 @@ class TrainerHandler:
             if not is_planned and (other := await self._collect(take)):
                 return other
             if plan := await self._scored_plan(take):
-                if self._turns is not None:
-                    await self._turns.close()
+                if self._memory_turns is not None:
+                    await self._memory_turns.close()
                 return plan
             self._pool.expect_no_newer(take.incarnation)
 
     async def _collect(self, take: TakePlan) -> SetEngines | Refresh | Ok | None:
-        """Plan a step when its batch is complete; or return what the trainer must do first.
+        """Plan a step when its batch is complete; or return the message to which the trainer must
+        react first.
 
         Ok: ask again, answers take longer than one message may.  Raises ProtocolError on timeout
         without progress, or when a newer trainer has started.
@@ -261,11 +262,11 @@ class TrainerHandler:
 
     def _turn_goes_on(self, step: int) -> bool:
         left, ready = self._config.run.steps - step, self._buffer.num_ready
-        return self._turns is not None and self._turns.goes_on(ready, left)
+        return self._memory_turns is not None and self._memory_turns.goes_on(ready, left)
 
     async def _open_turn(self) -> None:
-        if self._turns is not None:
-            await self._turns.open()
+        if self._memory_turns is not None:
+            await self._memory_turns.open()
 
     async def _plan_next(self, step: int, incarnation: int | None) -> bool:
         """Plan the next step's groups, none stale and all records readable; False: not yet."""
@@ -369,7 +370,7 @@ class TrainerHandler:
             await self._writes.until_done(what, lambda: stream.write_again(step), self._limit_s)
 
     async def _plan_ahead(self, step: int) -> BatchPlan | None:
-        """The plan of the step after the one that is given out, if nothing has to be waited for.
+        """The plan of the step after the current plan, if it needs no waiting.
 
         Capacity and staleness count from the next step to be planned, so planning early changes
         neither; the freshest groups are chosen when they are trained.
@@ -452,7 +453,7 @@ class TrainerHandler:
             line = await self._stream.done(done, groups)
         metrics = dict(done.metrics) | ({} if self._stream is None else self._stream.metrics(line))
         metrics |= found | self._step_metrics.row(engines, self._ages_s.pop(done.step, []))
-        metrics |= {} if self._turns is None else self._turns.row()
+        metrics |= {} if self._memory_turns is None else self._memory_turns.row()
         metrics["async/buffer_depth"] = float(self._buffer.num_ready + self._batches.num_ahead)
         metrics["async/engines"] = self._pool.num_serving
         await self._add_row(StepReport(done.step, done.version, metrics, samples))

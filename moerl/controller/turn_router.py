@@ -1,7 +1,7 @@
 """All turns of all open episodes, and the engines that sample them.
 
 A turn is with one engine at a time.  When an update or a slice cuts its request, or its engine
-fails, the rest is asked for in a callback: no coroutine wakes for a turn that waits or resumes.
+fails, the rest is requested in a callback: no coroutine wakes for a turn that waits or resumes.
 
 An episode that has sampled `rollout.journal_tokens` has its replies kept in the journal
 (`moerl.controller.journal.turn_log`).  An equal request gets the reply that an earlier controller
@@ -42,7 +42,7 @@ class TurnRouter:
         self._pool, self._tasks, self._engines = context.pool, context.tasks, engines
         self._step_metrics, self._buffer = context.step_metrics, context.buffer
         self._turn_log, self._blobs = context.services.journal.turns, context.services.blobs
-        self._history, self._ref_counts = context.lineage, context.ref_counts
+        self._lineage, self._ref_counts = context.lineage, context.ref_counts
         self._ends_run = not context.config.supervision.max_restarts
         self._journal_tokens = context.config.rollout.journal_tokens
         self._to_log: list[tuple[GenerateRequest, Segment]] = []  # written at the end of this tick
@@ -58,7 +58,7 @@ class TurnRouter:
 
     def submit(self, call: TurnCall) -> None:
         """Sample a turn; then `call.done` has a result or an error."""
-        call.asked = request = call.turn.request(streams=call.wanted.heard is not None)
+        call.asked = request = call.turn.request(streams=call.wanted.on_tokens is not None)
         is_trained = call.episode.spec.pin is None
         if is_trained and (reply := self._turn_log.take(request)) is not None:
             self._tasks.spawn(self._replay(call, reply))
@@ -66,7 +66,7 @@ class TurnRouter:
             self._place(call)
 
     def withdraw(self, call: TurnCall) -> None:
-        """Nobody waits for this turn any more."""
+        """Drop a turn whose caller has stopped waiting."""
         episode = call.episode
         if episode.count_lost is not None:
             episode.count_lost(call.turn.num_sampled)
@@ -74,20 +74,20 @@ class TurnRouter:
         def late(reply: Reply) -> None:
             self._came_late(episode, reply)
 
-        if isinstance(call.member, EngineState) and call.asked is not None:
+        if isinstance(call.engine, EngineState) and call.asked is not None:
             del self._sent[call.asked.name]
-            call.member.calls.cancel([call.asked.name], late)
-            self._has_left(call, call.member)
+            call.engine.calls.cancel([call.asked.name], late)
+            self._has_left(call, call.engine)
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
         """The weights that would sample the next turn of an episode."""
-        members = self._pool.members
-        if (member := members.get(episode.engine)) is not None:
-            return member.version
-        return max((one.version for one in members.values()), default=episode.newest)
+        engines = self._pool.engines
+        if (engine := engines.get(episode.engine)) is not None:
+            return engine.version
+        return max((one.version for one in engines.values()), default=episode.newest)
 
     def _came_late(self, episode: OpenEpisode, reply: Reply) -> None:
-        """A reply that nobody waits for."""
+        """A reply to a turn that was withdrawn."""
         if not isinstance(reply, Segment):
             return
         if episode.count_lost is not None:
@@ -105,8 +105,8 @@ class TurnRouter:
 
     # --- sending ----------------------------------------------------------------------------------
     def _dispatch(self) -> None:
-        members = self._pool.members
-        serving = [members[index].version for index in members if self._pool.serves(index)]
+        engines = self._pool.engines
+        serving = [engines[index].version for index in engines if self._pool.serves(index)]
         newest = max(serving, default=None)
         if newest is None:
             return
@@ -133,8 +133,8 @@ class TurnRouter:
 
     def _pinned(self, call: TurnCall, pin: EnginePin) -> None:
         """A turn of an evaluation is sampled by one engine at one version, or not at all."""
-        if member := self._pool.members.get(pin.engine):
-            pin.check(member.version)
+        if engine := self._pool.engines.get(pin.engine):
+            pin.check(engine.version)
         else:
             pin.breaks(EngineError(f"engine {pin.engine} has left the run"))
         if pin.broken.done():
@@ -143,34 +143,34 @@ class TurnRouter:
             self._send(call, pin.engine)
 
     def _send(self, call: TurnCall, index: int) -> None:
-        member, request = self._pool.members[index], call.asked
+        engine, request = self._pool.engines[index], call.asked
         assert request is not None, "a turn is placed with its request"
-        call.member, call.step, call.episode.engine = member, member.version.step, index
+        call.engine, call.step, call.episode.engine = engine, engine.version.step, index
         call.sent_at = asyncio.get_running_loop().time()
         self._sent[request.name] = call
-        member.generating += 1
-        member.calls.send([request], self._take, _listener(call))
+        engine.generating += 1
+        engine.calls.send([request], self._take, _on_tokens(call))
 
-    def _has_left(self, call: TurnCall, member: EngineState) -> None:
-        call.member = None
-        member.generating -= 1
-        if not member.generating:  # an update, or its end, may wait for it
+    def _has_left(self, call: TurnCall, engine: EngineState) -> None:
+        call.engine = None
+        engine.generating -= 1
+        if not engine.generating:  # an update, or its end, may wait for it
             self._tasks.notify()
 
     # --- replies ----------------------------------------------------------------------------------
     def _take(self, name: str, reply: Reply) -> None:
         call = self._sent.pop(name)
-        member = call.member
-        assert isinstance(member, EngineState), "it was sent to an engine"
-        self._has_left(call, member)
+        engine = call.engine
+        assert isinstance(engine, EngineState), "it was sent to an engine"
+        self._has_left(call, engine)
         if isinstance(reply, Segment):
-            member.errors.clear()
+            engine.errors.clear()
         elif _is_own_error(reply) and call.wanted.grammar is None:
-            self._count_error(call, member, reply)
+            self._count_error(call, engine, reply)
         if call.done.done():  # its episode was ended in this tick
             self._came_late(call.episode, reply)
         elif isinstance(reply, EngineError):
-            self._engine_failed(call, member, reply)
+            self._engine_failed(call, engine, reply)
         elif isinstance(reply, RecordError):
             call.fail(reply)
         else:
@@ -206,7 +206,7 @@ class TurnRouter:
     def _check_versions(self, reply: Segment) -> None:
         """Raises RecordError for weights that no trainer has published."""
         for piece in reply.pieces:
-            if not self._history.knows(piece.version, self._buffer.next_step):
+            if not self._lineage.knows(piece.version, self._buffer.next_step):
                 detail = f"{reply.rollout_id}: tokens of {piece.version}, which was never published"
                 raise RecordError("version", detail)
 
@@ -241,14 +241,14 @@ class TurnRouter:
         else:
             self.submit(call)
 
-    def _count_error(self, call: TurnCall, member: EngineState, error: Exception) -> None:
+    def _count_error(self, call: TurnCall, engine: EngineState, error: Exception) -> None:
         """Errors of an engine that lives, in a row, end the run.
 
         A server that dies may answer its last requests with errors, so only those count whose
         request was sent some time after the error before: then its death is known, and it has no
         requests.  A request that fails again and again is refused with its episode.
         """
-        errors, name = member.errors, without_life(call.episode.name)
+        errors, name = engine.errors, without_life(call.episode.name)
         if errors and call.sent_at < errors[-1][1] + _APART_S:
             return
         if isinstance(error, RecordError) and name in dict(errors):
@@ -256,7 +256,7 @@ class TurnRouter:
         errors.append((name, asyncio.get_running_loop().time()))
         if len(errors) < _MOST_ERRORS:
             return
-        index = next((i for i, one in self._pool.members.items() if one is member), -1)
+        index = next((i for i, one in self._pool.engines.items() if one is engine), -1)
         self._tasks.fail(
             EngineError(
                 f"engine {index} answered {len(errors)} requests in a row with an error and none "
@@ -264,7 +264,7 @@ class TurnRouter:
             )
         )
 
-    def _engine_failed(self, call: TurnCall, member: EngineState, error: EngineError) -> None:
+    def _engine_failed(self, call: TurnCall, engine: EngineState, error: EngineError) -> None:
         """A request has failed with its engine: its turn continues on any engine."""
         if pin := call.episode.spec.pin:
             pin.breaks(error)
@@ -274,8 +274,8 @@ class TurnRouter:
             self._tasks.fail(error)
             call.fail(error)
             return
-        for index, other in self._pool.members.items():
-            if other is member and member.phase == EnginePhase.UP:
+        for index, other in self._pool.engines.items():
+            if other is engine and engine.phase == EnginePhase.UP:
                 log.warning("engine %d failed, its turns continue elsewhere: %s", index, error)
                 self._pool.rest(index)
         if _has_lost(call):
@@ -320,8 +320,8 @@ class TurnRouter:
 
     def _is_of_history(self, reply: Segment) -> bool:
         return all(
-            self._history.holds(piece.version)
-            and self._history.knows(piece.version, self._buffer.next_step)
+            self._lineage.holds(piece.version)
+            and self._lineage.knows(piece.version, self._buffer.next_step)
             for piece in reply.pieces
         )
 
@@ -331,18 +331,18 @@ class TurnRouter:
         return not (self._blobs.find(sizes_of(refs)).gone or self._blobs.damaged(refs))
 
 
-def _listener(call: TurnCall) -> Callable[[Array], None] | None:
-    """Passes the tokens of a request on as those of its whole turn."""
-    if (told := call.wanted.heard) is None:
+def _on_tokens(call: TurnCall) -> Callable[[Array], None] | None:
+    """Passes the tokens of a request on, with the turn's tokens before them."""
+    if (on_tokens := call.wanted.on_tokens) is None:
         return None
     before = call.turn.output_ids
 
-    def heard(output_ids: Array) -> None:
+    def extend(output_ids: Array) -> None:
         if not call.done.done():
-            call.heard = np.concatenate([before, output_ids])
-            told(call.heard)
+            call.shown_ids = np.concatenate([before, output_ids])
+            on_tokens(call.shown_ids)
 
-    return heard
+    return extend
 
 
 def _renamed(reply: Segment, request: GenerateRequest) -> Segment:
@@ -359,5 +359,5 @@ def _is_own_error(reply: Reply) -> bool:
 
 def _has_lost(call: TurnCall) -> bool:
     """Whether a listener knows tokens that the turn has lost."""
-    seen = call.heard
+    seen = call.shown_ids
     return bool(len(seen)) and not np.array_equal(call.turn.output_ids[: len(seen)], seen)

@@ -29,8 +29,8 @@ class TurnView:
 class EpisodeView:
     """A finished episode.
 
-    turns: the recorded ones, in the order in which they ended.  graph: every turn that was asked
-    for, also of other models, with the reason of each that is not trained.
+    turns: recorded turns in the order of their ends.  graph: every requested turn, also of other
+    models, with the reason of each that is not trained.
     """
 
     name: str
@@ -66,7 +66,7 @@ class EpisodeView:
 class ScoreRequest:
     """A question to a scorer about an episode, a turn or a step.
 
-    key: the name of the question; a repeated one has the same key, another text never has it.
+    key: the name of the question; a repeat has the same key, another text never has it.
     episode: up to the end of the turn or step, which belongs to its last turn.
     step_begin: characters of the last turn before the step; -1: it is not about a step.
     group: the questions about one closed group have this name and travel together; "": none.

@@ -32,7 +32,7 @@ class ConfigError(MoerlError):
 
 
 class LineError(ConfigError):
-    """A line of the user's data that cannot be used; the lines beside it may be.
+    """One unusable line of user data; the run continues with the next.
 
     kind: a few words by which lines are counted, such as "no answer".
     """
@@ -123,9 +123,9 @@ class ScoreError(MoerlError):
 
 
 class ScorerDown(ScoreError):
-    """A scorer that did not answer, whatever it was asked: its requests may be repeated.
+    """A scorer that did not answer: its requests may be repeated.
 
-    wait_s: seconds after which it wants to be asked again; 0 = it did not say.
+    wait_s: seconds until the next request, by the scorer's wish; 0 = none.
     """
 
     def __init__(self, text: str, wait_s: float = 0.0) -> None:

@@ -59,7 +59,7 @@ class SendVersion:
     destinations: dict[int, Destination]  # by engine rank
     timeout_s: float
     round: int | None = None  # as in WriteUpdate; None = all buckets
-    again: bool = False  # what was sent arrived damaged: pack it again, and send no delta
+    again: bool = False  # the buckets arrived damaged: pack them again, and send no delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class Sent:
 # --- trainer -> controller ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a trainer.  Reply: Ok; SetEngines when the engines differ from the
-    configured ones.
+    """First message of a trainer.  Reply: Ok; SetEngines when engines were added or removed.
 
     consumed: group ids trained before the checkpoint that the trainer loaded; the controller never
     plans them again.
@@ -234,10 +233,7 @@ class SleepEngine:
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine:
-    """Take memory again.  Reply: MemoryState; idempotent.
-
-    The KV cache is refused while the weights are asleep or dirty.
-    """
+    """Take memory again.  Idempotent; no KV cache before intact weights.  Reply: MemoryState."""
 
     engine: int
     parts: tuple[str, ...]
@@ -269,15 +265,12 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """An optimizer step has a loss or a gradient that is not finite.
-
-    Reply: Ok, when its records are kept.
-    """
+    """A step's loss or gradient is not finite.  Reply: Ok, when its records are kept."""
 
     step: int
     number: int  # of such optimizer steps of the batch, from 1
     text: str  # a sentence that names cause, microbatches and rollouts
-    rollouts: tuple[str, ...]  # ids; empty: unknown, so those of the whole batch are kept
+    rollouts: tuple[str, ...]  # ids; empty: unknown, so the whole batch is kept
 
 
 # --- reference ranks (reference, teacher) -> controller ------------------------------------------
@@ -405,10 +398,7 @@ class UpdatePrepared:
 
 @dataclass(frozen=True, slots=True)
 class UpdateVerified:
-    """The result of a comparison; the session stays open.
-
-    failed: per engine rank, numbers of the buckets that differ.
-    """
+    """The result of a comparison.  failed: per engine rank, numbers of unequal buckets."""
 
     failed: tuple[tuple[int, ...], ...]
     # of the staged version, of factors: of the weights that they give, 16 hex digits; empty when
@@ -492,7 +482,7 @@ class EngineStatus:
     generated_tokens: int  # since start
     busy_s: float  # seconds with at least one request in flight
     refused: dict[str, int] = field(default_factory=dict)  # records refused, by reason
-    layout: str = ""  # fingerprint of the weight layout; equal ones take equal transfer plans
+    layout: str = ""  # fingerprint of the weight layout; equal prints take equal transfer plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,10 +509,7 @@ class Engine(Protocol):
         ...
 
     async def collect(self) -> Answers:
-        """Replies that have arrived; waits some seconds for the first.
-
-        Every record is checked and sealed.
-        """
+        """Replies so far; waits some seconds for the first.  Every record is checked and sealed."""
         ...
 
     async def abort(self, names: Sequence[str]) -> None:
@@ -577,10 +564,7 @@ class Scorers(Protocol):
         ...
 
     async def reply(self, prompt: Prompt, responses: Sequence[str]) -> str:
-        """The environment's reply to a turn, given the policy's turns so far; empty: it ends.
-
-        Raises ScoreError.
-        """
+        """The environment's reply to the policy's turns; empty: it ends.  Raises ScoreError."""
         ...
 
 

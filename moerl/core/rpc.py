@@ -62,7 +62,7 @@ _KEPT_CALLERS = 1024  # clients whose last answer is kept; a publish session is 
 _KEPT_BYTES = 8 * 2**20  # longer answers (plans) are built again, with equal content
 _LONG = 2**16  # bytes; longer messages are decoded in a thread
 _MAX_SOCKETS = 16384  # of a process: a trainer's rank 0 has one per engine and rank
-_PORTS = (20000, 32000)  # below those of outgoing connections: a port stays free in a restart
+_PORTS = (20000, 32000)  # below the ports of outgoing connections: a port stays free in a restart
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _server_socket(keys: Keys) -> zmq.Socket[bytes]:
     socket.curve_secretkey = keys.server
     socket.zap_domain = zmq.curve_public(keys.client)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no ZAP thread: nobody is admitted
-    socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what exceeds it: no long reply would arrive
+    socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops messages above it: no long reply would arrive
     return _bounded(socket)
 
 
@@ -231,7 +231,7 @@ class RpcServer:
             return
         client, number, part, parts = header
         caller = self._caller(client)
-        if number < caller.parts.number:  # a late copy of a request that nobody waits for
+        if number < caller.parts.number:  # a late copy of a request that was answered
             return
         if number > caller.parts.number:
             caller = self._callers[client] = _Caller(parts=_Parts(number))

@@ -184,10 +184,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """End of one turn inside a row that holds several turns.
-
-    A turn that ends with ABORT continues in the episode's next row.
-    """
+    """End of a turn in a row of several.  After ABORT it continues in the next row."""
 
     end: int  # sampled tokens of the row up to here
     finish: Finish
@@ -551,7 +548,7 @@ class EpisodeGroup:
     group_id: int
     prompt: Prompt
     episodes: tuple[Episode, ...]
-    # Rewards of siblings in another group, and of stale ones that were dropped, for the baseline
+    # Rewards of siblings in another group, and of dropped stale siblings, for the baseline
     peers: tuple[float, ...] = ()
 
     def rollouts(self) -> list[Rollout]:

@@ -12,11 +12,11 @@ counted once.
 Rejected: best-fit by token count (it ignores padding, and attention, which grows with the square);
 set differencing (Karmarkar and Karp), which cannot keep the bound on tokens.
 
-One batch may become several optimizer steps: whole groups in each, one plan per step.  How many is
-the trainer's own matter, so the split is made on every rank from the plan and the seed, and no
-message carries it.  Each part is planned like a batch of its own: global denominators, microbatch
-numbers and shapes follow from it, equal on all data-parallel ranks.  Groups are dealt by chance in
-each batch: their order in the plan is the order of their age.
+One batch may become several optimizer steps: whole groups in each, one plan per step.  Every rank
+derives the split from the plan and the seed, so no message carries it.  Each part is planned like a
+batch of its own: global denominators, microbatch numbers and shapes follow from it, equal on all
+data-parallel ranks.  Groups are dealt by chance in each batch: their order in the plan is the order
+of their age.
 Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
 """
 
@@ -89,10 +89,7 @@ def plan_batch(
 
 
 def _items(groups: Sequence[EpisodeGroup], pair: float, most: int) -> list[_Item]:
-    """All rows, the longest first, which is the most expensive too.
-
-    most: tokens of the rows of an item; 0 = one row each.
-    """
+    """All rows, longest first.  most: tokens of the rows of an item; 0 = one row each."""
     items = list[_Item]()
     for group_idx, group in enumerate(groups):
         rows = [

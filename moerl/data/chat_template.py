@@ -22,7 +22,7 @@ import msgspec
 from moerl.config.template_names import is_reserved, reserved_name
 from moerl.core.errors import ConfigError, MoerlError
 from moerl.data.template_parts import Json as Json
-from moerl.data.template_parts import Part, left_out, shape
+from moerl.data.template_parts import MessagePart, left_out, shape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -48,7 +48,7 @@ class TemplateError(MoerlError):
 class LeftOutError(TemplateError):
     """A part of a conversation that the chat template does not write.  part: None: the tools."""
 
-    def __init__(self, part: Part | None = None) -> None:
+    def __init__(self, part: MessagePart | None = None) -> None:
         self.part = part
         what = "tools" if part is None else f"{part.field} of a message of role {part.role}"
         super().__init__(f"the chat template writes no {what}")
@@ -64,16 +64,16 @@ class ChatTemplate:
         arguments: Mapping[str, object] = _NO_ARGUMENTS,
         section: str = "task",
     ) -> None:
-        """chosen: a file in place of the tokenizer's template.  section: of these settings.
+        """Load the template: the tokenizer's, or the file `chosen`.  Raises ConfigError.
 
-        arguments: variables of the template in each conversation.  Raises ConfigError.
+        section: of these settings.  arguments: variables of the template in each conversation.
         """
         self._file: tuple[str, object] | None = None
         if isinstance(chosen, str) and chosen:
             self._file = f"{section}.chat_template", chosen
             tokenizer = _with_file(tokenizer, *self._file)
         self.tokenizer = self._tokenizer = tokenizer
-        self._shapes: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._shapes: dict[tuple[object, ...], tuple[MessagePart, ...]] = {}
         try:
             self.arguments = self.checked(arguments)
         except TemplateError as error:
@@ -100,8 +100,8 @@ class ChatTemplate:
     ) -> str:
         """Text of a conversation, for `encode` only: the control tokens of contents are cut.
 
-        messages: in OpenAI's form, contents as text.  arguments: laid over those of all
-        conversations.  Raises TemplateError, which names the message.
+        messages: in OpenAI's form, contents as text.  arguments: override the common arguments.
+        Raises TemplateError, which names the message.
         """
         texts_only = any(message.get("tool_calls") for message in messages) and self._texts_only
         try:
@@ -116,7 +116,7 @@ class ChatTemplate:
         messages: Sequence[Json],
         tools: Sequence[Json] = (),
         arguments: Mapping[str, object] = _NO_ARGUMENTS,
-    ) -> tuple[str, tuple[Part, ...]]:
+    ) -> tuple[str, tuple[MessagePart, ...]]:
         """As `render`, with the parts that the template leaves out by its right.
 
         Raises TemplateError; LeftOutError for tools, or a part, that are needed and left out.
@@ -138,17 +138,14 @@ class ChatTemplate:
 
     def _left_out(
         self, messages: Sequence[Json], tools: Sequence[Json], arguments: Mapping[str, object]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[MessagePart, ...]:
         try:
             return left_out(messages, lambda marked: self.render(marked, tools, arguments))
         except TemplateError:
             return ()  # it reads a part more closely than a mark allows
 
     def checked(self, arguments: Mapping[str, object]) -> Json:
-        """Arguments without nulls, which name nothing.
-
-        Raises TemplateError for one that is reserved, or that the template does not read.
-        """
+        """Arguments without nulls.  Raises TemplateError if a name is reserved or unused."""
         given = {name: value for name, value in arguments.items() if value is not None}
         if name := reserved_name(given):
             raise TemplateError(f"{name} is set by moerl and cannot be an argument of the template")
@@ -210,7 +207,7 @@ class ChatTemplate:
     def encode_plain(self, text: str, *, begin: bool) -> Sequence[int]:
         """Tokens of a text without a template; control tokens in it are text.
 
-        begin: add what the tokenizer puts before and behind a text.
+        begin: add the tokenizer's own tokens before and behind a text.
         """
         if self._special is None or not self._special.search(text):
             ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=begin)
@@ -286,10 +283,7 @@ class ChatTemplate:
         text_arguments: bool = False,
         opens: bool = True,
     ) -> str:
-        """opens: an answer begins behind the last message.
-
-        Raises TemplateError with the words of the template.
-        """
+        """Raises TemplateError with the template's message.  opens: an answer follows."""
         import jinja2  # the plain wheel is without it
 
         shown = [

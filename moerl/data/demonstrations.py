@@ -82,17 +82,14 @@ def with_texts(prompt: Prompt) -> Prompt:
 class AnswerEnd:
     """Token ids behind an answer of the policy.
 
-    What a template writes behind the end token, a line feed for example, is no part of it: the
-    policy never samples it.
+    Text of the template behind the end token, such as a line feed, is left out: the policy never
+    samples it.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate | None] = _NO_TEMPLATES
     ) -> None:
-        """templates: of tasks, by label; else the tokenizer's own.
-
-        Raises ConfigError for a tokenizer without an end token.
-        """
+        """Raises ConfigError without an end token.  templates: by label of a task."""
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "model.path", tokenizer.name_or_path, "its tokenizer has no end token"

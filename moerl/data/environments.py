@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moerl.config.functions import load_below, look_up
+from moerl.config.functions import import_object, load_below
 from moerl.config.schema import TaskConfig
 from moerl.config.task_kinds import TaskKind
 from moerl.config.task_tables import ENVIRONMENT_NAMES, ENVIRONMENTS, PACKAGE
@@ -29,7 +29,9 @@ def make_environment(task: TaskConfig) -> Environment | None:
     if task.environment in ENVIRONMENTS:
         named: Environment = load_below(PACKAGE, ENVIRONMENTS[task.environment])
         return named
-    function: UserEnvironment = look_up("task.environment", task.environment, ENVIRONMENT_NAMES)
+    function: UserEnvironment = import_object(
+        "task.environment", task.environment, ENVIRONMENT_NAMES
+    )
     return lambda prompt, responses: function(prompt.text, prompt.answer, responses, prompt.extra)
 
 

@@ -1,7 +1,7 @@
 """The values that a line of data may have, checked where they are read.
 
-Rewards, programs and environments get what JSON has: text, true, false, null, whole numbers of 64
-bits, finite numbers, lists and objects.  Cells of tables become these: dates and times ISO 8601
+Rewards, programs and environments get the values of JSON: text, true, false, null, whole numbers of
+64 bits, finite numbers, lists and objects.  Cells of tables become these: dates and times ISO 8601
 text, decimals text, maps objects.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of the lines of a task's files before a run, and what they found."""
+"""Checks of the lines of a task's files before a run, and their findings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LineCheck:
 
     @property
     def bad(self) -> int:
-        """Lines that cannot be used, without those that `task.overlong` skips."""
+        """Lines that cannot be used, except lines that `task.overlong` skips."""
         skipped = self.count(OVERLONG) if self.task.overlong == "skip" else 0
         return self.unusable - skipped
 

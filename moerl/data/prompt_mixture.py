@@ -40,11 +40,9 @@ class PromptMixture:
         seed: int,
         longest: int = 0,
     ) -> None:
-        """tokenizer: as of PromptStream.
+        """Raises ConfigError for every fault of the settings and of the files as a whole.
 
         longest: tokens of the longest sequence that the engines take; 0 = not known.
-
-        Raises ConfigError for every fault of the settings and of the files as a whole.
         """
         self._entries = tuple(entries)
         self._order = TaskOrder(whole_weights(entries))
@@ -60,10 +58,7 @@ class PromptMixture:
         return list(zip(self._entries, self._streams, strict=True))
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt number `index`.
-
-        Raises LineError when it cannot be used, and ConfigError when too many lines cannot.
-        """
+        """Prompt number `index`.  Raises LineError: unusable; ConfigError: too many are."""
         task, place = self._order.place(index)
         entry = self._entries[task]
         with naming(entry):
@@ -72,7 +67,7 @@ class PromptMixture:
 
 
 def usable(prompt: Callable[[int], Prompt]) -> Iterator[Prompt]:
-    """The prompts of a stream in order, without those that cannot be used.
+    """The usable prompts of a stream in order.
 
     Raises ConfigError as `prompt` does, and LineError when many in a row cannot be used.
     """

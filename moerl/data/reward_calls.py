@@ -1,4 +1,4 @@
-"""Calls of users' rewards, in moerl's own form and in those of verl and TRL.
+"""Calls of users' rewards, in the forms of moerl, verl and TRL.
 
 Sources: `verl/workers/reward_manager/naive.py` (compute_score by keywords; `score` of a dict) and
 `trl/trainer/grpo_trainer.py` (lists over completions, columns as keywords).
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from moerl.config.functions import look_up
+from moerl.config.functions import import_object
 from moerl.config.reward_checks import own_form, signature_problem, split_form
 from moerl.config.schema import TaskConfig
 from moerl.config.task_kinds import TaskKind
@@ -25,7 +25,7 @@ from moerl.data.reward_values import BadReturn, quoted, score_of
 
 Reward = Callable[[Prompt, EpisodeView], Score]
 Function = Callable[..., Any]
-# What Python says of arguments; a decorator or a function that the reward calls may hide them.
+# Python's messages about arguments; a decorator or a function that the reward calls may hide them.
 _WRONG_CALL = re.compile(r"missing \d+ required|takes .* positional arg|unexpected keyword arg")
 
 
@@ -35,7 +35,7 @@ def user_reward(task: TaskConfig, *, objects: bool = False) -> Reward:
     Raises ConfigError when it cannot be imported, or not be called in this form.
     """
     form, path = split_form(task.reward)
-    named: Any = look_up("task.reward", path, REWARD_NAMES)
+    named: Any = import_object("task.reward", path, REWARD_NAMES)
     made: Any = named() if objects and isinstance(named, type) else named
     function: Function = made
     if inspect.isclass(function) or not callable(function):

@@ -4,9 +4,9 @@ Siblings of a group share their prompt, branches of an episode their first turns
 depth-first walk a row shares leading tokens with the row before it, and keeps the slots of those
 tokens; its own slots hold the rest.  One number per row therefore describes the whole tree.
 
-Tokens alone do not suffice: the recorded routes of the shared tokens must be the same, too.
-Records are compared by the digests in their references, so a plan knows what its rows share and no
-record is read.  Rows with the same prompt and other routes stay apart.
+Tokens alone do not suffice: the recorded routes of shared tokens must be the same, too.  Records
+are compared by the digests in their references, so a plan knows the shared tokens and no record is
+read.  Rows with the same prompt and other routes stay apart.
 
 Example: prompt [5, 9, 4] with the answers [7, 2] and [3, 8], whose prompt has the same routes: the
 first row holds the fed-in tokens 5 9 4 7, the second shares three and holds 3.  The slot of 4
@@ -51,7 +51,7 @@ def walk_order(row: Rollout) -> tuple[tuple[str, ...], bytes]:
 
 
 def count_apart(group: EpisodeGroup) -> int:
-    """Number of prompts that are forwarded once more, because their routes are other ones."""
+    """Number of prompts that are forwarded once more, because their routes differ."""
     known: dict[bytes, list[Rollout]] = {}
     for row in group.rollouts():
         kinds = known.setdefault(row.token_ids[: row.prompt_len].tobytes(), [])

@@ -34,7 +34,7 @@ from moerl.data.environments import demonstration
 from moerl.data.plain_values import FieldError
 from moerl.data.prompt_files import PromptFiles, line_error
 from moerl.data.prompt_items import Item
-from moerl.data.template_parts import Part
+from moerl.data.template_parts import MessagePart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -113,11 +113,9 @@ class PromptStream:
     def __init__(
         self, task: TaskConfig, tokenizer: Tokenizer | None, seed: int, room: int = 0
     ) -> None:
-        """tokenizer: None: each prompt has one token, for checks of all else.
+        """Raises ConfigError for every fault of the settings and of the files as a whole.
 
-        room: tokens that the engines leave for a prompt; 0 = not known.
-
-        Raises ConfigError for every fault of the settings and of the files as a whole.
+        tokenizer: None: each prompt has one token.  room: longest prompt in tokens; 0 = not known.
         """
         self.template: ChatTemplate | None = None
         if tokenizer:
@@ -282,8 +280,8 @@ class PromptStream:
         self.left_out.update(f"{part.field} of role {part.role}" for part in left_out)
         return shown
 
-    def _lost(self, part: Part | None, before: int) -> FieldError:
-        """before: number of messages that the line does not have."""
+    def _lost(self, part: MessagePart | None, before: int) -> FieldError:
+        """The error of a part that is left out.  before: messages absent from the line."""
         if part is None:
             name = self._task.columns.get("tools", "tools")
             problem = f"has {name!r}, and the model's chat template writes no tools; "

@@ -3,7 +3,7 @@
 The version depends on the step alone, never on the moment of a publish.  So a plan has one version
 of each teacher, and after a crash a step meets the teacher that it met before.
 
-An incarnation's steps replace those of earlier ones behind its beginning: a version is named by the
+An incarnation's steps replace later steps of earlier incarnations: a version is named by the
 trainer that made its weights.
 """
 

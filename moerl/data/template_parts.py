@@ -1,8 +1,9 @@
 """Parts of messages that a chat template leaves out, found without knowledge of the template.
 
 Each part gets a mark, and the template writes the marked conversation: a part whose mark is not in
-the text is left out.  A template may leave out thinking, of which those of reasoning models write
-only what follows the last question, and names.  A content or a call would be lost without a word.
+the text is left out.  A template may leave out names and thinking (templates of reasoning models
+often write only the thinking behind the last question).  A content or a call would be lost without
+a word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LINKS = ("role", "type", "id", "tool_call_id")  # templates may check their for
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """A field of messages[place].  is_needed: a conversation without it is another one."""
 
     place: int
@@ -30,19 +31,21 @@ class Part:
         return f"messages[{self.place}].{self.field}"
 
 
-def left_out(messages: Sequence[Json], written: Callable[[list[Json]], str]) -> tuple[Part, ...]:
+def left_out(
+    messages: Sequence[Json], written: Callable[[list[Json]], str]
+) -> tuple[MessagePart, ...]:
     """Parts that a template leaves out.  written: its text of a conversation."""
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     asked = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     marked: list[Json] = []
     for place, message in enumerate(messages):
         changed = dict(message)
         for field, value in _marked(message, len(parts)):
             changed[field] = value
-            # Text beside calls may be thinking: gpt-oss writes it into its channel of analysis
+            # Text next to calls may be thinking: gpt-oss writes it into its channel of analysis
             is_thought = place < max(asked, default=0) and bool(message.get("tool_calls"))
             is_needed = field == "tool_calls" or (field == "content" and not is_thought)
-            parts.append(Part(place, str(message.get("role")), field, is_needed))
+            parts.append(MessagePart(place, str(message.get("role")), field, is_needed))
         marked.append(changed)
     text = written(marked)
     return tuple(part for number, part in enumerate(parts) if _mark(number) not in text)

@@ -93,7 +93,7 @@ def labelled_row(
 
 
 def learnable(value_head: str) -> Callable[[Prompt], Prompt]:
-    """The check of what `moerl sft` learns from a prompt.  value_head: `sft.value_head`."""
+    """The check of a prompt's part that `moerl sft` learns.  value_head: `sft.value_head`."""
     return with_texts if value_head == "off" else partial(with_steps, value_head)
 
 

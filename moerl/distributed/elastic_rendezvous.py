@@ -153,10 +153,7 @@ class MoerlRendezvous(RendezvousHandler):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The factory that torchrun calls for `--rdzv-backend moerl`.
-
-    Raises ConfigError, TransportError.
-    """
+    """The factory of torchrun's `--rdzv-backend moerl`.  Raises ConfigError, TransportError."""
     slot = params.get_as_int("slot", 0)
     port = params.get_as_int("port", 0)
     assert slot is not None, "it has a default"

@@ -35,7 +35,7 @@ class TokenStore(dist.Store):
     def __init__(
         self, server: ServerAddress, timeout: timedelta, deadline: float = math.inf
     ) -> None:
-        """timeout: of one call.  deadline: `time.monotonic()` at which every call has ended."""
+        """Connect.  timeout: of one call.  deadline: end of all calls in `time.monotonic()`."""
         super().__init__()
         self.deadline = deadline
         self.set_timeout(timeout)

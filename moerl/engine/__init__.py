@@ -1,1 +1,1 @@
-"""Rollout engines: host/ runs beside SGLang's server, plugin/ inside it; both share these files."""
+"""Rollout engines: host/ runs outside SGLang's server, plugin/ inside; both share these files."""

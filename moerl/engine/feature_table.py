@@ -435,10 +435,7 @@ PROVEN = tuple(feature.name for feature in FEATURES if feature.verdict is Verdic
 
 
 def check(name: str, value: Any, *, replay: bool) -> None:
-    """Refuse `engine.args.NAME = value` when the table does.  Raises ConfigError.
-
-    replay: routing is recorded.
-    """
+    """Raises ConfigError when the table refuses the argument.  replay: routing is recorded."""
     for feature in FEATURES:
         allowed = feature.args.get(name)
         if allowed is None or value in allowed or feature.verdict is Verdict.PROVEN:

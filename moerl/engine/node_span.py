@@ -56,7 +56,7 @@ class NodeSpan:
         return dict(self.devices) | {
             _VARIABLE: json.dumps(msgspec.to_builtins(self.store)),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{_SCHEME}://ranks",
-            # its queues to other nodes unpickle what arrives; gloo takes their place
+            # its queues to other nodes unpickle messages; gloo takes their place
             "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
         }
 

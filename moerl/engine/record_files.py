@@ -65,7 +65,7 @@ class RecordWriter:
         self, folder: Path, limit_bytes: int = LIMIT_BYTES, inline_bytes: int = INLINE_BYTES
     ) -> None:
         self._folder, self._limit, self._inline = folder, limit_bytes, inline_bytes
-        self._written = 0  # since the last look at what the host has not read
+        self._written = 0  # since the last look at files that the host has not read
 
     def write(self, request_id: str, arrays: Mapping[str, Array]) -> str:
         """Store the record of an ended request.  Returns the reference for its reply.

@@ -70,7 +70,7 @@ class TextReplies(SingleTurn):
         sampled_tokens: int = 0,
         timeout_s: float = 0.0,
     ) -> None:
-        """context_tokens: longest sequence that the engines take; 0 = not known.
+        """Begin the episode; context_tokens: longest sequence of the engines; 0 = not known.
 
         sampled_tokens: most of the whole episode; 0 = no limit.  timeout_s: of a reply.
         """
@@ -115,9 +115,9 @@ class EnvironmentRunner:
         wall_s: Callable[[EpisodeSpec], float] = lambda spec: 0.0,
         fork: Callable[[OpenEpisode], Awaitable[Mapping[str, float]]] | None = None,
     ) -> None:
-        """wall_s: seconds of an episode; 0 = no limit.
+        """Set the limits.  wall_s: seconds of an episode; 0 = no limit.
 
-        fork: continues the answer of an episode that is trained in other ways; counts.
+        fork: continues the answer of a trained episode in other ways; returns counts.
         """
         self._make, self._wall_s, self._fork = make, wall_s, fork
 

@@ -33,8 +33,8 @@ from moerl.episodes.turn import SampledTurn, SharedIds
 from moerl.records.record_uris import blob_uris
 
 Decode = Callable[[Sequence[int]], str]
-# What became of an episode that its player has handed over
-Settled = Literal["admitted", "dropped", "played_again"]
+# Result of an episode that its player has handed over
+Retired = Literal["admitted", "dropped", "played_again"]
 
 # Failures of an episode: the controller ended it; its program or worker has died, through no fault
 # of its own, and the group is played again; another episode has blocked its worker, and the group
@@ -46,9 +46,8 @@ ENDED, LOST, BLOCKED, REFUSED = "ended", "lost", "blocked", "refused"
 class RecordedTurn:
     """A turn that has ended.  Its prompt begins with `inherited` tokens of its parent.
 
-    These are all tokens of the parent, or all but its last one: a stop token that the template
-    replaces by another.  sampled: the replies to its own calls.  origin: how its request relates to
-    earlier ones.
+    These are all tokens of the parent, or all but a last stop token that the template replaces.
+    sampled: the replies to its own calls.  origin: how its request relates to earlier ones.
     """
 
     __slots__ = (
@@ -71,9 +70,9 @@ class RecordedTurn:
         sampled: SampledTurn,
         fork_at: int = -1,
     ) -> None:
-        """fork_at: sampled tokens of its parent that it continues in another way; -1: all.
+        """Raises RecordError when the turn does not continue its parent.
 
-        Raises RecordError when the turn does not continue its parent.
+        fork_at: number of its parent's sampled tokens that it keeps; -1: all.
         """
         self.before, self.inherited, self.origin, self.name = before, inherited, origin, name
         self.fork_at = fork_at
@@ -162,10 +161,10 @@ def _begins(ids: Array, prefix: Array) -> bool:
 class FinishedEpisode:
     """An episode that has ended.
 
-    turns: the recorded ones, in the order in which they ended; graph: all that were asked for, with
-    the reason of each that is left out.  uris: every blob that was sealed for it.  failure: why it
-    cannot be trained, in one word; detail: the same in a sentence.  own_score: by its own program
-    or environment; None: it brought none.  settled: hears what became of it.
+    turns: recorded turns in the order of their ends; graph: all requested turns, with the reason of
+    each that is left out.  uris: every blob that was sealed for it.  failure: why it cannot be
+    trained, in one word; detail: the same in a sentence.  own_score: by its own program or
+    environment, if any.  on_retired: receives its result.
     """
 
     episode_id: str
@@ -178,7 +177,7 @@ class FinishedEpisode:
     own_score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     graph: tuple[GraphTurn, ...] = ()
-    settled: Callable[[Settled], None] = lambda how: None
+    on_retired: Callable[[Retired], None] = lambda how: None
 
     @property
     def lacks_context(self) -> bool:
@@ -219,7 +218,7 @@ class FinishedEpisode:
 
     @property
     def answers(self) -> list[FinishedEpisode]:
-        """What is scored: the episode without its forks, then each fork as an episode."""
+        """The scored episodes: the episode without its forks, then each fork as an episode."""
         forks = [turn for turn in self.turns if turn.fork_at >= 0]
         if not forks:
             return [self]
@@ -273,7 +272,7 @@ def view_of_turn(prompt: Prompt, turn: RecordedTurn, decode: Decode) -> TurnView
 
 
 def _ancestors(place: int | None, parents: Sequence[int | None]) -> Iterator[int]:
-    """A turn, the one that it continues, and so on."""
+    """A turn, its parent, and so on."""
     while place is not None:
         yield place
         place = parents[place]

@@ -21,8 +21,8 @@ _TRIES = 3  # of a pivot, each under the weights that are current then
 def pivots_of(ids: Sequence[int], settings: ForkConfig, decode: Decode) -> list[int]:
     """Numbers of sampled tokens of an answer that its pivots keep, ascending.
 
-    Whether a token is a pivot is known from the tokens up to it: a choice by what comes behind it,
-    such as the length of the answer, would bias the values.
+    Whether a token is a pivot is known from the tokens up to it: a choice by later tokens, such as
+    the length of the answer, would bias the values.
     """
     if settings.every:
         found = list(range(settings.every, len(ids), settings.every))

@@ -1,6 +1,6 @@
 """An open episode: its turns, the graph of its requests, and its age.
 
-It lives on the controller's event loop.  Messages, templates, HTTP and programs may live on another
+It runs on the controller's event loop.  Messages, templates, HTTP and programs may run on another
 loop, which calls `sample` once per turn.  However often an engine is interrupted, the turn resumes
 in a callback of the router; its caller waits for one future.
 """
@@ -29,7 +29,7 @@ from moerl.core.types import (
     Segment,
     base_role,
 )
-from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Settled
+from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Retired
 from moerl.episodes.turn import TurnInFlight
 from moerl.records.record_uris import blob_uris
 
@@ -105,8 +105,8 @@ class TurnRequest:
     fork_at: number of the parent's sampled tokens that are kept; -1: all of them.
     version: the turn is sampled under these weights only, or not at all; None: under any.
     role: of the policy in this turn, such as `solver` or `solver.2`; empty: it has none.
-    ends: whether these tokens, at whose end is one of `stop_ids`, end the turn.
-    heard: receives all tokens so far, now and then; used on the controller's loop.
+    ends: whether these tokens, which end with a token of `stop_ids`, end the turn.
+    on_tokens: receives all tokens so far, now and then; used on the controller's loop.
     """
 
     prompt_ids: Array
@@ -117,10 +117,10 @@ class TurnRequest:
     version: PolicyVersion | None = None
     role: str = ""
     max_new_tokens: int = 0  # 0: the episode's own limit
-    stop_ids: tuple[int, ...] = ()  # beside the stop tokens of the episode
+    stop_ids: tuple[int, ...] = ()  # besides the stop tokens of the episode
     grammar: Grammar | None = None
     ends: Callable[[Array], Awaitable[bool]] | None = None
-    heard: Callable[[Array], None] | None = None
+    on_tokens: Callable[[Array], None] | None = None
 
 
 class TurnCall:
@@ -129,10 +129,10 @@ class TurnCall:
     __slots__ = (
         "asked",
         "done",
+        "engine",
         "episode",
-        "heard",
-        "member",
         "sent_at",
+        "shown_ids",
         "step",
         "turn",
         "wanted",
@@ -142,10 +142,10 @@ class TurnCall:
         self.episode, self.turn, self.wanted = episode, turn, wanted
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked: GenerateRequest | None = None  # the request of this turn that is open
-        self.member: object | None = None  # state of the engine that has it
+        self.engine: object | None = None  # state of the engine that has it
         self.sent_at = 0.0  # seconds of the event loop
         self.step = 0  # of that engine's weights when it was sent
-        self.heard: Array = np.zeros(0, np.int32)  # tokens that a listener knows
+        self.shown_ids: Array = np.zeros(0, np.int32)  # tokens that a listener knows
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -160,7 +160,7 @@ class Router(Protocol):
         ...
 
     def withdraw(self, call: TurnCall) -> None:
-        """Nobody waits for this turn any more."""
+        """Drop a turn whose caller has stopped waiting."""
         ...
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
@@ -173,9 +173,8 @@ class Outcome:
     """How an episode ended.
 
     failure: why it cannot be trained, in one word; empty if it can.  detail: a sentence.
-    score: by the episode's own program or environment; None: it gave none.
-    refused: the error of a record for which the episode is played again.  settled: hears what
-    became of it, on the controller's loop.
+    score: by the episode's own program or environment, if any.  refused: the error of a record for
+    which the episode is played again.  on_retired: receives its result, on the controller's loop.
     """
 
     failure: str = ""
@@ -183,7 +182,7 @@ class Outcome:
     score: Score | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     refused: RecordError | None = None
-    settled: Callable[[Settled], None] = lambda how: None
+    on_retired: Callable[[Retired], None] = lambda how: None
 
 
 class EpisodeWatch(Protocol):
@@ -230,7 +229,7 @@ class OpenEpisode:
         self.unlogged: list[tuple[GenerateRequest, Segment]] = []  # see rollout.journal_tokens
         self.is_released = spec.pin is not None  # its owner has taken its blobs over
         self.count_lost: Callable[[int], None] | None = None  # receives tokens of withdrawn turns
-        self._graph: dict[str, GraphTurn] = {}  # turns that were asked for, by name
+        self._graph: dict[str, GraphTurn] = {}  # requested turns, by name
         self._calls: dict[str, TurnCall] = {}  # turns that are being sampled, by name
         self._oldest: dict[str, PolicyVersion] = {}  # of the tokens of each turn
         self._ended = False
@@ -302,7 +301,7 @@ class OpenEpisode:
         self.turns = [turn for turn in self.turns if turn.name != name]
 
     def end(self) -> None:
-        """Sample no further turn, and give up the running ones."""
+        """Sample no further turn, and withdraw running turns."""
         self._ended = True
         for call in self._calls.values():
             call.fail(EpisodeEnded(f"episode {self.name} was ended"))
@@ -328,7 +327,7 @@ class OpenEpisode:
             refused=outcome.refused,
             own_score=None if failure else outcome.score,
             counts=counts,
-            settled=outcome.settled,
+            on_retired=outcome.on_retired,
             graph=graph,
         )
 
@@ -373,7 +372,7 @@ class OpenEpisode:
         """
         steps = [version.step for version in self._oldest.values()]
         if runs_through_updates:
-            steps += [call.step for call in self._calls.values() if call.member is not None]
+            steps += [call.step for call in self._calls.values() if call.engine is not None]
         return min(steps, default=None)
 
     # --- plumbing ---------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ Blob = TypeVar("Blob", MaskBlob, LogprobBlob)
 def rows_of(episode_id: str, turns: Sequence[SampledTurn], turn_rows: TurnRows) -> list[Rollout]:
     """The rows that train a chain of turns, in order.
 
-    Raises RecordError `turns` when a turn does not continue the one before, `audit_rows` when
+    Raises RecordError `turns` when a turn does not continue its predecessor, `audit_rows` when
     `split` lacks the rows of a prefix.
     """
     found: list[Rollout] = []
@@ -59,10 +59,7 @@ def rows_of(episode_id: str, turns: Sequence[SampledTurn], turn_rows: TurnRows) 
 
 
 def join(rollout_id: str, turns: Sequence[SampledTurn]) -> Rollout:
-    """One row of a chain of turns; `moerl.records.header_check` validates it on admission.
-
-    Raises RecordError `turns`.
-    """
+    """One row of a chain of turns, validated on admission.  Raises RecordError `turns`."""
     last = turns[-1]
     tokens = np.concatenate([last.prompt_ids, last.output_ids]).astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), np.bool_)
@@ -102,7 +99,7 @@ def _continues(turn: SampledTurn, before: SampledTurn) -> bool:
 
 
 def _begins(whole: Array, part: Array) -> bool:
-    """Turns of one conversation share their tokens, and what is shared need not be compared."""
+    """Whether `whole` begins with `part`; memory that both share is not compared."""
     begin = whole[: len(part)]
     if len(begin) == len(part) and begin.ctypes.data == part.ctypes.data:
         return begin.dtype == part.dtype

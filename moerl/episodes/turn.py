@@ -109,11 +109,11 @@ class TurnInFlight:
         rows_known: int = 0,
         slice_tokens: int = 0,
     ) -> None:
-        """prompt_ids: [P] i32, the whole conversation; siblings may share the array.
+        """Start the turn; prompt_ids: [P] i32, the whole conversation; siblings may share the
+        array.
 
-        rows_known: leading rows that earlier turns have delivered.
-
-        slice_tokens: most tokens that one call samples; 0 = only sampling's own limit.
+        rows_known: leading rows that earlier turns have delivered.  slice_tokens: most sampled
+        tokens of a call; 0 = only sampling's own limit.
         """
         self.name, self.prompt_ids, self.sampling, self.audit = name, prompt_ids, sampling, audit
         self.rows_known, self._slice = rows_known, slice_tokens
@@ -224,7 +224,7 @@ def _same_weights(a: VersionSpan, b: VersionSpan) -> bool:
 
 
 def _joined(segments: Sequence[Segment]) -> Array:
-    """[T] i32, their tokens.  Those of a single segment are not copied: most turns have one."""
+    """[T] i32, their tokens; the tokens of a single segment are not copied: most turns have one."""
     if len(segments) == 1:
         return segments[0].output_ids.astype(np.int32, copy=False)
     parts = [_NOTHING, *(segment.output_ids for segment in segments)]

@@ -107,5 +107,5 @@ def _folder(model: str, option: str) -> Path:
 
 
 def remove_engine_folders() -> None:
-    """Remove what engines left in the folder of temporary files, once their processes ended."""
+    """Remove the engines' temporary folders, once their processes ended."""
     remove_abandoned(Path(tempfile.gettempdir()))

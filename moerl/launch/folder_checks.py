@@ -33,7 +33,7 @@ _ROUNDED = 2.0**-8  # of a number that another dtype keeps
 _CHUNK = 1 << 22  # numbers
 
 
-class Wanted(NamedTuple):
+class CheckedFolder(NamedTuple):
     """A model folder of a run; `field` names it, `has_text`: its tokenizer is read."""
 
     field: str
@@ -79,17 +79,17 @@ def check_folder(field: str, folder: str, *, has_text: bool = False) -> ModelFil
     return held
 
 
-def _folders(config: Config) -> Iterator[Wanted]:
+def _folders(config: Config) -> Iterator[CheckedFolder]:
     if config.model.path:
-        yield Wanted("model.path", config.model.path, has_text=True)
+        yield CheckedFolder("model.path", config.model.path, has_text=True)
     for role, folder in ref_models_of(config).items():
         if folder:
-            yield Wanted(ref_field(role), folder, has_text=False)
+            yield CheckedFolder(ref_field(role), folder, has_text=False)
     for task in entries_of(config):
         for term in task.terms:
             if term.where in ("judge", "model"):
                 name = f"tasks.{task.label}" if config.tasks else "task"
-                yield Wanted(f"{name}.rewards.{term.name}.model", term.model, has_text=True)
+                yield CheckedFolder(f"{name}.rewards.{term.name}.model", term.model, has_text=True)
 
 
 def _check_adapter(folder: str) -> None:
@@ -152,7 +152,7 @@ def tokenizer_ids(fields: Mapping[str, Any]) -> dict[str, int]:
     return {**vocabulary, **added}
 
 
-# --- a stored head beside a tied embedding -------------------------------------------------------
+# --- a stored head with a tied embedding ---------------------------------------------------------
 def _check_tied_head(held: ModelFiles) -> None:
     """Raises ModelError where a tied model stores a head of its own, which nothing would read."""
     head, embedding = (held.tensors.get(held.spec.root + name) for name in (HEAD, EMBED))

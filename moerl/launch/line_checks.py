@@ -1,4 +1,4 @@
-"""Checks of the lines of a run's files: a part before the engines start, the rest beside it."""
+"""Checks of the lines of a run's files: some before the engines start, the rest meanwhile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def line_checks(
     max_positions: int,
     use: Callable[[Prompt], object] | None = None,
 ) -> LineChecks:
-    """Of the training prompts, and of the held-out prompts if there are any.
+    """Checks of training and evaluation files.
 
     max_positions: of the model.  use: as of LineCheck.  Raises ConfigError for files that cannot be
     read.
@@ -89,7 +89,7 @@ class LineChecks:
     def __init__(
         self, mixtures: Sequence[PromptMixture], use: Callable[[Prompt], object] | None = None
     ) -> None:
-        """mixtures: the training prompts first.  use: as of LineCheck."""
+        """Start no check; mixtures: the training prompts first.  use: as of LineCheck."""
         self._mixtures = mixtures
         self.checks = [
             LineCheck(*stream, use=use) for mixture in mixtures for stream in mixture.streams
@@ -100,7 +100,7 @@ class LineChecks:
     def begin(self, say: Callable[[str], None], most_s: float = MOST_S) -> None:
         """Check up to `MOST_LINES` lines of each file, all together for `most_s` seconds.
 
-        say: receives a line for each file of which something is to be said.
+        say: receives a line for each file with findings.
         Raises ConfigError for lines that cannot be used, and a task without a prompt.
         """
         begin = time.monotonic()

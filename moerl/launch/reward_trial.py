@@ -1,7 +1,7 @@
 """Calls of a task's reward before anything starts, in a worker as the run's own.
 
-A value that is no score fails every response, and would be seen only when engines have answered.
-A reward may raise for one text and be right for others: that is said and refuses nothing.
+A value that is no score fails every response, and would be seen only when engines have answered.  A
+reward may raise for one text and be right for others: that is reported and refuses nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ class RewardTrial:
     """One worker with the reward of a task."""
 
     def __init__(self, lines: LineCheck, task: TaskConfig) -> None:
-        """task: that of the lines, with one reward.
-
-        Raises ConfigError where this machine cannot isolate it as the task asks.
-        """
+        """Raises ConfigError if this machine cannot isolate the reward as the task wants."""
         self._template = lines.stream.template
         self._worker = WorkerProcess(isolation_of(task), task, task.score_timeout_s)
 

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from moerl.engine.node_span import Follower
 
 
-# What ranks inherit of the environment: names, and beginnings of names, ...
+# Variables that ranks inherit: names, and beginnings of names, ...
 _NAMES = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"}
 _NAMES |= {"CC", "CXX", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX", "XDG_CACHE_HOME", "HF_HOME"}
 _BEGINNINGS: tuple[str, ...] = ("LC_", "LD_", "PYTHON", "MALLOC_", "OMP_", "MKL_", "KMP_", "MOERL_")
 _BEGINNINGS += ("CUDA_", "NVIDIA_", "NVTE_", "TORCH", "PYTORCH_", "TRITON_", "SLURM_")
 _BEGINNINGS += ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "MC_")
-# ... but never one that looks like a secret.
+# ... but no variable that looks like a secret.
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|JWT")
 _HELD_OUT_SEED = 1_000_003  # added to run.seed for evaluation prompts
 REF_MODELS = "ref_models"
@@ -97,9 +97,7 @@ class RunContext:
         return ClusterBlobs(folder, server.node, self.token)
 
     def controller_endpoint(self) -> str:
-        """Address at which the controller listens for the trainer; "" = any port of
-        cluster.address.
-        """
+        """The controller's address for the trainer; "" = any port of cluster.address."""
         cluster = self.config.cluster
         if is_local(cluster):
             return ""
@@ -331,15 +329,14 @@ def _environment(context: RunContext, slot: TrainerSlot, mark: str) -> dict[str,
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Variables that an engine's host sets for itself and its server, beside those it inherits."""
+    """Variables that an engine's host sets for itself and its server; it inherits others."""
     return transport_environment(config, first_group(config, "engine"))
 
 
 def rank_environment(config: Config, slot: TrainerSlot) -> dict[str, str]:
     """Environment of a rank on any node; nothing here changes results.
 
-    Of this process's own variables only those that ranks read: no token of Ray, W&B, Hugging Face
-    or a cloud.
+    Ranks inherit only variables that they read: no token of Ray, W&B, Hugging Face or a cloud.
     """
     env = _allowed(os.environ) | transport_environment(config, slot.node.group)
     if takes_turns(config.cluster) and slot.devices and not env.keys() & set(ALLOCATOR):

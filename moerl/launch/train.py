@@ -136,8 +136,8 @@ def train(
 ) -> int:
     """Run to the last step; returns the exit status.  Prints the cause of a failure last.
 
-    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.  With
-    may_ask a resume is asked for there when a daemon of Ray died.  options: of `prepare`.
+    scratch: folder of this start for sockets of Ray and the gateway; the caller removes it.
+    may_ask: request a resume in that folder when a daemon of Ray died.  options: of `prepare`.
     """
     from moerl.launch.supervision.supervisor import Supervisor
 
@@ -273,7 +273,7 @@ def _close(
     for name, write in writes.items():
         try:
             write()
-        except Exception as error:  # what was trained is not lost by it
+        except Exception as error:  # the trained steps are not lost by it
             log.exception("the %s", name)
             print(f"moerl: the {name} was not written: {cause_of(error)}", file=err)
     rows = read_rows(run.metrics)
@@ -335,7 +335,7 @@ def prepare(
 ) -> RunContext:
     """Run every check that needs no process, make the recipe's tiny model, clear old files.
 
-    With resume: reset_optimizer starts from fresh optimizer state; allow_changed goes on with
+    With resume: reset_optimizer starts from fresh optimizer state; allow_changed continues with
     another task, seed or algorithm; from_start trains steps again that no checkpoint holds.
     Raises ConfigError before any process is started.
     """

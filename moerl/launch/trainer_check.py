@@ -32,10 +32,7 @@ def _has_megatron() -> bool:
 
 
 def check_trainer(config: Config, hf: Mapping[str, Any]) -> list[str]:
-    """Raises ConfigError; returns a sentence for each check that this machine cannot make.
-
-    hf: the model's config.json.
-    """
+    """Raises ConfigError; returns sentences about skipped checks.  hf: the model's config.json."""
     trainer, start = config.trainer, config.lora.start and has_weights(Path(config.model.path))
     if not trainer.megatron and not start:
         return []

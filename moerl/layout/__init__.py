@@ -1,7 +1,7 @@
 """Every tensor, on a trainer rank or an engine rank, as tiles in Hugging Face coordinates.
 
-Pure Python.  `model_spec` reads a config, `megatron_tiles` and `sglang_tiles` say what a rank
-holds, `join` plans the copies between two sides, `check_covers` refuses a live module that the
+Pure Python.  `model_spec` reads a config, `megatron_tiles` and `sglang_tiles` list the tiles of a
+rank, `join` plans the copies between two sides, `check_covers` refuses a live module that the
 tables do not describe exactly.
 """
 

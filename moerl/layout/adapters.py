@@ -53,7 +53,7 @@ def module_of(weight: str) -> str:
 
 
 def factor_names(module: str, *, shared: bool) -> tuple[str, str]:
-    """Names of A and B of a module.  shared: `lora.experts`; those of other modules are its own."""
+    """Names of A and B.  shared: `lora.experts`; other modules have their own factors."""
     a = b = module
     if shared and (expert := _EXPERT.fullmatch(module)):
         layer = expert[1] + expert[2]
@@ -163,7 +163,7 @@ def _projection(
 
 
 def _joined(name: str, parts: Iterable[range]) -> range:
-    """The one range that the parts fill."""
+    """The range that the parts fill."""
     every = sorted(parts, key=lambda part: part.start)
     ends_meet = all(a.stop == b.start for a, b in pairwise(every))
     if ends_meet and all(part.step == 1 for part in every):

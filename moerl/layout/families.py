@@ -66,9 +66,7 @@ LLAMA4_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The reader of its config, and the parts of its layers: `every` layer starts with the first
-    ones, then `moe` or `dense` follows.
-    """
+    """The reader of its config, and the parts of its layers: `every`, then `moe` or `dense`."""
 
     reader: SpecReader
     every: tuple[Part, ...]

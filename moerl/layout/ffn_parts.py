@@ -101,7 +101,7 @@ def experts(where: str, gate: str, up: str, down: str, stacked: str = "mlp.exper
 
 EXPERTS = experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 
-# --- gpt-oss: one fused tensor per expert, gate in its even rows and up in its odd ones -----------
+# --- gpt-oss: one fused tensor per expert, gate in its even rows, up in its odd rows -----------
 _GPT_ROUTER, _GPT_ROUTER_BIAS = "mlp.router.weight", "mlp.router.bias"
 GPT_OSS_ROUTER = Part(
     {_GPT_ROUTER: ("experts", "hidden"), _GPT_ROUTER_BIAS: ("experts",)},

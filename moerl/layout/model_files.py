@@ -190,7 +190,7 @@ class ModelFiles:
             )
         *lead, rows, groups = found
         shape = (rows, groups * MXFP4_GROUP)
-        # packed files keep [E, rows, cols] where plain ones are transposed
+        # packed files keep [E, rows, cols] where plain files are transposed
         return Form("mxfp4", (*lead, *(shape[::-1] if self.is_swapped else shape)), "")
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], stacked: set[str]) -> None:

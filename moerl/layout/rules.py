@@ -160,7 +160,7 @@ def each(blocks: Sequence[Block], shard: Shard) -> list[Block]:
 
 
 def each_rotary(blocks: Sequence[Block], shard: Shard) -> list[Block]:
-    """q, k, v as `each` cuts them; of q and k, per head, its even rows and then its odd ones.
+    """q, k, v as `each` cuts them; of q and k, per head, its even rows and then its odd rows.
 
     An engine that rotates the two halves of a head stores weights of neighbours' pairs like this.
     """

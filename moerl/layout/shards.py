@@ -320,7 +320,7 @@ def sglang_tiles(spec: ModelSpec, tp: int, rank: int, ep: int = 1, dp: int = 1) 
     runner that repacks experts after loading must restore it first.  Prediction layers belong to
     another model there and are left out.
     Source: sglang 0.5.23, srt/layers/vocab_parallel_embedding.py, srt/models,
-    srt/runtime_context.py (the inner ranks of tp cut attention, the outer ones hold experts).
+    srt/runtime_context.py (the inner ranks of tp cut attention, the outer ranks hold experts).
     """
     named: Named = {}
     for place in sglang_places(spec, tp, rank, ep, dp):

@@ -1,7 +1,7 @@
 """ModelSpec: the sizes and switches of one model.
 
-It holds only what determines shapes, names or the forward computation; `spec_readers` makes it of a
-Hugging Face config.
+It determines shapes, names and the forward computation; `spec_readers` makes it of a Hugging Face
+config.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModelSpec:
     max_positions: int
     dtype: str  # of the checkpoint: float32, bfloat16, float16
 
-    root: str = ""  # what every tensor's name begins with: a language model inside another one
+    root: str = ""  # prefix of every tensor's name: a language model inside another model
 
     # --- layer kinds and attention ---
     ffn: int = 0  # inner width of a dense layer; 0 = there is none
@@ -92,7 +92,7 @@ class ModelSpec:
     group_topk: int = 1
     group_score: str = ""  # how a group is rated: max, or sum of its top2
     topk_scaling: float = 1.0  # gate weights are multiplied by it
-    weigh_input: bool = False  # gate weights scale what an expert reads, not what it returns
+    weigh_input: bool = False  # gate weights scale the input of an expert, not its output
 
     mtp_layers: int = 0  # multi-token-prediction layers, stored as layers `layers`, ...
 
@@ -177,7 +177,7 @@ class ModelSpec:
 
     @property
     def pre_softmax(self) -> bool:
-        """Softmax over all experts, then the choice; else over the chosen ones only.
+        """Softmax over all experts, then the choice; else over the chosen experts only.
 
         Dividing the chosen probabilities by their sum is the softmax over the chosen logits.
         """

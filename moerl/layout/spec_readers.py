@@ -1,8 +1,8 @@
 """Reads the ModelSpec of each family from its Hugging Face config; `families` has the table.
 
 A variant that the tables do not cover is refused here, in one sentence, rather than loaded with
-tensors missing.  Defaults for absent keys are those of transformers 5.19.0 (released config.json
-files omit keys that equal the default of their time).
+tensors missing.  Defaults for absent keys follow transformers 5.19.0 (released config.json files
+omit keys that equal the default of their time).
 """
 
 from __future__ import annotations

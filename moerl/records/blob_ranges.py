@@ -223,10 +223,7 @@ def read_sampled(
 
 
 class SampledReads:
-    """The reads of masks and log-probabilities, to be made in one call with others.
-
-    As `read_sampled`.
-    """
+    """The reads of masks and log-probabilities, for one call with others.  As `read_sampled`."""
 
     def __init__(
         self,
@@ -235,10 +232,7 @@ class SampledReads:
         *,
         support: bool = False,
     ) -> None:
-        """support: read also the engine's log-probabilities of the masks' entries.
-
-        Raises RecordError; reads nothing.
-        """
+        """Read nothing yet.  support: also log-probabilities of the masks.  Raises RecordError."""
         parts = [part for blobs, tokens in masks for part in _mask_parts(blobs, tokens)]
         sealed = [part.values for rollout in logprobs for part in _sealed_logprobs(rollout)]
         # The offsets say which ids belong to some tokens; all ids of a blob are read with them.
@@ -254,7 +248,7 @@ class SampledReads:
         self._sealed_bytes = sum([ref.num_bytes for ref in sealed])
 
     def decode(self, data: Array, store: RecordReads) -> SampledRecords:
-        """data: the bytes of `reads`, joined.  Reads the ids of masks, where some were wanted."""
+        """Decode the joined bytes of `reads`; reads the ids of masks, where some were wanted."""
         parts = self._parts
         size = 8 * sum([end - begin + 1 for _, rows in parts for begin, end in rows])
         end = len(data) - self._sealed_bytes
@@ -285,9 +279,7 @@ def _sealed_logprobs(rollout: Rollout) -> tuple[LogprobBlob, ...]:
 
 
 def _joined_logprobs(sealed: Array, rollouts: Sequence[Rollout]) -> Array:
-    """Log-probabilities of all rollouts, checked.  sealed: of the rollouts that have them sealed,
-    in order.
-    """
+    """Checked log-probabilities of all rollouts.  sealed: sealed arrays, in order."""
     values, at = sealed, 0
     if any(len(rollout.logprobs) for rollout in rollouts):
         pieces = []

@@ -120,7 +120,7 @@ class BlobStore:
         """The bytes of runs of many arrays, joined in the order given: [sum of lengths] u8, owned.
 
         Reads and verifies the chunks that the runs touch, each once per array, and nothing else; a
-        blob is opened once, and runs that were asked for before in the call are not read again.
+        blob is opened once, and repeated runs are read once.
         Raises BlobError: a run outside the array, a missing, short or altered blob.
         """
         seen: dict[tuple[BlobRef, tuple[Run, ...]], int] = {}
@@ -184,10 +184,7 @@ class BlobStore:
             atomic_write(target, data, mode=0o600)
 
     def sweep(self, uris: Iterable[str]) -> int:
-        """Delete all other blobs, also partial blobs; returns how many.
-
-        Call it only while nothing is being sealed.
-        """
+        """Delete other and partial blobs; returns how many.  No blob may be in sealing."""
         kept = {self._path(uri).name for uri in uris}
         gone = [path for path in self.root.iterdir() if path.name not in kept]
         for path in gone:

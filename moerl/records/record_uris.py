@@ -25,7 +25,7 @@ def blob_uris(*records: Rollout | Segment | RecordError) -> set[str]:
 
 
 def own_uris(reply: Segment | Exception) -> set[str]:
-    """Blobs of one reply that no sibling's reply can refer to yet, if this one is not taken.
+    """Blobs of one reply that no sibling's reply can refer to yet, if the reply is not taken.
 
     Rows of a prompt that are in a sibling's blob are the sibling's.
     """
@@ -46,7 +46,7 @@ def group_refs(*groups: EpisodeGroup) -> Iterator[BlobRef]:
 
 
 def blob_refs(record: Rollout | Segment | RecordError) -> Iterator[BlobRef]:
-    """References to all arrays; those of one engine reply are in one blob."""
+    """References to all arrays; the arrays of one engine reply are in one blob."""
     routes: Sequence[RoutingBlob | None] = ()
     masks: Sequence[MaskBlob | None] = ()
     logprobs: Sequence[LogprobBlob | None] = ()

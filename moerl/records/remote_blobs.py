@@ -113,7 +113,7 @@ class ClusterBlobs(BlobStore):
     def _fetch_together(self, spans: Mapping[str, Sequence[Run]]) -> dict[str, memoryview]:
         """Spans of many blobs, in few requests per node.
 
-        A blob is left out if its request failed: it is then asked for alone, which repeats requests
+        A blob is left out if its request failed: it is then requested alone, which repeats requests
         to a silent node, reads copies, and finds the blob that is damaged.
         """
         found: dict[str, memoryview] = {}

@@ -3,8 +3,8 @@
 Rows are sorted, unique and contain the sampled token.  A mask is never re-derived from logits:
 boundary rules differ between samplers, and one small update moves tokens to -inf.
 
-The engine's log-probabilities of the entries are stored beside them where a run asks for them; so
-are those of its likeliest entries where sampling truncates nothing.
+The engine's log-probabilities of the entries are stored with them where a run asks for them;
+without truncation, of its likeliest entries.
 """
 
 from __future__ import annotations

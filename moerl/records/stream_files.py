@@ -7,9 +7,9 @@ is changed, missing or moved breaks the chain.
     start  a trainer begins: version, first versions of its history, layout, seed, all settings
     step   one optimizer step is trained: its file, sums of its groups, digest of the new weights
 
-`steps/INCARNATION.STEP.step` is what a step trained: its plan, and each group with its blobs, in
-the sealed form of `moerl.records.blob_copies`; every part is a zstd frame with a checksum.
-Steps that a later start trains again stay in the stream: `surviving` leaves them out.
+`steps/INCARNATION.STEP.step` holds the data of a step: its plan, and each group with its blobs, in
+the sealed form of `moerl.records.blob_copies`; every part is a zstd frame with a checksum.  Steps
+that a later start trains again stay in the stream: `surviving` leaves them out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class StreamDir:
         return self.root / "steps" / f"{version.incarnation}.{version.step:06d}.step"
 
     def delete_before(self, step: int) -> None:
-        """Delete the files of all earlier steps, cut ones included."""
+        """Delete the files of all earlier steps, also cut files."""
         for path in (self.root / "steps").glob("*.step"):
             if int(path.name.split(".")[1]) < step:
                 path.unlink(missing_ok=True)

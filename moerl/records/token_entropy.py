@@ -1,4 +1,4 @@
-"""Entropy of each sampled token, from what the engine records of it."""
+"""Entropy of each sampled token, from the engine's record."""
 
 from __future__ import annotations
 

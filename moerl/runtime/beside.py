@@ -1,6 +1,6 @@
-"""Writers beside the training (trackers, samples, traces, pages): each of them fails alone.
+"""Optional writers (trackers, samples, traces, pages), whose failures do not end the training.
 
-A failure is said once per cause, the writer is tried again, and the training goes on.
+A failure is logged once per cause, and the writer is tried again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Beside:
     def __init__(
         self, name: str, tell: Callable[[str], object] = log.warning, *, after: str = ""
     ) -> None:
-        """name: of the writer.  tell: takes the sentences.  after: ends the one on a recovery."""
+        """Start without a failure.  tell: takes sentences.  after: ends that on a recovery."""
         self._name, self._tell, self._after = name, tell, after
         self._told: dict[str, float] = {}  # cause without numbers -> clock seconds
         self._since: float | None = None  # clock seconds of the first failure
@@ -46,7 +46,7 @@ class Beside:
         return True
 
     def failed(self, error: BaseException) -> None:
-        """Say it, unless it was said a while ago."""
+        """Log a failure, unless it was logged a while ago."""
         now, cause = time.monotonic(), " ".join(cause_of(error).split())[:_MOST_CHARS]
         self._since = now if self._since is None else self._since
         kind = re.sub(r"\d+", "", cause)  # numbers of requests, bytes and ports differ
@@ -56,7 +56,7 @@ class Beside:
         self._tell(f"{self._name} failed: {cause}; the training goes on, and it is tried again")
 
     def worked(self) -> None:
-        """Say it when a failure was said."""
+        """Log the recovery from a logged failure."""
         since, self._since = self._since, None
         if since is not None and self._is_told:
             self._is_told = False

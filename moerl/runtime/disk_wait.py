@@ -1,6 +1,6 @@
 """Writes that are repeated while the disk is full, and the sentences that say so.
 
-The journal, metrics.jsonl, checkpoints and hf/ wait like this: the run goes on when there is room
+The journal, metrics.jsonl, checkpoints and hf/ wait like this: the run continues when there is room
 again, and ends with the cause after a limit.
 """
 
@@ -38,7 +38,7 @@ def shortage(path: Path, wanted: int) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes on the disk of a path that need not exist; -1 where nobody knows."""
+    """Free bytes on the disk of a path that need not exist; -1 = unknown."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -85,7 +85,7 @@ class DiskWait:
         self._told = 0.0
 
     def again(self, why: str) -> bool:
-        """Record a failure for want of room.  True: try again after PAUSE_S; False: give up."""
+        """Record a failure for want of room.  True: try again after PAUSE_S; False: fail."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -100,7 +100,7 @@ class DiskWait:
         return True
 
     def for_room(self, path: Path, wanted: int, cause: str) -> bool:
-        """Wait until the disk of `path` may have room for `wanted` bytes.  False: give up.
+        """Wait until the disk of `path` may have room for `wanted` bytes.  False: fail.
 
         Nothing is tried meanwhile: an attempt would take the room of journal and metrics.
         """

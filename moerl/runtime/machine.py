@@ -36,10 +36,7 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[int]:
-    """Memory in bytes of each GPU that a process sees; empty without nvidia-smi.
-
-    environment: of the process.
-    """
+    """Bytes of each GPU visible in an environment; empty without nvidia-smi."""
     try:
         answer = subprocess.run(
             _GPUS, capture_output=True, text=True, timeout=_ANSWER_S, check=True

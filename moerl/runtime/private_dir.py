@@ -2,7 +2,7 @@
 
 Records hold prompts and answers, and a journal decides which rollouts are trained.  They lie in
 places such as /dev/shm and /tmp, where every user can make a folder or a symlink under a name that
-we will use.  So an entry of such a place counts only if it is ours, a folder, and closed to others.
+we will use.  So an entry of these places counts only if it is ours, a folder, and closed to others.
 
 Rejected: random names (a run that resumes must find its folders again).
 """
@@ -34,7 +34,7 @@ def private_dir(path: Path, field: str) -> Path:
         _refuse_planted(folder, field)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:  # ELOOP or ENOTDIR for a symlink, whoever owns it
+    except OSError as error:  # ELOOP or ENOTDIR for a symlink of any owner
         raise ConfigError(field, str(path), f"not a folder of its own: {error.strerror}") from error
     try:
         _close_to_others(handle, path, field)

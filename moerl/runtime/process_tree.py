@@ -150,8 +150,8 @@ def run_guarded(
 ) -> int:
     """The front: run the root, forward Ctrl-C and SIGTERM once, end remaining descendants.
 
-    again: asked when a root has ended; its command is the next root, which starts when no
-    descendant is left and no signal came.  Empty: there is none.
+    again: called when a root has ended; returns the command of the next root, which starts when no
+    descendant is left and no signal came, or nothing.
     Returns the last root's exit status, 128 + n when signal n ended it.
     """
     become_subreaper()
@@ -215,7 +215,7 @@ class SignalWatch:
     """
 
     def __init__(self, end_at_once: Callable[[], None], patience_s: float = 10.0) -> None:
-        """end_at_once: a thread calls it when no `check` follows a signal within patience_s."""
+        """A thread calls end_at_once when no `check` follows a signal within patience_s."""
         self._end_at_once, self._patience_s = end_at_once, patience_s
         self._came, self._noticed = threading.Event(), threading.Event()
 

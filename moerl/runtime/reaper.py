@@ -6,8 +6,8 @@ Run by path with `python -I -S`, because a short start matters: the standard lib
     reaper.py enter SPEC ARGV...    apply the limits to this process and become ARGV
 
 The reaper is a subreaper in a session of its own: a process that daemonises becomes its child, and
-cannot get away from it.  It ends everything as soon as the program has ended or nobody holds the
-other end of the control socket, so also when the scorer was killed.
+cannot get away from it.  It ends everything as soon as the program has ended or the other end of
+the control socket is closed, so also when the scorer was killed.
 
 SPEC is JSON, made by `moerl.sandbox.isolation`.
 """
@@ -37,7 +37,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # In a filter: the process that answers, and its group as kill(2) takes it.
 SERVER_MARK, GROUP_MARK = 0x7FFF7FF1, 0x7FFF7FF2
 # Exit codes of the reaper: SIGNALLED plus the number of the signal that ended its program, or ENDED
-# when a signal or a closed control socket asked the reaper to end everything.
+# when a signal or a closed control socket makes the reaper end everything.
 ENDED = SIGNALLED = 128
 
 
@@ -48,7 +48,7 @@ class Spec(TypedDict):
     output_bytes: int  # of printed text that is passed on
     cgroup: str  # folder of a pids cgroup, or empty
     uid: int  # user and group to run as; 0 = unchanged
-    closed: list[str]  # folders that this user may not pass: it sees empty ones in their place
+    closed: list[str]  # folders that this user may not pass: it sees empty folders in their place
     shown: list[str]  # files and folders below them that it sees
     memory_bytes: int  # address space of a process; 0 = no limit
     processes: int
@@ -183,7 +183,7 @@ def _watch(
     child: int, control: int, wake: int, printed: int, forward: Callable[[bytes], None]
 ) -> int | None:
     """The status of the child, or None when everything is to end."""
-    watched = select.poll()  # descriptors may be above what select takes
+    watched = select.poll()  # descriptors may be above the limit of select
     for descriptor in (control, wake, printed):
         watched.register(descriptor, select.POLLIN)
     while True:
@@ -292,7 +292,7 @@ def _limit(which: int, most: int) -> None:
 
 
 def _show(closed: list[str], shown: list[str]) -> None:
-    """Mounts of this process alone; the modes of what is shown hold.  Raises OSError."""
+    """Mounts of this process alone; shown files keep their modes.  Raises OSError."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.getcwd()
 
     def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:

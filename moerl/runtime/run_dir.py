@@ -23,7 +23,7 @@ from moerl.runtime.run_lock import holder_of
 
 log = logging.getLogger(__name__)
 
-# A finished checkpoint, or one that is being replaced: it counts while the new one is not there.
+# A finished checkpoint, or one in replacement: it counts until the new checkpoint exists.
 _CHECKPOINT = re.compile(r"(?:step-(\d+)|\.step-(\d+)\.replaced)")
 _UNSEEN_STARTS = 1_000_000  # more than there are between two checkpoints
 
@@ -54,7 +54,7 @@ class RunDir:
     best = _Below("checkpoints", "best.json")  # names the best one by `checkpoint.best`, its score
     versions = _Below("versions")  # HF weights of each version, with checkpoint.keep_versions
     teachers = _Below("teachers")  # versions of the policy that are teachers, by name and version
-    stream = _Below("stream")  # what was trained, with stream.keep_steps
+    stream = _Below("stream")  # the trained steps, with stream.keep_steps
     journal = _Below("journal")  # the controller's (unless rollout.journal_dir), and `segments`
     # admitted groups with their blobs, with rollout.durability = shared
     segments = _Below("journal", "segments")

@@ -1,7 +1,7 @@
-"""Which process holds a run's folder: one at a time writes it, and others say which one.
+"""Which process holds a run's folder: one at a time writes it, and others name that process.
 
-The lock file names the holder and what it is doing; it counts only while it is locked, so the file
-of a killed start, or of a copied run, says nothing.
+The lock file names the holder and its work; it counts only while it is locked, so the file of a
+killed start, or of a copied run, says nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holder:
 
     @property
     def is_ending(self) -> bool:
-        """It ends by itself, within seconds."""
+        """Whether the holder ends within seconds."""
         is_here = self.host == socket.gethostname()
         return self.state == "ending" or (is_here and not psutil.pid_exists(self.front))
 

@@ -20,10 +20,7 @@ _WRITE_S, _PAUSE_S = 0.5, 0.05  # seconds: for the process to write; between two
 
 
 def write_on_request(log: Path | None = None) -> None:
-    """From now on SIGURG makes this process append the stacks of all its threads to `log`.
-
-    log: None = standard error.
-    """
+    """On SIGURG append the stacks of all threads to `log`; None = standard error."""
     # stays open for the life of the process: the handler cannot open files
     file = sys.stderr if log is None else log.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGURG, file=file, all_threads=True)

@@ -35,7 +35,7 @@ class Tracer:
         limit_bytes: int = _LIMIT_BYTES,
         tell: Callable[[str], object] = log.warning,
     ) -> None:
-        """tell: takes sentences about spans that are lost."""
+        """Open a trace file.  tell: takes sentences about lost spans."""
         self.process = process
         self._path, self._limit_bytes = folder / f"{process}.jsonl", limit_bytes
         self._file: IO[str] | None = None

@@ -43,7 +43,7 @@ from moerl.sandbox.syscall_filter import syscall_filter
 REAPER = str(Path(reaper.__file__).resolve())
 _END_S = 10.0  # most seconds for a reaper to end its program
 _OWN_UIDS, _UIDS_PER_PROCESS = 2**31, 511  # user ids of programs, by the process that starts them
-_DYNAMIC_UIDS = range(61184, 65520)  # where few ids are mapped: those of systemd's dynamic users
+_DYNAMIC_UIDS = range(61184, 65520)  # where few ids are mapped: the ids of systemd's dynamic users
 _serial = count()
 
 
@@ -161,10 +161,10 @@ class Isolation:
     limits: TaskLimits
     environment: Mapping[str, str]
     wrapper: tuple[str, ...] = ()
-    scratch: str = ""  # with a wrapper: the one folder that a program can write
+    scratch: str = ""  # with a wrapper: the only folder that a program can write
     changes_user: bool = False
     closed: tuple[str, ...] = ()  # folders that the other user may not pass
-    shown: tuple[str, ...] = ()  # what it sees below them
+    shown: tuple[str, ...] = ()  # its files below them
     cgroups: Path | None = None  # where a pids cgroup is made for each program
 
     def open(self, argv: Sequence[str]) -> IsolatedProgram:
@@ -266,7 +266,7 @@ def _read_both(
     """Both outputs of a program, at most `most` bytes of each, and why reading ended."""
     texts = {out.fileno(): b"", err.fileno(): b""}
     reading = set(texts)
-    watched = select.poll()  # descriptors may be above what select takes
+    watched = select.poll()  # descriptors may be above the limit of select
     for file in reading:
         watched.register(file, select.POLLIN)
 

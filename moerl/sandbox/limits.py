@@ -41,12 +41,12 @@ _ENVIRONMENT = (
     ),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-SCRATCH = "/scratch"  # the one folder of a sandbox that can be written
-DOOR = "/door"  # the one socket of a sandbox that leads out of it, where it has one
+SCRATCH = "/scratch"  # the only folder of a sandbox that can be written
+DOOR = "/door"  # the only socket that leads out of a sandbox, if any
 _KERNEL = Path("/proc/sys")
 _TRY_S = 60.0
 _NAMESPACES = ("pid", "net", "ipc", "uts")
-# Started inside a sandbox: what it can do, as JSON.
+# Started inside a sandbox: its abilities as JSON.
 _TRIAL = """
 import ctypes, json, os, socket, sys, time
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
@@ -130,14 +130,14 @@ def _needed(task: TaskConfig) -> Iterator[str]:
 
 
 def _as_other(plain: Isolation, task: TaskConfig) -> Isolation:
-    """Programs of root as another user, which sees what it needs below closed folders.
+    """Programs of root as another user, which sees the needed files below closed folders.
 
-    Raises ConfigError where that user cannot be, or cannot read what it needs.
+    Raises ConfigError where that user is impossible, or cannot read the needed files.
     """
     needed, here = list(_visible(task)), os.getcwd()
     must_read = (*_needed(task), *task.read_paths)
     locked = [path for path in must_read if not os.stat(path).st_mode & 0o004]
-    place = [here] if os.stat(here).st_mode & 0o001 else []  # else what is named alone
+    place = [here] if os.stat(here).st_mode & 0o001 else []  # else the named folders alone
     closed, shown = shown_to_others([*needed, sys.executable, *place])
     other = replace(plain, changes_user=True, closed=closed, shown=shown)
     if not fresh_uid():
@@ -157,7 +157,7 @@ def _as_other(plain: Isolation, task: TaskConfig) -> Isolation:
 def shown_to_others(paths: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Folders that other users may not pass, and the names of `paths` below them.
 
-    A name below another one is left out; names of links on the way to a path are among them.
+    A name below another name is left out; names of links on the way to a path are among them.
     """
     closed, names = set[str](), set[str]()
     for name in {name for path in paths for name in _names(os.path.abspath(path))}:

@@ -29,7 +29,7 @@ from moerl.sandbox.limits import NoSandbox, make_sandboxed
 
 TOOL_LIMITS = TaskLimits(memory_mb=1024, cpu_s=30, processes=32, file_mb=64, open_files=256)
 _SERVER, _FRAMES = str(Path(server.__file__).resolve()), str(Path(frames.__file__).resolve())
-_GRACE_S = 3.0  # for the server of a sandbox, which ends what takes too long
+_GRACE_S = 3.0  # for the server of a sandbox, which ends slow programs
 _START_S = 60.0
 _REQUEST_BYTES = 4 << 20  # of code, input or contents; the server holds it outside the limits
 _PACKAGES = ("purelib", "platlib")
@@ -53,8 +53,8 @@ Why = Literal["exit", "timeout", "output", "memory", "refused", "lost"]
 class ToolOutput:
     """How a program in a sandbox ended.
 
-    why: exit: by itself, with `code` (negative: the signal).  timeout, output, memory: at a limit,
-    by force.  refused: not started, `err` says why.  lost: the sandbox has ended, with its files.
+    why: exit: it ended with `code` (negative: the signal).  timeout, output, memory: at a limit, by
+    force.  refused: not started, `err` says why.  lost: the sandbox has ended, with its files.
     """
 
     code: int
@@ -98,7 +98,7 @@ class SandboxFactory:
             "cpu_s": limits.cpu_s,
         }
         made = make_sandboxed(limits, environment, (_SERVER, _FRAMES, *read_paths))
-        # A reply holds both outputs; what they may have is asked for in each request.
+        # A reply holds both outputs; each request has their limits.
         self._isolation: Isolation = replace(
             made, limits=replace(limits, reply_kb=2 * limits.reply_kb + 64)
         )

@@ -41,7 +41,7 @@ class SandboxRequest(TypedDict):
     """The line of JSON; bytes that follow are standard input, code, or contents of a file."""
 
     op: str  # run, session, read, write
-    argv: list[str]  # of run; of session: what _SESSION is added to
+    argv: list[str]  # of run; of session: the number to which _SESSION is added
     path: str  # of read and write
     timeout_s: float
     max_output: int  # bytes of each of both outputs
@@ -211,7 +211,7 @@ class _Reading:
 
     def until(self, deadline: float, has_memory: Callable[[], bool]) -> str:
         """Why reading ended."""
-        watched = select.poll()  # descriptors may be above what select takes
+        watched = select.poll()  # descriptors may be above the limit of select
         for descriptor in (self._child.ready, *self._open):
             watched.register(descriptor, select.POLLIN)
         look_at = 0.0
@@ -395,7 +395,7 @@ def main() -> None:
     connection = frames.own_connection()
     reaper.become_subreaper()
     reaper.hide_memory(True)
-    with contextlib.suppress(OSError):  # who asked has ended
+    with contextlib.suppress(OSError):  # the client has ended
         SandboxServer(connection, json.loads(sys.argv[1])).serve()
 
 

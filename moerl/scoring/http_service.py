@@ -1,7 +1,7 @@
 """A scorer that is a service: batches of questions as JSON (docs/scoring.md has the schema).
 
-Nothing that the service sends runs here; what cannot be read counts as no answer, and an answer
-that cannot be used is an error of its own request.
+Nothing that the service sends runs here; an unreadable message counts as no answer, and an unusable
+answer is an error of its own request.
 """
 
 from __future__ import annotations

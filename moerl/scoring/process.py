@@ -53,7 +53,7 @@ from moerl.scoring.worker import (
 _START_S = 120.0  # most seconds for a worker to import the task's functions
 _GRACE_S = 2.0  # for a worker that limits its own children
 _ATTEMPTS = 3  # at a request whose worker is ended by another process
-# What Python says where a process or a thread cannot be started.
+# Python's messages where a process or a thread cannot be started.
 _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -65,10 +65,7 @@ class ProcessScorer:
     """The `Scorer` of a function, and the replies of an environment, in worker processes."""
 
     def __init__(self, task: TaskConfig, workers: int, timeout_s: float) -> None:
-        """Raises ConfigError when the task's reward cannot be made, or not be isolated.
-
-        Workers start on first use.
-        """
+        """Start workers on first use.  Raises ConfigError for an unusable reward."""
         isolation = isolation_of(task)
         make_reward(task)
         make_environment(task)
@@ -142,7 +139,7 @@ class WorkerProcess:
     def ask(self, prompt: Prompt, given: Given) -> WorkerAnswer:
         """The worker's answer; whatever goes wrong is its failure.
 
-        A worker that another process has ended is replaced and asked again: at the end of a run
+        If another process has ended the worker, a new worker gets the question: at the end of a run
         workers may be killed before the controller, which must not record a failed score.
         """
         for _ in range(_ATTEMPTS):
@@ -168,7 +165,7 @@ class WorkerProcess:
             answer = decode_answer(self._opened().call(data, wait_s))
             if answer.serial == serial:
                 if any(text in answer.failure for text in _NO_PROCESS):
-                    self._end()  # its limit counts on what the user had when it started
+                    self._end()  # its limit adds to the user's processes at its start
                 return answer
             failure = "answered another request"
         except SandboxEnded:

@@ -24,7 +24,7 @@ class RunScorers:
     def __init__(
         self, scorers: Mapping[tuple[str, str], Scorer], replies: Mapping[str, ProcessScorer]
     ) -> None:
-        """replies: processes that answer for a text environment, by task."""
+        """Route questions by (task, term).  replies: processes of a text environment, by task."""
         self._scorers, self._replies = dict(scorers), dict(replies)
 
     async def score(
@@ -55,7 +55,7 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
             elif term.where not in ("own", "model"):
                 scorers[entry.label, term.name] = make(entry, term)
         if entry.kind is TaskKind.TEXT_REPLIES and entry.label not in replies:
-            only = replace(entry, reward="exact_match", rewards=[])  # it is never asked
+            only = replace(entry, reward="exact_match", rewards=[])  # it gets no question
             replies[entry.label] = ProcessScorer(only, entry.scorer_workers, entry.score_timeout_s)
     return RunScorers(scorers, replies)
 

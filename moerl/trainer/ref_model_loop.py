@@ -62,10 +62,7 @@ class RefModelLoop:
     """One rank of the reference models."""
 
     def __init__(self, config: Config, context: RankContext, parallel: Parallel) -> None:
-        """Load the models.
-
-        config: `own_layout`.  Raises ConfigError when a model cannot be built.
-        """
+        """Load the models.  config: `own_layout`.  Raises ConfigError for an unusable model."""
         self.config, self.context, self.parallel = config, context, parallel
         self.tracer = Tracer(context.run.trace, f"ref_models-{parallel.rank}")
         spec = HfFolder(config.model.path).spec

@@ -43,7 +43,7 @@ class Job:
 
 
 def try_settings(job: Job) -> str:
-    """Raises MoerlError for a setting with which a rank would end; returns what was not tried."""
+    """Raises MoerlError for a setting with which a rank would end; returns the untried checks."""
     from moerl.trainer.model import platform  # here: the root process reads `Job` without torch
 
     place, said = platform.prepare("cpu"), ""  # before any import of megatron

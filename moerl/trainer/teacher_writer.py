@@ -1,4 +1,4 @@
-"""Versions of the policy that become teachers: copied, then written while training goes on.
+"""Versions of the policy that become teachers: copied, then written while training continues.
 
 `publish` stops training only for a copy of the weights to host memory (of the factors with
 adapters).  A thread of each rank then writes its part of the folder, over a gloo group of its own.

@@ -297,8 +297,8 @@ def deliveries(
 ) -> Iterator[Delivery]:
     """Deliveries of a stage from trainer rank `src`, or to engine rank `dst`; exactly one is given.
 
-    eps: the expert ranks of the trainer to visit for a holding, 0 for tensors outside experts.
-    The turns of all other expert ranks are counted as well.
+    eps: the expert ranks of the trainer to visit for a holding, 0 for tensors outside experts; the
+    turns of all other expert ranks are counted as well.
     """
     turns: dict[_Group, _Turns] = {}
     for src_prefix, number, holdings in tables.stages[stage]:

@@ -282,7 +282,7 @@ def _unpack(info: DeltaInfo, num_position_bytes: int, body: memoryview) -> tuple
         raise DeltaError(f"{num_position_bytes} bytes are no positions of {info.encoding}")
     raw: bytes | memoryview = body
     if info.compressed:
-        try:  # what a forged frame can allocate; the second bound is for frames without a size
+        try:  # limit of a forged frame's allocation; the second bound is for frames without a size
             if zstandard.frame_content_size(body) > size:
                 raise DeltaError(f"the delta unpacks to more than {size} bytes")
             raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=max(1, size))

@@ -109,7 +109,7 @@ class BucketPacker:
         every = [bucket.num_bytes for region in sender_plan.regions for bucket in region.buckets]
         self._largest = max(every, default=0)
         self._senders = 0
-        self._buffers: list[PackedBucket] = []  # the one that was used least recently first
+        self._buffers: list[PackedBucket] = []  # the least recently used first
         self._views: dict[BucketKey, tuple[PackedBucket, PieceViews]] = {}
         self._digests: dict[BucketKey, tuple[PolicyVersion, Digest]] = {}
         self._changed = threading.Condition()

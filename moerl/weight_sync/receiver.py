@@ -392,7 +392,7 @@ class Receiver:
         if device is None or staging.buffer.is_cuda:
             self._buckets = None
         elif self._buckets is None or self._buckets.plan is not receiver_plan:
-            self._buckets = None  # frees the old ones first
+            self._buckets = None  # frees the old buffers first
             try:
                 self._buckets = CommitBuckets(receiver_plan, device)
             except torch.OutOfMemoryError as error:

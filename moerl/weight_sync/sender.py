@@ -61,7 +61,7 @@ class _RegionSender:
     def __init__(
         self, region: Region, starts: list[int], link: Link, packer: BucketPacker, *, delta: bool
     ) -> None:
-        """starts: of the buckets, in the staging buffer."""
+        """Start nothing.  starts: offsets of the buckets in the staging buffer."""
         self.region, self.starts, self.link = region, starts, link
         self._packer = packer
         self._memory = _Memory(region) if delta else None

@@ -451,7 +451,9 @@ class _Session:
             verified = self._compare(results)
         if any(verified.failed):
             raise TransportError("digest", "buckets arrived damaged twice")
-        totals = [sum(m.total for _, m in _of(dst, results)) for dst in _engine_ranks(results)]
+        totals = [
+            sum(m.total for _, m in _results_of(dst, results)) for dst in _engine_ranks(results)
+        ]
         digests = "-".join(f"{total % 2**64:016x}" for total in totals)
         if digests != verified.digest:
             raise TransportError("digest", f"{verified.digest} is staged, {digests} was sent")
@@ -459,10 +461,11 @@ class _Session:
 
     def _compare(self, results: Mapping[int, Mapping[int, SendResult]]) -> UpdateVerified:
         digests = tuple(
-            b"".join(m.digests for _, m in _of(dst, results)) for dst in _engine_ranks(results)
+            b"".join(m.digests for _, m in _results_of(dst, results))
+            for dst in _engine_ranks(results)
         )
         deltas = tuple(
-            tuple(size for _, m in _of(dst, results) for size in m.deltas)
+            tuple(size for _, m in _results_of(dst, results) for size in m.deltas)
             for dst in _engine_ranks(results)
         )
         left_s = self._left()
@@ -480,6 +483,8 @@ def _engine_ranks(results: Mapping[int, Mapping[int, SendResult]]) -> list[int]:
     return sorted({dst for to in results.values() for dst in to})
 
 
-def _of(dst: int, results: Mapping[int, Mapping[int, SendResult]]) -> list[tuple[int, SendResult]]:
+def _results_of(
+    dst: int, results: Mapping[int, Mapping[int, SendResult]]
+) -> list[tuple[int, SendResult]]:
     """(trainer rank, result for engine rank `dst`), in the order of the receiver's plan."""
     return [(src, results[src][dst]) for src in sorted(results) if dst in results[src]]

@@ -145,7 +145,7 @@ class Life:
     def named(self) -> set[str]:
         """Blobs that this controller knows."""
         controller = self.controller
-        partials = [*controller.producer.episodes(), *controller.scoring_stage.partials()]
+        partials = [*controller.producer.episodes(), *controller.scoring_stage.episodes()]
         uris = group_uris(*controller._availability.trainable())
         return uris.union(
             *(one.blob_uris() for one in partials), controller.context.services.journal.turns.uris
@@ -371,7 +371,7 @@ class KilledRun:
         """Let every episode end, and look at what is left."""
         life = self.lives[-1]
         controller, story = life.controller, self.story
-        while [*controller.producer.episodes(), *controller.scoring_stage.partials()]:
+        while [*controller.producer.episodes(), *controller.scoring_stage.episodes()]:
             await asyncio.sleep(_LOOK_S)
         await asyncio.sleep(1.0)  # for replies that nobody waits for
         story.there, story.named = set(life.store.uris()), life.named()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moerl.agents.chat_turns import ChatTurns
-from moerl.agents.far_episode import FarEpisode
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.types import (
     Array,
@@ -52,7 +52,7 @@ class OneEngineRouter:
         self._spawn(self._sample(call))
 
     def withdraw(self, call: TurnCall) -> None:
-        if call.member is not None and call.asked is not None:
+        if call.engine is not None and call.asked is not None:
             self._spawn(self._engine.abort([call.asked.name]))
 
     def current(self, episode: OpenEpisode) -> PolicyVersion:
@@ -75,7 +75,7 @@ class OneEngineRouter:
             return
         turn, ends = call.turn, call.wanted.ends
         call.episode.add(call, reply)
-        if not np.array_equal(turn.output_ids[: len(call.heard)], call.heard):
+        if not np.array_equal(turn.output_ids[: len(call.shown_ids)], call.shown_ids):
             raise EngineError("tokens that were told are lost")
         if not turn.finished:
             call.episode.resumed += 1
@@ -85,21 +85,21 @@ class OneEngineRouter:
             turn.continue_behind_stop()
 
     async def _ask(self, call: TurnCall) -> Segment:
-        told, before = call.wanted.heard, call.turn.output_ids
+        told, before = call.wanted.on_tokens, call.turn.output_ids
 
         def heard(output_ids: Array) -> None:
             if told is not None and not call.done.done():
-                call.heard = np.concatenate([before, output_ids])
-                told(call.heard)
+                call.shown_ids = np.concatenate([before, output_ids])
+                told(call.shown_ids)
 
-        call.asked, call.member = call.turn.request(streams=told is not None), self._engine
+        call.asked, call.engine = call.turn.request(streams=told is not None), self._engine
         try:
             if told is not None:
                 reply = await self._engine.stream(call.asked, heard)
             else:
                 (reply,) = await self._engine.generate([call.asked])
         finally:
-            call.member = None
+            call.engine = None
         if isinstance(reply, RecordError):
             raise reply
         return reply
@@ -116,9 +116,9 @@ def open_episode(
     return OpenEpisode(EpisodeSpec(name, prompt, sampling, **spec), OneEngineRouter(engine))
 
 
-def far(episode: OpenEpisode) -> FarEpisode:
+def far(episode: OpenEpisode) -> CrossLoopEpisode:
     """An episode for a client on the running loop."""
-    return FarEpisode(episode, asyncio.get_running_loop())
+    return CrossLoopEpisode(episode, asyncio.get_running_loop())
 
 
 async def finished(

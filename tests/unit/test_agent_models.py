@@ -336,7 +336,7 @@ def test_a_turn_that_nobody_waits_for_has_no_age() -> None:
         episode.leave_out(first.name, "cancelled")
         assert episode.oldest_step(runs_through_updates=False) == 4
         engine.version, engine.goes_on = 1, asyncio.Event()
-        asking = asyncio.create_task(episode.sample(replace(request, heard=lambda _: None)))
+        asking = asyncio.create_task(episode.sample(replace(request, on_tokens=lambda _: None)))
         while not engine.told:
             await asyncio.sleep(0)
         asking.cancel()

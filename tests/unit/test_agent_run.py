@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.agents.far_episode import FarEpisode
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.programs.agent_process import ProgramEnd, program_of, run_program
 from moerl.config import resolve
 from moerl.config.checks import check
@@ -306,7 +306,7 @@ def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_pat
         controller, _ = make(tmp_path, engine)
         episode, router = opened(controller)
         asking = asyncio.create_task(episode.sample(request()))
-        await until(lambda: any(call.member for call in episode.calls))
+        await until(lambda: any(call.engine for call in episode.calls))
         assert not router.waiting
         assert episode.oldest_step(runs_through_updates=True) == 0
         assert episode.oldest_step(runs_through_updates=False) is None, "an update ends it first"
@@ -380,7 +380,7 @@ def test_a_group_that_is_too_old_is_played_again(tmp_path: Path, mode: Any, hang
             controller.context.buffer.next_step = 3
             controller.producer.cancel_stale()
             assert all(end.is_set() for end in agents.ends.values())
-            controller.context.pool.members[0].version = PolicyVersion(0, 3)
+            controller.context.pool.engines[0].version = PolicyVersion(0, 3)
             await until(lambda: len(agents.names) == 4)
 
         await running(controller, work())
@@ -400,7 +400,7 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
         home = episode.engine
         await episode.sample(request())
         assert episode.engine == home
-        pool.members[home].leaving = True
+        pool.engines[home].leaving = True
         await episode.sample(request())
         assert episode.engine == 1 - home
         episode.newest = V1
@@ -408,7 +408,7 @@ def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path)
         await asyncio.sleep(0.05)
         assert not waiting.done(), "engines have older weights"
         assert router.waiting == {"8.0"}
-        assert not any(call.member for call in episode.calls)
+        assert not any(call.engine for call in episode.calls)
         episode.end()
         with pytest.raises(EpisodeEnded):
             await waiting
@@ -426,16 +426,16 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
         engine = StubEngine(streams=True)
         controller, _ = make(tmp_path, engine)
         episode, _ = opened(controller, pin=EnginePin(0, V0) if is_pinned else None)
-        far = FarEpisode(episode, asyncio.get_running_loop())
+        far = CrossLoopEpisode(episode, asyncio.get_running_loop())
         found = await asyncio.to_thread(
             asyncio.run, streamed(far, asyncio.get_running_loop(), engine)
         )
         assert found == [([3, 3], "another thread"), [3, 3, 3, 3]]
-        assert not controller.context.pool.members[0].calls._listeners
+        assert not controller.context.pool.engines[0].calls._listeners
         await controller.stop()
 
     async def streamed(
-        far: FarEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
+        far: CrossLoopEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
     ) -> list[Any]:
         found: list[Any] = []
         main = threading.main_thread()
@@ -445,7 +445,7 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
             found.append((ids.tolist(), "the controller's" if same else "another thread"))
             loop.call_soon_threadsafe(engine.heard.set)
 
-        turn = await far.sample(request(heard=heard))
+        turn = await far.sample(request(on_tokens=heard))
         await far.sample(request())
         return [*found, turn.output_ids.tolist()]
 
@@ -462,7 +462,7 @@ def test_a_stream_whose_tokens_died_with_their_engine_fails(tmp_path: Path, is_h
         episode, _ = opened(controller)
         told: list[list[int]] = []
         asking = asyncio.create_task(
-            episode.sample(request(heard=lambda ids: told.append(ids.tolist())))
+            episode.sample(request(on_tokens=lambda ids: told.append(ids.tolist())))
         )
         await until(lambda: bool(told if is_heard else engine.requests))
         engine.heard.set()

@@ -20,7 +20,7 @@ from moerl.config.schema import Config, NodeGroup, Role
 from moerl.controller import engine_calls, engine_pool
 from moerl.controller.controller import Controller
 from moerl.controller.engine_pool import EnginePhase
-from moerl.controller.turns import TurnPhase
+from moerl.controller.memory_schedule import MemoryPhase
 from moerl.core.errors import EngineError, ProtocolError
 from moerl.core.messages import (
     AskEngine,
@@ -89,7 +89,7 @@ class Trainer:
         for index, engine in enumerate(self.engines):
             self.point("handing")
             try:
-                turns = self.controller.context.turns
+                turns = self.controller.context.memory_turns
                 sleeps = turns is not None and index in turns._sleepers
                 asked = (
                     written_live(self.version, index) if sleeps else [commit(self.version, index)]
@@ -150,11 +150,11 @@ def test_nobody_uses_the_memory_of_the_other(tmp_path: Path, count: int) -> None
     engines = [StubEngine() for _ in range(count)]
 
     async def work(controller: Controller, trainer: Trainer) -> None:
-        turns = controller.context.turns
+        turns = controller.context.memory_turns
         assert turns is not None
-        assert turns.phase == TurnPhase.GENERATE
+        assert turns.phase == MemoryPhase.GENERATE
         await trainer.start()
-        assert turns.phase == TurnPhase.HANDING
+        assert turns.phase == MemoryPhase.HANDING
         assert all(engine.asleep == {"kv_cache"} for engine in engines)
         await trainer.run(4)
 
@@ -183,7 +183,7 @@ def test_groups_do_not_begin_on_a_sleeping_engine(tmp_path: Path) -> None:
 def test_without_turns_no_engine_is_asked_to_sleep(tmp_path: Path) -> None:
     async def whole() -> None:
         controller, _ = make(tmp_path, engine := StubEngine())
-        assert controller.context.turns is None
+        assert controller.context.memory_turns is None
         await running(controller, controller.close_turn())
         assert engine.moved == {}
 
@@ -217,13 +217,13 @@ def test_a_parked_trainer_that_dies_while_engines_serve(tmp_path: Path) -> None:
     async def work(controller: Controller, trainer: Trainer) -> None:
         await trainer.start()
         left = asyncio.create_task(trainer.plan())
-        turns = controller.context.turns
+        turns = controller.context.memory_turns
         assert turns is not None
         await controller.generating()
         assert not left.done()
         await controller.close_turn()
         await asyncio.sleep(1.5)
-        assert (engine.asleep, turns.phase) == (set(ALL), TurnPhase.TRAIN)
+        assert (engine.asleep, turns.phase) == (set(ALL), MemoryPhase.TRAIN)
         after = Trainer(controller, [engine], 1)
         await after.start()
         released.set()
@@ -296,7 +296,7 @@ def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: st
         trainer = Trainer(first, engines)
         await trainer.start()
         await trainer.run(1)
-        turns = first.context.turns
+        turns = first.context.memory_turns
         assert turns is not None
         if point in ("generate", "half awake"):
             await turns.open()
@@ -311,9 +311,9 @@ def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: st
             tmp_path, engines[0], first, config=TURNS, more_engines=engines[1:], trainer_alive=True
         )
         await second.rejoin([])
-        after = second.context.turns
+        after = second.context.memory_turns
         assert after is not None
-        assert (after.phase == TurnPhase.GENERATE) == (point == "generate")
+        assert (after.phase == MemoryPhase.GENERATE) == (point == "generate")
         trainer.controller = second
         if point == "handing":
             trainer.step = 2
@@ -358,7 +358,7 @@ def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
             with pytest.raises(EngineError):
                 await asking
         await asyncio.sleep(0.1)
-        assert controller.context.pool.members[0].phase == EnginePhase.LOST
+        assert controller.context.pool.engines[0].phase == EnginePhase.LOST
         asking.cancel()
 
     play(tmp_path, [engine], work)
@@ -381,7 +381,7 @@ def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
         engine.is_hung = True
         second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
         await second.rejoin([])
-        assert second.context.pool.members[0].phase == EnginePhase.RESTING
+        assert second.context.pool.engines[0].phase == EnginePhase.RESTING
         engine.is_hung = False
         trainer.controller = second
         await running(second, trainer.run(3))
@@ -400,7 +400,7 @@ def test_dirty_weights_are_never_admitted(tmp_path: Path) -> None:
         await controller.handle(hello(trainer.version))  # and no publish
         ask = TakePlan(0, 60.0, 0)
         assert await controller.handle(ask) == Refresh()
-        member = controller.context.pool.members[0]
+        member = controller.context.pool.engines[0]
         assert (member.phase, member.behind) == (EnginePhase.ASLEEP, True)
         assert engine.asleep == set(ALL)
         await trainer.hand_over()
@@ -474,12 +474,12 @@ def test_a_turn_gets_longer_while_it_drops_more_than_it_samples(
     engine.drops = drops
 
     async def work(controller: Controller, trainer: Trainer) -> None:
-        turns = controller.context.turns
+        turns = controller.context.memory_turns
         assert turns is not None
         assert not turns.goes_on(2, 9), "one batch of two groups is enough at first"
         await trainer.start()
         await trainer.run(4)
-        turns.phase = TurnPhase.GENERATE
+        turns.phase = MemoryPhase.GENERATE
         for num_ready, num_left in ((1, 9), (2, 9), (5, 9), (6, 9), (2, 1), (3, 2), (4, 2)):
             is_short = 2 <= num_ready < 2 * min(batches, num_left)
             assert turns.goes_on(num_ready, num_left) == is_short
@@ -527,9 +527,9 @@ def test_an_engine_on_gpus_that_the_trainer_lacks_serves_on(tmp_path: Path) -> N
         controller.engine_lost(1)
         trainer.engines = [shared]
         await trainer.run(4)
-        after = controller.context.turns
+        after = controller.context.memory_turns
         assert after is not None
-        assert after.phase == TurnPhase.HANDING
+        assert after.phase == MemoryPhase.HANDING
 
     play(tmp_path, [shared, own], work, HYBRID)
     assert own.moved == {}

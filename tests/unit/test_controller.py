@@ -620,18 +620,18 @@ def test_engines_share_what_is_to_be_generated(tmp_path: Path) -> None:
         pool = controller.context.pool
         assert [pool.share(0, wanted) for wanted in range(5)] == [0, 1, 1, 1, 2]
         # newer weights: the other engines, less busy but older, are not waited for
-        pool.members[0].version = PolicyVersion(0, 1)
-        pool.members[1].groups = 0
+        pool.engines[0].version = PolicyVersion(0, 1)
+        pool.engines[1].groups = 0
         assert (pool.share(0, 4), pool.share(1, 4)) == (4, 3)
-        pool.members[1].groups = 5
+        pool.engines[1].groups = 5
         assert (pool.share(1, 1), pool.share(2, 1)) == (0, 1)
         # drained for an update that the first engine has had: they are about to serve it
         for number in (1, 2):
-            member = pool.members[number]
+            member = pool.engines[number]
             member.groups, member.generating, member.draining = 0, 0, True
-        pool.members[0].groups = 0
+        pool.engines[0].groups = 0
         assert pool.share(0, 9) == 3
-        pool.members[1].phase, pool.members[2].leaving = EnginePhase.SUSPENDED, True
+        pool.engines[1].phase, pool.engines[2].leaving = EnginePhase.SUSPENDED, True
         assert pool.share(0, 9) == 9, "control: these do not come back soon"
         await controller.stop()
         await tasks

@@ -235,14 +235,14 @@ def test_a_publish_that_a_controller_left_behind(tmp_path: Path, died: str) -> N
         second, _ = successor(tmp_path, engine, first, trainer_alive=True)
         tasks.cancel()
         await second.rejoin([])
-        assert second.context.pool.members[0].version == engine.version
+        assert second.context.pool.engines[0].version == engine.version
         if died == "after it":
             with pytest.raises(EngineError, match="nothing was verified"):
                 await second.handle(commit)
             assert second.context.pool.serves(0), "a refused commit leaves the engine as it was"
             await second.handle(verify)
         await second.handle(commit)
-        assert second.context.pool.members[0].version == engine.version == target
+        assert second.context.pool.engines[0].version == engine.version == target
         await second.stop()
 
     asyncio.run(body())

@@ -497,7 +497,7 @@ class Asked:
         for _ in range(seconds):
             self.clock += 1.0
             await asyncio.sleep(0)
-            if cause := pulse.look(**look):
+            if cause := pulse.check(**look):
                 return cause
             await asyncio.sleep(0)
         return None

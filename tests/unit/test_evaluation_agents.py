@@ -129,11 +129,11 @@ def test_an_update_behind_hold_s_cancels_it(
     async def work(controller: Any) -> list[Any]:
         pool.held = asyncio.Event()
         training = asyncio.create_task(train(controller, 2))
-        while controller.context.pool.members[0].version < PolicyVersion(0, 1):
+        while controller.context.pool.engines[0].version < PolicyVersion(0, 1):
             await asyncio.sleep(0.01)
         pool.held.set()
         plans = await training
-        while controller.context.pool.members[0].held_until:
+        while controller.context.pool.engines[0].held_until:
             await asyncio.sleep(0.01)
         return plans
 

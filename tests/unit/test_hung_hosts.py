@@ -36,7 +36,7 @@ def test_a_host_that_hangs_does_not_stop_the_trainer(tmp_path: Path) -> None:
         async def work() -> list:
             await train(controller, 1)
             # it has nothing that would be waited for
-            controller.context.pool.members[1].draining = True
+            controller.context.pool.engines[1].draining = True
             hung.is_hung = True
             return await train(controller, 4, start=PolicyVersion(1, 1), consumed=(0, 1))
 
@@ -69,7 +69,7 @@ def test_a_new_controller_does_not_wait_for_a_host_that_hangs(tmp_path: Path) ->
         hung.is_hung = True
         controller, _ = make(tmp_path, StubEngine(), more_engines=(hung,), trainer_alive=True)
         await asyncio.wait_for(controller.rejoin(()), patience(5.0))
-        assert controller.context.pool.members[1].phase == engine_pool.EnginePhase.RESTING
+        assert controller.context.pool.engines[1].phase == engine_pool.EnginePhase.RESTING
         await controller.stop()
 
     asyncio.run(body())

@@ -62,7 +62,7 @@ def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) ->
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.context.pool.members[0]
+            member = controller.context.pool.engines[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))
@@ -106,7 +106,7 @@ def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
 
         async def work() -> None:
             await trainer.hello()
-            member = controller.context.pool.members[0]
+            member = controller.context.pool.engines[0]
             while not member.generating:
                 await asyncio.sleep(0.001)
             leaving = asyncio.create_task(controller.engine_leaves(0))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from moerl.cli import app
 from moerl.config import load_config
 from moerl.config.checks import check
-from moerl.config.functions import check_importable, look_up, source_of
+from moerl.config.functions import check_importable, import_object, source_of
 from moerl.core.errors import ConfigError
 
 REWARD = "def score(prompt, answer, response, extra):\n    return 1.0\n"
@@ -81,7 +81,7 @@ def test_an_import_that_fails_has_file_and_line(text: str, says: str, folder: Pa
     name = f"moerl_failing_{abs(hash(says))}"
     path = own(folder, name, text)
     with pytest.raises(ConfigError) as caught:
-        look_up("task.reward", f"{name}:score", ["exact_match"])
+        import_object("task.reward", f"{name}:score", ["exact_match"])
     assert f"{path} {says}" in str(caught.value)
     assert "exact_match" not in str(caught.value), "the name is right"
 
@@ -90,8 +90,8 @@ def test_a_name_that_is_absent_lists_what_is_allowed(folder: Path) -> None:
     own(folder, "moerl_there", REWARD)
     for path in ("moerl_there:other", "moerl_nowhere:score", "moerl_there.x:score"):
         with pytest.raises(ConfigError, match=r"use exact_match or package\.module:function"):
-            look_up("task.reward", path, ["exact_match"])
-    assert look_up("task.reward", "moerl_there:score", [])("", "", "", {}) == 1.0, "control"
+            import_object("task.reward", path, ["exact_match"])
+    assert import_object("task.reward", "moerl_there:score", [])("", "", "", {}) == 1.0, "control"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_function_of_a_file(form: str, kind: str, folder: Path) -> None:
     named = form.format(name, folder=folder)
     words = ["task.name=jsonl", f"task.path={own(folder, 'x', '{}')}", f"task.reward={kind}{named}"]
     check(load_config("quickstart-smoke", words), starts=False)
-    assert look_up("task.reward", named, []).__code__.co_filename == str(path)
+    assert import_object("task.reward", named, []).__code__.co_filename == str(path)
     assert source_of(named) == path
     assert f"{path} defines no other" in sentence(*words[:2], f"task.reward={named[:-5]}other")
     said = sentence(*words[:2], "task.reward=./below/moerl_none.py:score")

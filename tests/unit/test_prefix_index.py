@@ -104,7 +104,7 @@ def test_a_home_that_fails_is_not_waited_for(tmp_path: Path) -> None:
         assert engines[1].calls, "no group began there"
         assert not engines[1].requests
         pool = controller.context.pool
-        assert [pool.members[index].groups for index in (0, 1)] == [0, 0], "homes have moved"
+        assert [pool.engines[index].groups for index in (0, 1)] == [0, 0], "homes have moved"
         found = [r.metrics.get("async/cached_frac") for r in reports]
         assert 0.0 in found, "the stub caches nothing"
 

@@ -145,7 +145,7 @@ def test_an_episode_is_taken_played_submitted_once_and_followed(tmp_path: Path) 
         assert await worker.submit("7.0", reward=9.0) == (200, OK | {"episode": "7.0"})
         assert (ended.own_score, len(ended.turns)) == (Score(0.5), 1)
         assert await worker.state("7.0") == "submitted"
-        ended.settled("admitted")
+        ended.on_retired("admitted")
         await asyncio.sleep(0.1)
         assert await worker.state("7.0") == "admitted"
         assert await worker.submit("7.0", reward=0.5) == (200, OK | {"episode": "7.0"})
@@ -213,7 +213,7 @@ def test_an_episode_that_was_ended_cannot_be_submitted(tmp_path: Path) -> None:
         await worker.turn(await worker.take())
         ended = await playing
         assert ended.failure == "timeout"
-        ended.settled("dropped")
+        ended.on_retired("dropped")
         await asyncio.sleep(0.1)
         status, found = await worker.submit("7.0", reward=1)
         assert (status, found["error"]["code"]) == (410, "episode_ended")

@@ -245,7 +245,7 @@ def test_branches_and_agents_turns_are_valued_in_their_own_conversation() -> Non
             seen[name] = row.token_ids.tolist()
         models.add(answered(rows))
         await asyncio.sleep(0.05)
-        score = await scores.of([episode])
+        score = await scores.score([episode])
         values = [value_of(np.array(seen[name])) for name in ("t0", "t1", "t2")]
         assert score[0].steps == tuple(zip((1, 3, 5), map(pytest.approx, values), strict=True))
         return seen

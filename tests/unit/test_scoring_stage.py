@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.controller.episode_scores import placed
+from moerl.controller.episode_scores import spread_to_tokens
 from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ScoreError
 from moerl.core.types import Prompt, Score
@@ -48,31 +48,34 @@ def decode(ids: Sequence[int]) -> str:
 )
 def test_a_step_ends_with_the_token_of_its_last_character(text_steps: tuple, steps: tuple) -> None:
     one = chain([3, 4, 3, 5])  # "ab" "c" "ab" ""
-    assert placed(Score(1.0, text_steps=text_steps), one, decode).steps == steps
+    assert spread_to_tokens(Score(1.0, text_steps=text_steps), one, decode).steps == steps
 
 
 def test_steps_belong_to_the_last_turn() -> None:
-    found = placed(Score(1.0, text_steps=((3, 1.0),)), chain([3, 4], [3, 4, 5]), decode)
+    found = spread_to_tokens(Score(1.0, text_steps=((3, 1.0),)), chain([3, 4], [3, 4, 5]), decode)
     assert found.steps == ((3, 1.0),)
 
 
 def test_a_turn_ends_with_its_last_token() -> None:
     two = chain([3, 4], [3, 4, 5])
-    assert placed(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == ((1, 0.5), (4, -1.0))
+    assert spread_to_tokens(Score(1.0, turns=(0.5, -1.0)), two, decode).steps == (
+        (1, 0.5),
+        (4, -1.0),
+    )
     both = Score(1.0, turns=(0.5, -1.0), text_steps=((1, 2.0), (5, 4.0)))
-    assert placed(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))
+    assert spread_to_tokens(both, two, decode).steps == ((1, 0.5), (2, 2.0), (4, 3.0))
 
 
 def test_steps_of_branches_are_placed_unless_their_turns_are_side_by_side() -> None:
     first = recorded(0, turn([1], [3, 4]))
     left, right = (recorded(n, turn([1, 3, 4, n], [4]), first) for n in (1, 2))
     three = Score(1.0, turns=(1.0, 2.0, 4.0))
-    found = placed(three, FinishedEpisode("7.0", PROMPT, (first, left, right)), decode)
+    found = spread_to_tokens(three, FinishedEpisode("7.0", PROMPT, (first, left, right)), decode)
     assert found.steps == ((1, 1.0), (2, 2.0), (3, 4.0))
     other = recorded(3, turn([1, 3, 4, 1, 4, 9], [4]), left)
     mixed = FinishedEpisode("7.0", PROMPT, (first, left, right, other))
     with pytest.raises(ScoreError, match="turns side by side"):
-        placed(Score(1.0, turns=(1.0,) * 4), mixed, decode)
+        spread_to_tokens(Score(1.0, turns=(1.0,) * 4), mixed, decode)
 
 
 def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:

@@ -387,6 +387,6 @@ def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> N
         engine.suspended = ""
         await controller.handle(COMMIT)
         assert controller.context.pool.serves(0)
-        assert controller.context.pool.members[0].version == V1
+        assert controller.context.pool.engines[0].version == V1
 
     asyncio.run(work())

@@ -1,8 +1,8 @@
 """Plays episodes with an environment object: turns of the policy, and its answers.
 
-Turns are asked for as a client of the gateway asks, without HTTP, so they are recorded in the same
-way.  The environment says what the policy reads next; what the policy wrote goes back into the
-conversation unchanged, so each turn continues the one before.
+Turns are requested as by a client of the gateway, without HTTP, so they are recorded in the same
+way.  The environment returns the next messages; the policy's answers stay in the conversation
+unchanged, so each turn continues the turn before.
 
 An episode whose turns, tokens or context are used up ends there, with the rewards so far.
 """
@@ -20,6 +20,7 @@ import msgspec
 from moerl.agents.agent_loop import AgentRunner, EpisodeTable
 from moerl.agents.chat_messages import ChatMessage, Json, first_messages
 from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.environments.episode_environment import (
     AnswerCall,
     EpisodeEnd,
@@ -28,7 +29,6 @@ from moerl.agents.environments.episode_environment import (
     StartFields,
 )
 from moerl.agents.episode_types import Ends, Policy, TurnAnswer
-from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.config.reward_terms import RoleConfig
 from moerl.config.schema import TaskConfig
@@ -44,7 +44,7 @@ _LIMITS = ("context_length_exceeded", "turn_limit_exceeded", "token_limit_exceed
 
 
 class EpisodeFailed(Exception):
-    """Why an episode cannot be trained: a word, and what continues "the agent of EPISODE ..."."""
+    """Why an episode cannot be trained: a word, and the rest of "the agent of EPISODE ..."."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
@@ -143,7 +143,7 @@ class _EnvironmentTable(EpisodeTable):
     async def stop(self) -> None:
         await self._environments.close()
 
-    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+    async def play_one(self, episode: CrossLoopEpisode, end: asyncio.Event) -> Outcome:
         name, talk = episode.name, _Talk(self._task.roles)
         turns = ChatTurns(episode, self._policy, self._limits)
         counts: dict[str, float] = {}

@@ -75,7 +75,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class Blocked(msgspec.Struct, frozen=True, tag=True):
-    """The environment of an episode has kept the worker's loop busy; empty: the loop goes on."""
+    """The environment of an episode has kept the worker's loop busy; empty: the loop runs."""
 
     episode: str
     seconds: float = 0.0
@@ -89,7 +89,7 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 async def read_frame(reader: asyncio.StreamReader, most: int) -> bytes:
-    """The next message.  Raises WorkerGone at the end, and for one of more than `most` bytes."""
+    """The next message.  Raises WorkerGone at the end, and above `most` bytes."""
     try:
         size = size_in(await reader.readexactly(HEAD))
         if size > most:

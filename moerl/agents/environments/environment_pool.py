@@ -62,7 +62,7 @@ _START_S = 120.0  # most seconds for a worker to import the environment
 _CLOSE_S = 20.0  # most seconds for a worker to end an episode; its environment has fewer
 _CALLS = 64  # tool calls at once; each waits in a thread
 _WARM = 4  # started sandboxes that wait for an episode
-_HEAD = 1 << 10  # bytes of a message besides what task.limits.reply_kb bounds
+_HEAD = 1 << 10  # bytes of a message besides task.limits.reply_kb
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from moerl.agents.environments.environment_worker import main; main()"
@@ -114,7 +114,7 @@ class EnvironmentPool:
             await asyncio.to_thread(self._tools.close)
 
     async def _least_busy(self) -> EnvironmentProcess:
-        """A worker that lives; missing ones are started first."""
+        """A living worker; missing workers are started first."""
         for place, worker in enumerate(self._workers):
             if worker is None or worker.gone:
                 self._end(worker)
@@ -245,7 +245,7 @@ class EnvironmentProcess:
         return now - others - (now - self._blocked_at if self.blocker not in ("", episode) else 0.0)
 
     async def _wait_for_blocker(self) -> None:
-        """Until the loop goes on; an episode that has blocked it too long ends the worker."""
+        """Until the loop runs again; an episode that has blocked it too long ends the worker."""
         left = self._blocked_at + self.answer_s - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(left):

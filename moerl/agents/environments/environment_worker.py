@@ -1,7 +1,7 @@
 """A worker process: it holds environments of many episodes on one event loop.
 
 It is started below a reaper, as rewards are, with the same limits and variables; it ends with its
-connection.  What an environment raises fails its own episode.  What ends the process costs all
+connection.  An exception of an environment fails its own episode.  The end of the process costs all
 episodes of this worker.  A thread reports the episode whose environment blocks the loop.
 """
 
@@ -48,7 +48,7 @@ from moerl.agents.environments.ready_environments import environment_class
 from moerl.runtime.frames import framed, own_connection
 from moerl.scoring.worker import one_line
 
-_MOST = 1 << 32  # bytes of a message to this process: what is sent was checked
+_MOST = 1 << 32  # bytes of a message to this process, which the sender checked
 _CLOSE_S = 5.0  # most seconds for an environment to close
 _BLOCKED_S = 1.0  # without an iteration of the loop, which is then reported
 _SEND_S = 86400.0  # most seconds for the other side to read
@@ -159,7 +159,7 @@ class _LoopWatch:
 
     def __init__(self, send: Send) -> None:
         self._loop, self._send = asyncio.get_running_loop(), send
-        # Of each task, also of those that an environment has started
+        # Of each task, also of tasks that an environment has started
         self._episodes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         self._loop.set_task_factory(cast(Any, self._new_task))
         threading.Thread(target=self._watch, daemon=True).start()
@@ -238,10 +238,10 @@ async def serve(connection: socket.socket) -> None:
 
 
 def _encoded(message: FromWorker, most: int) -> bytes:
-    """A message, or where it is too long or holds what msgpack cannot, what is wrong with it."""
+    """A message, or the error of a message that is too long or that msgpack cannot encode."""
     try:
         data = encode(message)
-        decode_from_worker(data)  # what the other side cannot read would end this process
+        decode_from_worker(data)  # an unreadable message would end this process
         problem = f"gave {len(data)} bytes, over task.limits.reply_kb" if len(data) > most else ""
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         data, problem = b"", f"returned what cannot be sent: {one_line(error)}"

@@ -1,4 +1,4 @@
-"""A stateful environment: one object per episode, asked by three coroutines.
+"""A stateful environment: one object per episode, with three coroutines.
 
     class Guess:
         async def reset(self, start: EpisodeStart) -> Observation: ...
@@ -8,8 +8,8 @@
 `task.environment` names the class; it is called without arguments, or with
 `task.environment_options`.  It runs in a worker process
 (`moerl.agents.environments.environment_worker`) that holds many episodes on one event loop, so it
-awaits what it waits for.  The form is that of Gym and
-OpenEnv: rewards are given step by step, and those of an episode are added up.
+must not block.  The form follows Gym and OpenEnv: each step has a reward, and the rewards of an
+episode are added up.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class EpisodeTools(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeStart:
-    """messages: of the prompt, in OpenAI's form.  answer: the right one, of the prompt.
+    """A prompt: its messages in OpenAI's form, and its right answer.
 
-    held_out: the episode is one of an evaluation, and nothing of it is trained on.
+    held_out: the episode belongs to an evaluation and is not trained.
     """
 
     episode: str
@@ -73,9 +73,9 @@ class PolicyAnswer:
 class Observation:
     """Text that the policy reads next.
 
-    messages: in OpenAI's form, appended to the conversation.  tools: schemas of what it may call;
-    None: those of before.  reward: added to the episode's.  role: of the policy that reads them,
-    in a conversation of its own: `solver`, or `solver.2` for a second one.
+    messages: in OpenAI's form, appended to the conversation.  tools: schemas; None: unchanged.
+    reward: added to the episode's.  role: of the policy that reads them, in a conversation of its
+    own: `solver`, or `solver.2` for a second one.
     """
 
     messages: Sequence[Json]

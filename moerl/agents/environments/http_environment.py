@@ -70,9 +70,11 @@ class HttpEnvironment:
         reply_bytes: int = 262_144,
         token_variable: str = "",
     ) -> None:
-        """action_field: of the action, with the policy's text.  observation_field: with the text
-        for the policy; empty: the whole observation.  token_variable: name of an environment
-        variable (`task.pass_environment`) with a bearer token.
+        """Set the address and the fields.
+
+        action_field: receives the policy's text.  observation_field: has the text for the policy;
+        empty: the whole observation.  token_variable: environment variable with a bearer token
+        (`task.pass_environment`).
         """
         self._url, self._action_field, self._shown = (
             url.rstrip("/"),
@@ -189,9 +191,7 @@ async def _refuse_redirect(
 
 
 def _with_text(messages: list[Json], text: str) -> list[Json]:
-    """The prompt with the first observation in its last message: many templates want roles to
-    alternate.
-    """
+    """The prompt, its last message with the first observation: roles must alternate."""
     if not text:
         return messages
     if messages and isinstance(said := messages[-1].get("content"), str) and said:

@@ -14,7 +14,7 @@ from moerl.agents.environments.episode_environment import (
 )
 from moerl.agents.environments.http_environment import HttpEnvironment
 from moerl.agents.environments.socket_environment import SocketEnvironment
-from moerl.config.functions import look_up
+from moerl.config.functions import import_object
 from moerl.config.task_kinds import HTTP, SANDBOX_TOOLS
 from moerl.config.task_tables import ENVIRONMENT_NAMES
 
@@ -66,5 +66,7 @@ def environment_class(name: str) -> Callable[..., EpisodeEnvironment]:
     """Raises ConfigError for an unknown one."""
     if name in READY:
         return READY[name]
-    found: Callable[..., EpisodeEnvironment] = look_up("task.environment", name, ENVIRONMENT_NAMES)
+    found: Callable[..., EpisodeEnvironment] = import_object(
+        "task.environment", name, ENVIRONMENT_NAMES
+    )
     return found

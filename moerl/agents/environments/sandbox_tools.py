@@ -154,7 +154,7 @@ class SandboxTools:
             return "written" if ran.why == "exit" else self._error(self._end_of(ran))
         notes = [text for text in (self._end_of(ran), _lost_of(ran)) if text]
         self.counts["errors"] += bool(notes)
-        # The end is what a policy must see, so it is kept out of what `cut_text` cuts.
+        # The policy must see the end, so it is kept out of the text that `cut_text` cuts.
         tail = "".join(f"\n[{note}]" for note in notes)
         room = self._settings.output_bytes - len(tail.encode())
         return cut_text(_joined(out, err), room) + tail if notes else _joined(out, err)
@@ -195,7 +195,7 @@ def _lost_of(ran: ToolOutput) -> str:
 def _parsed(
     arguments: str | Mapping[str, object], wanted: Mapping[str, str]
 ) -> dict[str, str] | None:
-    """The arguments by name, or None when they are not those that the tool wants."""
+    """The arguments by name, or None when the tool wants other arguments."""
     try:
         found = msgspec.json.decode(arguments) if isinstance(arguments, str) else dict(arguments)
         given = msgspec.convert(found, dict[str, str])

@@ -83,11 +83,11 @@ class SocketEnvironment(HttpEnvironment):
     async def _exchange(
         self, socket: aiohttp.ClientWebSocketResponse, route: str, message: str
     ) -> msgspec.Raw:
-        """The data of an observation.  A server that is full says so before it is asked."""
+        """The data of an observation.  A full server sends an error before the request."""
         was_silent = not self._next.done()
         with contextlib.suppress(
             aiohttp.ClientConnectionError
-        ):  # what it said before is to be read
+        ):  # its earlier messages are still to be read
             await socket.send_str(message)
         reply = self._decoded(route, self._text_of(await self._next), _Reply)
         self._next = asyncio.create_task(socket.receive())

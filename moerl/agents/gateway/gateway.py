@@ -32,8 +32,8 @@ from aiohttp import web
 
 from moerl.agents.chat_messages import Json
 from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.cross_loop_episode import CrossLoopEpisode
 from moerl.agents.episode_types import EpisodeLimits, Policy, Tell, TurnAnswer
-from moerl.agents.far_episode import FarEpisode
 from moerl.agents.gateway import anthropic_messages, event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.gateway.api_errors import ApiError
@@ -131,7 +131,7 @@ class Gateway:
             await self._runner.cleanup()
             self._runner = None
 
-    def open_episode(self, episode: FarEpisode, limits: EpisodeLimits) -> ChatTurns:
+    def open_episode(self, episode: CrossLoopEpisode, limits: EpisodeLimits) -> ChatTurns:
         """The episode's name is unique in a run; it names the rollouts and their blobs."""
         name = episode.name
         if name in self._episodes or name in self._ended or not _NAMES.fullmatch(name):

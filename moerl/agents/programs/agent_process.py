@@ -160,10 +160,7 @@ async def _give(process: asyncio.subprocess.Process, given: bytes) -> None:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for the reaper, and until the pipes are closed.
-
-    They are read meanwhile: the process counts as running while one of them is full.
-    """
+    """Wait for the reaper, and read its pipes, since a full pipe keeps a process running."""
     reading = asyncio.gather(_drain(process.stdout), _drain(process.stderr))
     try:
         async with asyncio.timeout(_END_S):

@@ -19,8 +19,8 @@ import msgspec
 from moerl.agents.agent_loop import AgentRunner, EpisodeTable
 from moerl.agents.chat_messages import first_messages
 from moerl.agents.chat_turns import ChatTurns
+from moerl.agents.cross_loop_episode import CrossLoopEpisode, called_here
 from moerl.agents.episode_types import Policy
-from moerl.agents.far_episode import FarEpisode, told_on
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
 from moerl.agents.programs.agent_process import BOX_PORT, ProgramEnd, run_program
@@ -53,7 +53,7 @@ class AgentPrograms(AgentRunner):
         *,
         awaits_retries: bool = False,
     ) -> None:
-        """remote: plays the episodes of a task with an agent.port.
+        """Start nothing.  remote: plays the episodes of a task with an agent.port.
 
         sockets: folder of this user alone, with a short path, for the gateway of sandboxes.
         awaits_retries: engines take turns with a trainer, which may take longer than a timeout.
@@ -107,10 +107,10 @@ class _ProgramTable(EpisodeTable):
             handler.close()
             self._log.removeHandler(handler)
 
-    async def play_one(self, episode: FarEpisode, end: asyncio.Event) -> Outcome:
+    async def play_one(self, episode: CrossLoopEpisode, end: asyncio.Event) -> Outcome:
         name, spec = episode.name, episode.spec
         turns = self._gateway.open_episode(episode, self._limits)
-        # Printed with the reward: the text of a policy, printed beside it, does not have it.  A
+        # Printed with the reward: the text of a policy, printed as well, does not have it.  A
         # remote worker submits its reward with its key.
         secret = "" if self._remote is not None else secrets.token_urlsafe(16)
         try:
@@ -128,7 +128,7 @@ class _ProgramTable(EpisodeTable):
         outcome = turns.outcome(failure, own, {})
         if self._remote is None:
             return outcome
-        return replace(outcome, settled=told_on(partial(self._remote.settled, name)))
+        return replace(outcome, on_retired=called_here(partial(self._remote.settled, name)))
 
     async def _run(
         self,

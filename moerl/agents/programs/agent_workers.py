@@ -29,14 +29,14 @@ from moerl.config.schema import TaskConfig
 from moerl.sandbox.isolation import Isolation
 
 _PAUSES_S = (0.5, 30.0)  # before a worker that has answered nothing is started again
-_MOST_LOGGED_KB = 1 << 20  # of what a worker prints in its life; the log itself rotates
+_MOST_LOGGED_KB = 1 << 20  # of a worker's output in its life; the log itself rotates
 _EXIT_S = 2.0  # most seconds from the end of a program's output to its own
 _SHOWN = 200  # characters of a line in an error
 _ALLOWED = '{"episode": NAME, "secret": TEXT, "reward": NUMBER}, or "error": TEXT for "reward"'
 
 
 class _Answer(msgspec.Struct):
-    """The reward is read with those of other programs."""
+    """One line of a worker: its reward is read as the rewards of other programs are."""
 
     episode: str
     secret: str
@@ -169,9 +169,9 @@ class _Worker:
         with contextlib.suppress(OSError):  # its end is seen where its output is read
             self._stdin.write(one.line)
 
-    # --- what it prints ---------------------------------------------------------------------------
+    # --- its output -------------------------------------------------------------------------------
     async def _hear(self, out: asyncio.StreamReader) -> str:
-        """Take answers; why no further one can be taken, empty when there are no more."""
+        """Take answers until the end; returns why the stream ended, empty if as expected."""
         while True:
             try:
                 line = await out.readuntil()
@@ -183,7 +183,7 @@ class _Worker:
                 return why
 
     def _take(self, line: bytes) -> str:
-        """Give an answer to its episode; what is wrong with the line."""
+        """Give an answer to its episode; returns the fault of the line, or ""."""
         try:
             answer = msgspec.json.decode(line, type=_Answer)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

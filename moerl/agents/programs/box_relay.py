@@ -2,12 +2,12 @@
 
     box_relay.py PORT SOCKET ARGV...    run ARGV, with SOCKET behind 127.0.0.1:PORT
 
-A sandbox has a network of its own, in which nobody else listens; clients of HTTP want an address.
+A sandbox has a network of its own, without listeners; clients of HTTP want an address.
 
 Run by path with `python -I -S`, because a short start matters: the standard library only.
 
 The program is a child and leads a session of its own: the filter of system calls refuses signals to
-the process that `reaper.enter` became, which is this one.
+this process, which `reaper.enter` became.
 """
 
 from __future__ import annotations

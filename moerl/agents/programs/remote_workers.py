@@ -5,13 +5,13 @@
     POST /workers/submit {"episode", "reward"} or {.., "error"}    -> {"episode", "accepted"}
     GET  /workers/status?episode=NAME                              -> {"episode", "state"}
 
-An episode is what `moerl.agents.programs.agent_workers` writes to a worker, and a worker plays it
-as every program does, through the gateway.  So its tokens, versions, routes and masks are those of
-the run's engines, and its group has no rules of its own.
+An episode has the form of `moerl.agents.programs.agent_workers`, and a worker plays it as every
+program does, through the gateway.  So the run's engines record its tokens, versions, routes and
+masks, and its group follows the usual rules.
 
 An episode is submitted once, by its name: a repeated submit gets the same answer, and the first
-reward counts.  Accepted names are in a file, so that the next controller answers them alike.  It
-plays groups again that were not admitted, under new names.
+reward counts.  Accepted names are in a file, for the next controller, which plays groups that were
+not admitted again, under new names.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ class RemoteWorkers:
     """Used from one event loop."""
 
     def __init__(self, task: TaskConfig, token_file: Path, file: Path) -> None:
-        """token_file: receives the token of the run.  file: names of submitted episodes.
+        """Write the run's token to `token_file`, and read names of submitted episodes from `file`.
 
-        The file lies beside the journal: names of episodes are new as long as that is kept.
+        The file has the journal's lifetime: names of episodes are new as long as the journal is
+        kept.
         """
         self._task, self._token_file, self._file, self._token = task, token_file, file, ""
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
-        self._queue: asyncio.Queue[str] = asyncio.Queue()  # of open ones; empty: it is closed
+        self._queue: asyncio.Queue[str] = asyncio.Queue()  # of open episodes; empty: it is closed
         self.routes = [
             web.post("/workers/register", self._register),
             web.post("/workers/task", self._take),
@@ -163,7 +164,7 @@ class RemoteWorkers:
                     if one is not None and not one.end.done():
                         self._begin(one, worker)
                         return json_answer(one.given)
-                self._queue.put_nowait("")  # for the next one that waits
+                self._queue.put_nowait("")  # for the next waiting worker
         return web.Response(status=204)
 
     def _begin(self, one: _Open, worker: str) -> None:

@@ -34,7 +34,7 @@ _MARKED_CALLS = frozenset(
     ("qwen", "qwen25", "qwen3_coder", "hermes", "glm", "glm45", "glm47", "mimo")
     + ("deepseekv3", "deepseekv31", "kimi_k2")
 )
-# What `_begun_reasoning` knows of SGLang's detectors; one that has its own is not shown early.
+# Attributes of SGLang's detectors in `_begun_reasoning`; other detectors are not shown early.
 _METHODS = ("detect_and_parse", "_detect_and_parse_impl", "_find_tool_start")
 
 

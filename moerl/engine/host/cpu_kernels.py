@@ -1,8 +1,8 @@
 """Models that an engine serves without CUDA, and the server arguments that they need.
 
 SGLang has no path for a plain CPU for some modules of some families, for weights in fp8 blocks and
-for data-parallel attention.  A distribution beside moerl can bring kernels for them: it names them
-by entry points of the group GROUP, and registers its hooks as a further plug-in of SGLang
+for data-parallel attention.  Another distribution can bring kernels for them: it names them by
+entry points of the group GROUP, and registers its hooks as a further plug-in of SGLang
 (`moerl.engine.plugin.entry_points.register`).  A checkout of moerl has one in tests/cpu_sglang.
 
 Loads without torch: dry runs call it on login nodes.
@@ -36,10 +36,7 @@ class CpuKernels:
 
 
 def check_kernels(engine: EngineConfig, model: Mapping[str, Any]) -> None:
-    """Refuse an engine without CUDA whose kernels are not installed.
-
-    model: its config.json.  Raises ConfigError.
-    """
+    """Raises ConfigError without CUDA and the kernels of the model (its config.json)."""
     family = str(model.get("model_type") or "")
     quantized = (model.get("quantization_config") or {}).get("quant_method") == "fp8"
     needed = {family: family} if family in FAMILIES else {}

@@ -50,17 +50,17 @@ from moerl.runtime.trace import Tracer
 _FEW_ROWS = 256  # of a record: at 48 layers a millisecond
 _TOGETHER = 32  # short replies that are decoded at once
 # Each part of a stream has all tokens so far, so long answers come in parts of more tokens: at most
-# _PARTS of them, and the bytes of all are at most _PARTS / 2 times those of the answer.
+# _PARTS of them, and the bytes of all are at most _PARTS / 2 times the answer's bytes.
 _PARTS, _PART = 256, 8
 
 # places of the requests, and their replies
-Seal = Callable[[Sequence[tuple[int, dict[str, Any]]]], Coroutine[Any, Any, None]]
-Done = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
-Tell = Callable[[GenerateRequest, Array], None]
+OnReplies = Callable[[Sequence[tuple[int, dict[str, Any]]]], Coroutine[Any, Any, None]]
+OnReply = Callable[[GenerateRequest, Segment | RecordError | EngineError], None]
+OnTokens = Callable[[GenerateRequest, Array], None]
 
 
-class Came(NamedTuple):
-    """A reply that came."""
+class RawReply(NamedTuple):
+    """A reply of the server, not yet checked."""
 
     server_id: str  # of its request
     request: GenerateRequest
@@ -84,9 +84,9 @@ class Generation:
     ) -> None:
         """Start without a server.
 
-        routing: the engine's routes are recorded.  support: the log-probabilities of all kept
-        entries are, too, and without truncation those of so many likeliest ones; 0 = neither.
-        entropies: replies have them.
+        routing: the engine's routes are recorded.  support: record the log-probabilities of all
+        kept entries, or without truncation of so many likeliest entries; 0 = neither.  entropies:
+        replies have them.
         """
         self._index, self._shape, self._store = health.index, shape, store
         self._health, self._updates, self._tracer = health, updates, tracer
@@ -111,7 +111,7 @@ class Generation:
         """A new controller takes over: requests of the earlier one end with an error."""
         self._askers += 1
 
-    async def run(self, requests: Sequence[GenerateRequest], done: Done, tell: Tell) -> None:
+    async def run(self, requests: Sequence[GenerateRequest], done: OnReply, tell: OnTokens) -> None:
         """Run requests until all have ended.
 
         done: receives each reply once, as soon as it is ready.
@@ -153,7 +153,7 @@ class Generation:
             await self.abort(names)
 
     async def _call(
-        self, requests: list[GenerateRequest], asker: int, done: Done, tell: Tell
+        self, requests: list[GenerateRequest], asker: int, done: OnReply, tell: OnTokens
     ) -> None:
         """Run one batch; a batch that the server refuses as a whole is sent one by one."""
         left = {request.name: request for request in requests}
@@ -182,7 +182,7 @@ class Generation:
             for request in left.values():  # cancelled
                 self._shared.leave(request)
 
-    async def _admitted(self, left: dict[str, GenerateRequest], finish: Done) -> None:
+    async def _admitted(self, left: dict[str, GenerateRequest], finish: OnReply) -> None:
         """Wait while an update runs; requests that are aborted meanwhile return without a token."""
         self._unsent |= left.keys()
         try:
@@ -201,7 +201,7 @@ class Generation:
         return self._piece(reply, request, self._updates.version, now, now)
 
     async def _send(
-        self, requests: list[GenerateRequest], asker: int, finish: Done, tell: Tell
+        self, requests: list[GenerateRequest], asker: int, finish: OnReply, tell: OnTokens
     ) -> None:
         if not requests:
             return
@@ -214,14 +214,14 @@ class Generation:
         async def seal(replies: Sequence[tuple[int, dict[str, Any]]]) -> None:
             self._expect(asker)
             end_s, asked = time.time(), [requests[place] for place, _ in replies]
-            came = [
-                Came(ids[request.name], request, reply)
+            raw = [
+                RawReply(ids[request.name], request, reply)
                 for request, (_, reply) in zip(asked, replies, strict=True)
             ]
-            for one in came:
+            for one in raw:
                 self._sent.pop(one.request.name, None)
                 self._updates.aborted += _was_aborted(one.reply)
-            parse = partial(self._parse, records, came, version, self._in_flight(version))
+            parse = partial(self._parse, records, raw, version, self._in_flight(version))
             parsed = await self._run_parse(parse, asked)
             self._expect(asker)
             for request, result in zip(asked, parsed, strict=True):
@@ -252,7 +252,11 @@ class Generation:
         )
 
     async def _exchange(
-        self, requests: Sequence[GenerateRequest], body: dict[str, Any], seal: Seal, tell: Tell
+        self,
+        requests: Sequence[GenerateRequest],
+        body: dict[str, Any],
+        seal: OnReplies,
+        tell: OnTokens,
     ) -> None:
         """Run one batch on the server; each reply is sealed while the others run."""
         failure: EngineError | None = None
@@ -328,22 +332,22 @@ class Generation:
     def _parse(
         self,
         files: RecordReader,
-        came: Sequence[Came],
+        raw: Sequence[RawReply],
         version: PolicyVersion,
         updates: InFlight | None,
     ) -> list[Reply | RecordError]:
         """Read and check the records of replies, perhaps in a thread."""
-        taken = [_take(files, one) for one in came]
+        taken = [_take(files, one) for one in raw]
         whole = [
             (one.reply, records)
-            for one, records in zip(came, taken, strict=True)
+            for one, records in zip(raw, taken, strict=True)
             if not isinstance(records, RecordError)
         ]
         support = self._support > 0
         together = partial(reply_parser.decode_together, support=support)
         decoded = iter(together(whole, self._shape) if len(whole) > 1 else ())
         parsed: list[Reply | RecordError] = []
-        for one, records in zip(came, taken, strict=True):
+        for one, records in zip(raw, taken, strict=True):
             if isinstance(records, RecordError):
                 parsed.append(records)
                 continue
@@ -429,10 +433,7 @@ class Generation:
         request: GenerateRequest,
         version: PolicyVersion,
     ) -> _SegmentBlobs:
-        """Write all arrays of one segment as one blob.
-
-        Prompt rows equal to a sibling's are referenced, not written again.
-        """
+        """Write a segment's arrays as one blob, except prompt rows equal to a sibling's."""
         if not len(parsed.output_ids):
             return _SegmentBlobs()
         own, prompt_rows, prompt = parsed.routing, None, None
@@ -552,9 +553,9 @@ def _are_short(requests: Iterable[GenerateRequest]) -> bool:
     return all(r.num_tokens + r.sampling.max_new_tokens <= _FEW_ROWS for r in requests)
 
 
-def _take(files: RecordReader, came: Came) -> Records | RecordError:
+def _take(files: RecordReader, raw: RawReply) -> Records | RecordError:
     try:
-        return files.take(came.server_id, _reason(came.reply).get(FIELD))
+        return files.take(raw.server_id, _reason(raw.reply).get(FIELD))
     except RecordError as error:
         return error
 

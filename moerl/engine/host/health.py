@@ -128,8 +128,8 @@ class EngineHealth:
 class Heartbeat:
     """Checks that a server answers: a process that hangs is alive for the kernel.
 
-    It sends one question at a time, and the next some time after the answer.  `look` reports a
-    server without an answer for `limit_s`.  Time without a look does not count: this process may
+    It sends one question at a time, and the next some time after the answer.  `check` reports a
+    server without an answer for `limit_s`.  Time without a check does not count: this process may
     have been suspended.
     """
 
@@ -149,7 +149,7 @@ class Heartbeat:
         self._answers = 0  # of other work, at the last look
         self._awaited: int | None = None  # the attempt that was in progress at the limit
 
-    def look(self, *, attempt: int | None = None, answers: int = 0) -> str | None:
+    def check(self, *, attempt: int | None = None, answers: int = 0) -> str | None:
         """Return a sentence when the server hangs, else None.
 
         attempt: number of the attempt in progress at work with a deadline of its own.  The attempt

@@ -101,10 +101,7 @@ class EngineHost:
         store: BlobStore,
         followers: Sequence[Follower] = (),
     ) -> None:
-        """Make the host; `start` starts its server.
-
-        followers: the engine's other nodes, by node rank from 1.
-        """
+        """`start` starts the server.  followers: the engine's other nodes, by node rank from 1."""
         check_head(asks_fp32_head(config.args), trainer_fp32=context.fp32_head)
         replay, run = context.replay, context.run
         self.index, self.config, self._context, self._store = index, config, context, store
@@ -290,13 +287,13 @@ class EngineHost:
         await self._in_time(self._generation.abort(names), "abort")
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], heard: Callable[[Array], None] | None = None
+        self, requests: Sequence[GenerateRequest], on_tokens: Callable[[Array], None] | None = None
     ) -> list[Segment | RecordError]:
         """Replies to all requests, in order.  Raises EngineError when one fails, and ends the rest.
 
         A record that breaks the contract is returned as its RecordError, without effect on the
         others.
-        heard: receives the tokens so far of the request that streams.
+        on_tokens: receives the tokens so far of the streamed request.
         """
         replies: dict[str, Segment | RecordError] = {}
 
@@ -306,17 +303,17 @@ class EngineHost:
             replies[request.name] = reply
 
         def tell(request: GenerateRequest, output_ids: Array) -> None:
-            if heard is not None:
-                heard(output_ids)
+            if on_tokens is not None:
+                on_tokens(output_ids)
 
         await self._generation.run(requests, take, tell)
         return [replies[request.name] for request in requests]
 
     async def stream(
-        self, request: GenerateRequest, heard: Callable[[Array], None]
+        self, request: GenerateRequest, on_tokens: Callable[[Array], None]
     ) -> Segment | RecordError:
         """As `generate`, of one request that streams."""
-        (reply,) = await self.generate([request], heard)
+        (reply,) = await self.generate([request], on_tokens)
         return reply
 
     async def forget(self, kept: Sequence[str] | None, life: int) -> None:
@@ -368,7 +365,7 @@ class EngineHost:
         try:
             while cause is None:
                 await asyncio.sleep(WATCH_S)
-                hangs = pulse.look(attempt=updates.attempt, answers=updates.answered)
+                hangs = pulse.check(attempt=updates.attempt, answers=updates.answered)
                 cause = server.death() or self._far_death() or hangs
         finally:
             pulse.close()

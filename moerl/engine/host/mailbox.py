@@ -14,7 +14,7 @@ from moerl.core.messages import Answers
 from moerl.core.types import Array, Segment
 
 COLLECT_S = 5.0  # longest wait of `collect`, shorter than the controller's wait for this host
-_GATHER_S = 0.01  # after the first reply: those that end in the same forward pass travel with it
+_GATHER_S = 0.01  # after the first reply: replies of the same forward pass travel with it
 _STREAM_S = 0.05  # between two messages that have tokens of streams only
 
 

@@ -149,9 +149,8 @@ def decode_together(
 ) -> list[Decoded]:
     """Decode routes and masks of many short replies at once, as `parse` does for one.
 
-    A check costs as much for one reply of some tokens as for hundreds.  When one of the replies is
-    malformed none is decoded here: `parse` then refuses that one alone.
-    support: as in `parse`.
+    A check costs as much for one reply of some tokens as for hundreds.  When a reply is malformed
+    none is decoded here: `parse` then refuses that reply alone.
     """
     routes = _routes_together(replies, shape)
     masks = _masks_together(replies, shape, support=support)
@@ -222,8 +221,8 @@ def parse(
 ) -> Reply:
     """Check one element of a `/generate` answer against its request.
 
-    records: arrays of the file that the reply refers to; empty without a file.  decoded: those of
-    them that `decode_together` has checked.
+    records: arrays of the file that the reply refers to; empty without a file.  decoded: the arrays
+    that `decode_together` has checked.
     version: weights the engine must have used for every token, or, with in_flight, may have begun
     with; routing: the request wanted rows; support: it wanted the log-probabilities of all kept
     entries, or of the likeliest.

@@ -22,7 +22,7 @@ from pathlib import Path
 from moerl.core.errors import EngineError
 from moerl.weight_sync.receiver_names import SCRATCH
 
-_OWNER = "owner.lock"  # a folder without it is not one of these
+_OWNER = "owner.lock"  # a folder without it belongs to others
 _SHARED = Path("/dev/shm")
 # Load counters (SGLang's managers/load_snapshot.py) and semaphores of multiprocessing: processes
 # that are killed leave them.
@@ -49,10 +49,7 @@ class Scratch:
             raise EngineError(f"engine: no lock in {self.path}: {error}") from error
 
     def name_shared(self, paths: Iterable[str]) -> None:
-        """Write down which of the mapped files are the server's shared memory.
-
-        Raises EngineError when the disk is full.
-        """
+        """Note the server's mapped files of shared memory.  Raises EngineError on a full disk."""
         mine = sorted({path for path in paths if _is_removable(path)})
         try:
             os.ftruncate(self._owner, 0)

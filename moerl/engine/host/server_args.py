@@ -188,7 +188,7 @@ def arguments(
         "skip_tokenizer_init": True,
         "sampling_backend": "pytorch",  # its sampling mask is the array that was sampled from
     }
-    if config.max_total_tokens:  # else SGLang fills what mem_fraction_static leaves
+    if config.max_total_tokens:  # else SGLang fills the rest of mem_fraction_static
         args["max_total_tokens"] = config.max_total_tokens
     if routing and model_type in SPARSE:
         args["enable_return_indexer_topk"] = True

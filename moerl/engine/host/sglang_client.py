@@ -43,7 +43,7 @@ class EngineClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._headers: dict[str, str] | None = None  # None: nobody is trusted yet
+        self._headers: dict[str, str] | None = None  # None: no caller is trusted yet
         self._session = aiohttp.ClientSession(
             base_url=url,
             connector=aiohttp.TCPConnector(limit=0),

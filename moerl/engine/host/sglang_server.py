@@ -49,7 +49,7 @@ from moerl.weight_sync.receiver_names import keys_path, socket_path
 
 _POLL_S = 0.1
 _KILL_S = 5.0  # longest wait for a killed process to be gone
-_ENDING_S = 1.0  # from the end of a server's first thread, and of its workers, to that of all
+_ENDING_S = 1.0  # from the end of a server's first thread, and of its workers, to the end of all
 _TAIL_LINES = 20
 
 # `pkg.SomeError: text` at the start of a line, or uvicorn's `[Errno 98] ...` anywhere in it.
@@ -143,7 +143,7 @@ class EngineServer:
             await self._wait_until_ready(client, deadline)
             self._check_listener()
             self._check_ranks()
-            if self.span.node == 0:  # others have no HTTP server but that of /health
+            if self.span.node == 0:  # others have an HTTP server for /health only
                 client.authenticate(self.token)
                 self.layout = await self._identify(client, config, deadline)
                 await client.freeze_garbage()

@@ -79,13 +79,13 @@ class WeightUpdater:
         self.version = PolicyVersion(0, 0)
         self.served = [self.version]  # versions that a request may meet, ascending
         self.aborted = 0  # requests that the current update has interrupted
-        self._commits = 0  # asked of servers, answered or not
+        self._commits = 0  # requests to servers, answered or not
         # Number of the commit in progress: the scheduler copies weights and answers nothing.
         self.attempt: int | None = None
         self.answered = 0  # commits that the server answered, in any way
         self._committing = asyncio.Lock()
-        # What the last COMMIT cost, until the next PREPARE: a controller that dies before it hears
-        # of it is replaced by one that passes the same COMMIT on again.
+        # The cost of the last COMMIT, until the next PREPARE: a controller that dies before it gets
+        # it is replaced by a controller that passes the same COMMIT on again.
         self._closed: UpdateDone | None = None
         self._asleep: frozenset[str] = frozenset()  # of MEMORY_PARTS
         self._is_dirty = False  # the weights slept or were written, and no commit came since
@@ -282,10 +282,10 @@ class WeightUpdater:
 
     # --- memory -----------------------------------------------------------------------------------
     async def move_memory(self, message: SleepEngine | WakeEngine) -> MemoryState:
-        """Sleep or wake; a state that is there already is answered without the server.
+        """Sleep or wake; the present state is answered without the server.
 
-        Raises EngineError: nothing was changed, or the server ends, since what its ranks have
-        released is then unknown.
+        Raises EngineError: nothing was changed, or the server ends, since its memory is in an
+        unknown state.
         """
         async with self._committing:
             sleeps, wanted = isinstance(message, SleepEngine), set(message.parts)

@@ -6,7 +6,7 @@ tokens of a request belong to that version whatever is committed while it runs.
 
 SGLang 0.5.23 would answer a request that names no adapter from the base weights, and load any
 tensors with success: a wrong shape ends the scheduler at the first request.  `check_named` refuses
-such a request, `fill` copies an adapter into its slot at once, between two forward passes.
+this request, `fill` copies an adapter into its slot at once, between two forward passes.
 Read at 0.5.23: srt/lora/lora_manager.py, mem_pool.py, lora_registry.py, backend/torch_backend.py.
 """
 

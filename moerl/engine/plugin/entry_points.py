@@ -20,7 +20,7 @@ from moerl.engine.protocol import DP_ATTENTION
 if TYPE_CHECKING:
     from moerl.engine.plugin.hooks import Hook
 
-_before: dict[str, object] = {}  # symbol of a hook -> what it was when the hook was registered
+_before: dict[str, object] = {}  # symbol of a hook -> its object when the hook was registered
 
 
 def activate() -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from moerl.core.errors import LayoutError
 from moerl.engine.weight_layout import BLOCK_SHAPE, MODULES_CHECKED, asks_fp32_head, check_head
 
-# Attributes of live modules -> what they do to weights.
+# Attributes of live modules -> their effect on weights.
 _PLAIN_METHODS = (
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",

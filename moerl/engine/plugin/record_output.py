@@ -11,7 +11,7 @@ A long record costs milliseconds, in which the scheduler's loop would launch no 
 writes it and then sends the output with the reply that names it; later outputs keep their order.
 
 Rejected: replies that go ahead of their records (the host would wait for files, and a full disk
-could not be told).
+could not be reported).
 Read at 0.5.23: srt/managers/scheduler_components/output_streamer.py, output_sender.py, scheduler.py
 (init_ipc_channels), srt/sampling/sampling_mask.py.
 """

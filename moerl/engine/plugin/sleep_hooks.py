@@ -3,10 +3,10 @@
 An /update_weights_from_tensor request with load_format "moerl_memory.sleep.PARTS" or
 "moerl_memory.wake.PARTS" reaches all ranks in the same iteration of their schedulers.  They first
 retract every request and compare their states; if one cannot change, none does.  Then SGLang's own
-release or resume runs, which asserts what was checked here: a scheduler that fails it ends.
+release or resume runs, which asserts the same conditions: a scheduler that fails them ends.
 
 A sleeping scheduler stays paused, so that requests wait.  SGLang's routes for release and resume
-are refused: the host has to know what sleeps.
+are refused: the host has to know the state.
 
 Read at sglang 0.5.23: srt/managers/scheduler_components/weight_updater.py,
 srt/managers/scheduler.py (pause_generation, event loops), tokenizer_control_mixin.py.
@@ -51,7 +51,7 @@ def change(manager: Any, what: str, parts: list[str]) -> tuple[bool, str]:
     was_asleep = is_asleep(manager)
     if what == SLEEP and not was_asleep:
         recomputed = in_flight.retract(manager.scheduler)
-    torch.cuda.empty_cache()  # the saver's memory is not of torch's cache, which it would be beside
+    torch.cuda.empty_cache()  # the saver's memory is not in torch's cache and would be added to it
     mine = (_cause(manager, what, parts), sorted(manager.offload_tags))
     every = all_gather_values(mine, tuple[str, list[str]], manager.tp_cpu_group)
     causes = [cause for cause, _ in every if cause]

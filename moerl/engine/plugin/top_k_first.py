@@ -1,8 +1,8 @@
 """Sampling from the k likeliest tokens without sorting the vocabulary.
 
-SGLang's sampler in torch takes a short way only where neither a sampling mask nor a seed is asked
-for.  The order of its sort is not defined for equal probabilities.  Here it is: of equal ones the
-lower id comes first, the order of CUDA's sort, in which no column depends on how many are taken.
+SGLang's sampler in torch takes a short way only without a sampling mask and a seed.  The order of
+its sort is not defined for equal probabilities.  Here the lower id comes first, as in CUDA's sort,
+so no column depends on k.
 
 Read at 0.5.23: srt/layers/sampler.py.
 """

@@ -149,7 +149,7 @@ def around_request(original: Callable[..., Any], manager: Any, request: Any, *re
 
 
 async def _at_once(manager: Any, request: Any, mode: str) -> tuple[bool, str]:
-    """mode: of a commit; "" = memory moves, and the version stays."""
+    """Run it between steps.  mode: of a commit; "" = memory moves, version stays."""
     manager.auto_create_handle_loop()
     replies = await manager.update_weights_from_tensor_communicator(request)
     success = all(reply.success for reply in replies)

@@ -49,7 +49,7 @@ class ControlApi:
     def answer(self, name: str, answer: dict[str, Any]) -> None:
         try:
             atomic_write(self._folder / f"{name}.answer", json.dumps(answer))
-        except OSError as error:  # who asked sees a timeout; the run must not end
+        except OSError as error:  # the caller sees a timeout; the run must not end
             log.error("request %s is not answered: %s", name, error)
 
 

@@ -103,7 +103,7 @@ def _join(run: RunDir, args: argparse.Namespace, lease: LeaseReader) -> int:
         print("moerl: Ray ended on this node", file=sys.stderr)
         return 1
     except (RunEnded, TrainerError):
-        mine.clear()  # nobody answers requests now
+        mine.clear()  # requests stay unanswered now
         raise
     finally:
         for signum in _ENDINGS:

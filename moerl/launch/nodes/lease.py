@@ -40,8 +40,9 @@ class LeaseKeeper:
     def renew(self) -> None:
         """Count on when it is time; call often.
 
-        The file is written in place: on NFS a reader that opens it sees what the last writer
-        closed, while a renamed file is seen only when cached names expire, after up to a minute.
+        The file is written in place: on NFS a reader that opens it sees the text of the last writer
+        that closed it, while a renamed file is seen only when cached names expire, after up to a
+        minute.
         """
         if self._clock() < self._due:
             return
@@ -79,10 +80,7 @@ class LeaseReader:
             time.sleep(_LOOK_S)
 
     def until(self, find: Callable[[], T], timeout_s: float, missing: str) -> T:
-        """The first true result of `find`.
-
-        Raises TrainerError(missing) after timeout_s, and the errors of `check`.
-        """
+        """The first true result of `find`.  Raises TrainerError(missing), and as `check`."""
         deadline = self._clock() + timeout_s
         while not (found := find()):
             self.check()

@@ -110,7 +110,7 @@ class RayDaemons:
         self._found: list[tuple[str, psutil.Process]] = []
 
     def find(self) -> None:
-        """Note the ones that this process started; none for a cluster that it joined."""
+        """Note the daemons that this process started; none for a cluster that it joined."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if (name := process.name()) in self._NAMES:

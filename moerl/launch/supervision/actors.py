@@ -56,10 +56,10 @@ from moerl.scoring import make_scorers
 
 log = logging.getLogger(__name__)
 # Calls of one actor in progress at once; more wait.  A host with as many requests would not answer
-# the supervisor, which then takes it for one that hangs.
+# the supervisor, which then takes it for a hung actor.
 _CALLS = 1000
 Plain = TypeVar("Plain")
-_RETRIES = 3  # of a call whose actor died: the call may be what ends it
+_RETRIES = 3  # of a call whose actor died: the call may have ended it
 
 
 def place(plain: type[Plain], *args: Any, restarts: int = 0) -> ActorHandle[Plain]:
@@ -117,14 +117,14 @@ def place_engine(
     strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
     group = placement_group([bundle] * nodes, strategy=strategy)
 
-    def put(plain: Any, node: int, *args: object) -> Any:
+    def start_actor(plain: Any, node: int, *args: object) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CALLS, "num_gpus": each}
         options |= {"resources": {ENGINE_SLOT: 1}, "scheduling_strategy": where}
         return ray.remote(plain).options(**options).remote(context, index, tp, *args)
 
-    followers = tuple(put(FollowerActor, node, node) for node in range(1, nodes))
-    return PlacedEngine(put(EngineActor, 0, followers), group, followers)
+    followers = tuple(start_actor(FollowerActor, node, node) for node in range(1, nodes))
+    return PlacedEngine(start_actor(EngineActor, 0, followers), group, followers)
 
 
 class EngineActor(ActorServer):
@@ -214,10 +214,7 @@ class RemoteScorer:
     """The `Scorers` protocol over an actor handle."""
 
     def __init__(self, actor: ActorHandle[ScorerActor], *, is_restarted: bool = True) -> None:
-        """Ask the scorer of an actor.
-
-        is_restarted: a dead scorer fails its calls only, and does not end the run.
-        """
+        """Ask an actor's scorer.  is_restarted: its death fails its calls, not the run."""
         self._actor, self._is_restarted = actor, is_restarted
         self._pid = 0
         self.restarts = 0
@@ -273,7 +270,7 @@ class ControllerActor(ActorServer):
         self._rows: list[dict[str, Any]] = []
         self._looked_at: StepReport | None = None  # by the alerts
         self._found: dict[str, float] = {}
-        self._said: deque[str] = deque()  # by writers beside the training, in any thread
+        self._said: deque[str] = deque()  # by optional writers, in any thread
         self._tracer = Tracer(context.run.trace, "controller", tell=self._said.append)
         self._beside = Beside("the search for alerts", self._said.append)
 

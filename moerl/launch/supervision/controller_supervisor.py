@@ -30,16 +30,16 @@ class ControllerSupervisor:
         place: Callable[[], Any],
         lost_engines: Callable[[], list[int]],
     ) -> None:
-        """place: starts its process with the present engines and returns the actor."""
+        """Start nothing.  place: starts its process with the present engines, returns the actor."""
         self.endpoint = ""  # known when it has opened
         self.is_up = False
         self._context, self._place, self._lost_engines = context, place, lost_engines
         self._actor: Any = None
-        self._untold: list[tuple[Any, ...]] | None = None  # for one that is opening
-        self._next_poll = 0.0  # clock seconds; inf while it is asked
+        self._untold: list[tuple[Any, ...]] | None = None  # for an opening controller
+        self._next_poll = 0.0  # clock seconds; inf while a question is open
 
     def start(self) -> None:
-        """Start the controller; a second one has the endpoint and the journal of the first."""
+        """Start the controller; a restart keeps its endpoint and journal."""
         if self.endpoint:
             self._context.console.wait("controller")
         self._actor = self._place()

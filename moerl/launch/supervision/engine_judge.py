@@ -1,8 +1,8 @@
 """A model as scorer, by prompt, on an SGLang server of its own.
 
 The judge samples nothing: its reward is the mean value of the choices under the probabilities with
-which it would begin its answer with each of them (as in G-Eval, arXiv 2303.16634, section 3.2).
-About a whole group it is asked for each pair in both orders, because judges prefer a place.
+which it would begin its answer with each of them (as in G-Eval, arXiv 2303.16634, section 3.2).  In
+a whole group it compares each pair in both orders, because judges prefer a place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineJudge:
     """The `Scorer` of one server.  It starts with the first question, and again when it is dead."""
 
     def __init__(self, term: RewardTerm, token: str, server_log: Path) -> None:
-        """token: of the server.  Raises ConfigError."""
+        """Raises ConfigError.  token: of the server."""
         self._term, self._token, self._log = term, token, server_log
         tokenizer = load_tokenizer(term.model)
         self._template = ChatTemplate(
@@ -69,7 +69,7 @@ class EngineJudge:
         ]
 
     def _filled(self, asked: ScoreRequest, other: ScoreRequest | None = None) -> list[int]:
-        """Tokens of the prompt about a question.  What the policy wrote is text, no control."""
+        """Tokens of the prompt about a question.  Control tokens in the policy's text are text."""
         response = asked.episode.responses[-1]
         fields = {
             "prompt": asked.prompt.text,

@@ -33,7 +33,7 @@ from moerl.launch.supervision.supervisor_context import START_S, SupervisorConte
 log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 
-_TURN_S = 1.0  # until a controller that is down is asked again
+_TURN_S = 1.0  # until the next question to a controller that is down
 _STOP_S = 60.0  # seconds a host may take to end its server
 
 
@@ -47,7 +47,7 @@ class EngineSupervisor:
         self.are_up = False  # all of the first start
         self._context, self._controller = context, controller
         self._starting: set[int] = set()
-        self._next_pings: dict[int, float] = {}  # clock seconds; inf while a host is asked
+        self._next_pings: dict[int, float] = {}  # clock seconds; inf while a question is open
 
     def start_all(self) -> None:
         for index in self.members.actors:
@@ -277,10 +277,7 @@ class Membership:
         return True
 
     def gave_up(self, index: int, error: MoerlError) -> bool:
-        """An engine did not start.  Returns True if it was new; it is then forgotten.
-
-        Raises EngineError when no other engine remains.
-        """
+        """Forget a new engine that did not start (True).  Raises EngineError without another."""
         if index not in self._joining:
             return False
         self._context.say(f"engine {index} did not start and is left out: {error}")
@@ -427,10 +424,7 @@ class Membership:
 def check_removal(
     index: int, engines: Collection[int], idle: Collection[int], leaving: Collection[int]
 ) -> None:
-    """Raises ConfigError when the engine cannot be removed.
-
-    idle: engines that are being started or restarted.
-    """
+    """Raises ConfigError when it cannot be removed.  idle: engines that start or restart."""
     if index not in engines:
         known = ", ".join(map(str, sorted(engines)))
         raise ConfigError("ENGINE", index, f"the run's engines are {known}")

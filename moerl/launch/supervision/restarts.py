@@ -36,7 +36,7 @@ class Restarts:
         clock: Callable[[], float],
         steps_made: Callable[[], int],
     ) -> None:
-        """clock: monotonic seconds.
+        """Count no failure yet.  clock: monotonic seconds.
 
         steps_made: reads the number of steps that this start of the run has stored.
         """
@@ -61,10 +61,7 @@ class Restarts:
     def restart(
         self, name: str, error: MoerlError, restart: Callable[[], None], died_at: float = 0.0
     ) -> None:
-        """Restart `name` after a pause, or raise `error` when no restart is allowed.
-
-        died_at: unix time; 0 = now.
-        """
+        """Restart `name` after a pause, or raise `error`.  died_at: unix time; 0 = now."""
         if self.died(name, error, died_at):
             raise error
         self.schedule(name, error, restart)

@@ -1,7 +1,7 @@
 """Scorers in Ray actors with resources of their own: a user's object, or a judge with its engine.
 
-The actors belong to the scorer's process and end with it.  One that dies is started again, and one
-that does not answer is ended and replaced; its requests may be repeated.
+The actors belong to the scorer's process and end with it.  A dead or silent actor is ended and
+replaced; its requests may be repeated.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class _Member:
 
 
 class ActorPool:
-    """The `Scorer` protocol over alike actors.  Use it from one event loop."""
+    """The `Scorer` protocol over equal actors.  Use it from one event loop."""
 
     def __init__(self, place: Place, count: int, timeout_s: float) -> None:
-        """place: starts actor number n.  timeout_s: of a request."""
+        """Start the actors.  place: starts actor number n.  timeout_s: of a request."""
         self._place, self._timeout_s = place, timeout_s
         self._members = [_Member(number, place(number)) for number in range(count)]
 

@@ -5,7 +5,7 @@ checks all of them twice a second.  Its loop never waits for a single process: i
 calls to actors and handles their answers when they arrive (`RemoteCalls`).
 
 - Engine: restarted; its unfinished requests continue on other engines, and the next publish updates
-  it to the current version. One that keeps dying is excluded (`Restarts`). Engines join and
+  it to the current version. An engine that keeps dying is excluded (`Restarts`). Engines join and
   leave on request (`Membership`).
 - Trainer: restarted from its newest checkpoint, or before the first one from the first weights, as
   a new incarnation; engines and finished rollouts stay, the steps after it are trained again.
@@ -78,8 +78,8 @@ class Supervisor:
     ) -> None:
         """Start nothing yet.
 
-        actors: None = Ray's.  clock: monotonic seconds.  check: raises what must end the run.
-        note: tells others what the run is doing.
+        actors: None = Ray's.  clock: monotonic seconds.  check: raises errors that must end the
+        run.  note: publishes the state of the run.
         """
         self._scratch, self._signals, self._clock = scratch, signals, clock
         self._check, self._note = check, note

@@ -140,7 +140,7 @@ class SupervisorContext:
     restarts: Restarts
     hangs: HangReports
     pids: dict[str, int]  # of the processes, by name
-    notices: LineWriter  # what the report says of failures
+    notices: LineWriter  # failures, for the report
 
     @property
     def is_local(self) -> bool:

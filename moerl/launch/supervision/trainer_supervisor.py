@@ -27,7 +27,7 @@ from moerl.runtime.run_dir import next_incarnation
 from moerl.trainer.checkpoints.checkpoint_files import damaged_in, newest_checkpoint
 
 _GRACE_S = 0.5  # for ranks of a trainer that died
-_CLOSED_S = 1.0  # until a controller that is down is asked again
+_CLOSED_S = 1.0  # until the next question to a controller that is down
 _CAUSE_S = 1.0  # after a trainer's death: the controller may know why
 
 
@@ -170,9 +170,7 @@ class TrainerSupervisor:
 
     # --- steps and their timeout ----------------------------------------------------------------
     def hear(self, polled: Polled) -> None:
-        """Take status, new rows, the trainer's failure and notices from an answer of the
-        controller.
-        """
+        """Take status, new rows, the trainer's failure and notices from the controller."""
         status, rows, failure, notices = polled
         for notice in notices:
             self._context.note(notice)
@@ -182,14 +180,14 @@ class TrainerSupervisor:
         if self._ranks.says_hello(int(status["trainer/incarnation"])):
             self._context.restarts.is_back("trainer")
             self._say_set_aside()
-        refs = self._ref_models  # a dead one has no pid; keep its last number
+        refs = self._ref_models  # a dead process has no pid; keep its last number
         if refs and refs.pid and status["ref_models/start"] == refs.starts - 1:
             self._context.restarts.is_back("ref_models")
         for row in rows:
             self._count(row)
 
     def _say_set_aside(self) -> None:
-        """A line for each checkpoint that a rank found damaged: an earlier one is loaded."""
+        """A line for each checkpoint that a rank found damaged: an earlier checkpoint is loaded."""
         found = damaged_in(self.run_context.run)
         for path in sorted(found - self._set_aside):
             self._context.say(f"a checkpoint is damaged, an earlier one is loaded: see {path}")
@@ -308,9 +306,7 @@ class TrainerRanks:
         return True
 
     def lateness(self) -> str:
-        """A message, once, when no step came within the limit; after twice the limit ends the
-        trainer.
-        """
+        """One message when no step came within the limit; ends it after twice the limit."""
         waited_s = time.monotonic() - self._since
         if self._job is None or waited_s < self._limit_s:
             return ""

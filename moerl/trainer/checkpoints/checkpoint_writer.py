@@ -4,8 +4,8 @@
 are kept between checkpoints.  A thread of each rank then writes its own file; rank 0's joins the
 results, writes the manifest last and renames the folder.  At most one checkpoint is in flight.  A
 crash or a failed write leaves a hidden folder, which the next writer removes, and older checkpoints
-unchanged; failed writes are counted and told.  On a full disk the copy is written again until there
-is room; the next checkpoint waits for it, and after the limit the run ends.
+unchanged; failed writes are counted and logged.  On a full disk the copy is written again until
+there is room; the next checkpoint waits for it, and after the limit the run ends.
 
 The state of an offloaded optimizer is in host memory and would not fit twice: it is written from
 there, one tensor at a time, and the next update waits until it is on the disk.
@@ -121,7 +121,7 @@ class CheckpointWriter:
 
         manifest: readable without torch (`moerl.runtime.run_dir.read_manifest`).  is_offloaded: the
         optimizer's state is in host memory; it may change after `before_update`.  Waits for the
-        previous checkpoint.  Raises NonRetryableError when that one found no room.
+        previous checkpoint.  Raises NonRetryableError when that write found no room.
         """
         self.wait()
         if self._found_no_room:
@@ -193,10 +193,7 @@ class CheckpointWriter:
     def _write(
         self, step: int, strategy: _StateCopy, manifest: dict[str, Any], pause: float, failed: str
     ) -> None:
-        """Write and publish in the background.
-
-        failed: why the folder does not exist; "" if it does.
-        """
+        """Write and publish in the background.  failed: why the folder is missing, or ""."""
         begin, wait = time.time(), self._patience.begin(f"the checkpoint of step {step}")
         while True:
             results = failed or self._write_part(step, strategy)
@@ -271,10 +268,7 @@ class CheckpointWriter:
         return broadcast_value(verdict, _Verdict, self._group)
 
     def _judge(self, step: int, cause: str, wanted: int, wait: DiskWait) -> _Verdict:
-        """Remove a failed checkpoint; on a full disk, wait for room and make its folder anew.
-
-        wanted: bytes of all ranks.
-        """
+        """Remove a failed checkpoint; on a full disk, wait for `wanted` bytes and retry."""
         if not cause:
             wait.done()
             return _Verdict()
@@ -345,7 +339,6 @@ class _StateCopy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped
         previous: _Plan | None,
         device: str,
     ) -> None:
-        """device: type of the trainer's device."""
         super().__init__(BACKEND, FORMAT, thread_count=1)
         self._device = device
         self._group, self._buffers, self._known = group, buffers, previous

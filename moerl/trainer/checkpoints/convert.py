@@ -47,7 +47,7 @@ from moerl.trainer.checkpoints.find_checkpoint import METADATA_FILE
 from moerl.trainer.checkpoints.megatron_folder import MegatronFolder
 from moerl.trainer.checkpoints.stored_names import (
     ModelTensor,
-    Stored,
+    StoredKey,
     model_tensors,
     stored_as,
     stored_parts,
@@ -67,7 +67,7 @@ from moerl.trainer.hf_io.hf_save import (
 from moerl.trainer.hf_io.tensor_stream import Planned
 
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHUNK_BYTES = 32 * 2**20  # of a stored tensor; larger ones are cut into bands of rows
+CHUNK_BYTES = 32 * 2**20  # of a stored tensor; larger tensors are cut into bands of rows
 FILE_BYTES = 4 * 2**30
 _COMMON, _FORMAT = "common.pt", "metadata.json"
 
@@ -77,7 +77,7 @@ Source = HfFolder | MegatronFolder
 class _Piece(NamedTuple):
     """Consecutive rows of a tensor of the model, stored as one chunk."""
 
-    stored: Stored
+    stored: StoredKey
     tensor: Local
     rows: range
     dtype: torch.dtype

@@ -28,7 +28,7 @@ from moerl.trainer.checkpoints.stored_names import (
     PADDED,
     SPLIT_PARTS,
     ModelTensor,
-    Stored,
+    StoredKey,
     model_tensors,
 )
 from moerl.trainer.checkpoints.torch_dist_files import TorchDistFiles
@@ -151,14 +151,14 @@ class MegatronFolder:
             return [key]
         return [part for name in SPLIT_PARTS if (part := f"{key}.{name}") in self._files]
 
-    def _fits(self, key: str, stored: Stored) -> bool:
+    def _fits(self, key: str, stored: StoredKey) -> bool:
         """Whether the tensor has the leading dims of this name."""
         lead = self._files.shape(key)[: len(stored.lead)]
         return len(lead) == len(stored.lead) and all(
             i < n for i, n in zip(stored.lead, lead, strict=True)
         )
 
-    def _pieces(self, tensor: ModelTensor, stored: Stored, keys: Sequence[str]) -> list[_Source]:
+    def _pieces(self, tensor: ModelTensor, stored: StoredKey, keys: Sequence[str]) -> list[_Source]:
         """The tiles of a tensor on the stored tensors, which follow each other along its rows."""
         lead, shape = len(stored.lead), tensor.tensor.shape
         entry = tuple(range(i, i + 1) for i in stored.lead)

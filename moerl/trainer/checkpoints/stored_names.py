@@ -2,8 +2,8 @@
 
 megatron-core stores tensors whole, in coordinates that do not depend on the layout.  Only names
 differ between live modules: a norm is called after the projection it is fused into by Transformer
-Engine, experts are one tensor with an expert dim, and layers that are all alike can be one tensor
-with a layer dim.
+Engine, experts are one tensor with an expert dim, and equal layers can be one tensor with a layer
+dim.
 Read at megatron-core 0.19.2: transformer_block.py, gpt_layer_specs.py, moe/experts.py,
 ssm/gated_delta_net/common.py.
 """
@@ -33,7 +33,7 @@ _LOCAL_KEYS = {  # the local layer spec stores these norms as if they were fused
 }
 
 
-class Stored(NamedTuple):
+class StoredKey(NamedTuple):
     """A tensor of the checkpoint; `lead`: the entry of its layer dim, expert dim, or both."""
 
     key: str
@@ -47,13 +47,13 @@ class ModelTensor(NamedTuple):
     te_name: str
     tensor: Local
 
-    def candidates(self) -> Iterator[Stored]:
+    def candidates(self) -> Iterator[StoredKey]:
         """Where a checkpoint may have it, the likeliest first."""
         names = dict.fromkeys((self.te_name, _fused(self.local_name), self.local_name))
         for stored in map(_with_expert_dim, names):
             yield stored
             if match := _LAYER.fullmatch(stored.key):
-                yield Stored(f"decoder.layers.{match[2]}", (int(match[1]), *stored.lead))
+                yield StoredKey(f"decoder.layers.{match[2]}", (int(match[1]), *stored.lead))
 
 
 def model_tensors(spec: ModelSpec) -> list[ModelTensor]:
@@ -65,7 +65,7 @@ def model_tensors(spec: ModelSpec) -> list[ModelTensor]:
     return [ModelTensor(name, te_name, tensor) for (name, tensor), te_name in pairs]
 
 
-def stored_as(tensor: ModelTensor, spec: ModelSpec, layer_spec: LayerSpec) -> Stored:
+def stored_as(tensor: ModelTensor, spec: ModelSpec, layer_spec: LayerSpec) -> StoredKey:
     """The name under which a trainer with this layer spec stores a tensor."""
     if layer_spec == "te":
         return _with_expert_dim(tensor.te_name)
@@ -97,9 +97,9 @@ def _fused(local_name: str) -> str:
     return local_name
 
 
-def _with_expert_dim(name: str) -> Stored:
+def _with_expert_dim(name: str) -> StoredKey:
     for pattern in _EXPERTS:
         if match := pattern.fullmatch(name):
             rest = match[3] if pattern is _EXPERTS[0] else match[2]
-            return Stored(f"{match[1]}experts.{rest}", (int(match["e"]),))
-    return Stored(name, ())
+            return StoredKey(f"{match[1]}experts.{rest}", (int(match["e"]),))
+    return StoredKey(name, ())

@@ -330,10 +330,7 @@ def _taken(tensors: dict[str, Tensor], name: str, folder: Path) -> Tensor:
 
 # --- which weights an adapter belongs to ----------------------------------------------------------
 def note_base(folder: Path, base: Path) -> None:
-    """Write which W0 the adapter in `folder` belongs to.
-
-    On other weights the factors would load and mean something else.
-    """
+    """Note the W0 of the adapter in `folder`: other weights would load it silently."""
     write_json(folder / _BASE_FILE, {"model": str(base), "fingerprint": fingerprint(base)})
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SMALL_BYTES = 128 * 2**20  # a tokenizer.json has tens of MiB
-# Weights, which are written anew, and files that describe the weights of the source alone
+# Weights, which are written again, and files that describe the weights of the source alone
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
     *("*.index.json", "config.json"),

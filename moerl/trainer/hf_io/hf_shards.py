@@ -159,7 +159,7 @@ class HfShards:
         """Of all tensors of the files."""
         return sum(self._planned(name).nbytes for name in self._form)
 
-    # --- what is where ---------------------------------------------------------------------------
+    # --- places of tensors -----------------------------------------------------------------------
     def _dtype_of(self, name: str) -> torch.dtype:
         if name not in self._held:
             assert self._untrained is not None, f"{name} is in the source"

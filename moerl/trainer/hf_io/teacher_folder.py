@@ -1,7 +1,7 @@
-"""The folder of one version of the policy that is a teacher: a model folder, or one of adapters.
+"""The folder of one version of the policy that is a teacher: a model folder, or an adapter folder.
 
 It appears under its name when it is whole.  TEACHER_FILE has the digest of the weights, which is
-equal under every layout: who reads the folder compares it with what is loaded.
+equal under every layout: a reader of the folder compares it with the loaded weights.
 """
 
 from __future__ import annotations

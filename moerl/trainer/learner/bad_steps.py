@@ -1,6 +1,6 @@
 """Optimizer steps whose loss or gradient is not finite: named, not taken, and bounded.
 
-All ranks decide alike: loss and norm are sums over ranks, and one rank that disagrees is enough.
+All ranks decide the same: loss and norm are sums over ranks, and one rank that disagrees is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BadSteps:
     """Counts batches with an optimizer step that is not taken, one after the other."""
 
     def __init__(self, limit: int, parallel: Parallel) -> None:
-        """limit: such batches in a row; `trainer.skip_bad_steps`."""
+        """Count no bad step yet.  limit: bad batches in a row; `trainer.skip_bad_steps`."""
         self.report: Callable[[BadStep], None] = lambda bad: None  # called on every rank
         self._limit, self._parallel = limit, parallel
         self._in_a_row, self._skipped = 0, 0  # batches; optimizer steps of this batch
@@ -40,7 +40,7 @@ class BadSteps:
     def skip(self, plan: BatchPlan, cause: str, microbatches: Collection[int]) -> None:
         """The optimizer step of this plan is not taken; collective.
 
-        microbatches: on this rank, with such a loss or gradient; on no rank any: unknown.
+        microbatches: on this rank, with a bad loss or gradient; on no rank any: unknown.
         Raises NonRetryableError beyond the limit.
         """
         mine = [(self._parallel.dp_rank, number) for number in microbatches]

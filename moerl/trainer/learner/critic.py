@@ -69,10 +69,7 @@ class _Sums:
         self.values += torch.stack([part.double() for part in parts])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """Metrics of the joined sums.
-
-        num_steps: optimizer steps in the sums, each with its own denominator.
-        """
+        """Metrics of the joined sums.  num_steps: optimizer steps, each with a denominator."""
         n, loss, value, r, rr, e, ee = self.values.tolist()
         if not n:
             return {}

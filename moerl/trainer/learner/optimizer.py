@@ -62,10 +62,7 @@ def router_grad_norm(model: Model, parallel: Parallel) -> float:
 
 
 def make_optimizer(ddp: list[DistributedDataParallel], trainer: TrainerConfig) -> MegatronOptimizer:
-    """Megatron's Adam.
-
-    Raises ConfigError with megatron-core's refusal of `trainer.optimizer_args`.
-    """
+    """Megatron's Adam.  Raises ConfigError when it refuses `trainer.optimizer_args`."""
     half, settings = trainer.dtype == "bf16", trainer.optimizer
     asked = optimizer_args(trainer)
     args = {name: _DTYPES.get(value, value) for name, value in asked.items()}

@@ -2,8 +2,8 @@
 
 All views of Megatron (param.data, main_grad, shards, optimizer state, buckets) keep their storage,
 so nothing is made again.  Gradients come back as zeros, since each step begins with zeros; the
-optimizer and the weights are kept in one buffer of host memory, page-locked beside a GPU (torch's
-own page-locked memory has a power of two of bytes).
+optimizer and the weights are kept in one buffer of host memory, page-locked for a GPU (torch's own
+page-locked memory has a power of two of bytes).
 
 Rejected: Megatron's `offload_to_cpu` (pageable; in fp32 shards of weights stay twice, with
 `optimizer_cpu_offload` its host state moves to the device), read at megatron-core 0.19.2.
@@ -61,7 +61,7 @@ class Parked:
             self._away[part] = list(zip(storages, sizes, strict=True))
             total += sum(sizes)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # another process needs what torch would keep
+            torch.cuda.empty_cache()  # another process needs the memory that torch would keep
         return total
 
     def _copy_out(

@@ -96,8 +96,7 @@ class RefModel:
         return score(self.model, batches, Mode.OFF)
 
     def take(self, version: PolicyVersion, folder: Path) -> None:
-        """Take a version of the policy; collective.  Raises ModelError when the weights are not
-        the written ones."""
+        """Take a version of the policy; collective.  Raises ModelError for other weights."""
         self.version, model, group = None, self.model, self._parallel.control
         if model.adapters:
             model.set_factors(load_adapter(folder, model.spec, self._lora))
@@ -115,7 +114,7 @@ class RewardModel:
     """One rank's part of a model with a value head that only scores."""
 
     def __init__(self, path: str, config: Config, parallel: Parallel) -> None:
-        """path: a folder of transformers' sequence or token classification, with one label.
+        """Load a folder of transformers' sequence or token classification, with one label.
 
         Raises ModelError for any other folder.
         """
@@ -149,7 +148,7 @@ def _frozen(
 
 
 class BorrowedPolicy:
-    """The trained model with adapters off, or with those of a teacher, while it scores.
+    """The trained model with adapters off, or with a teacher's adapters, while it scores.
 
     Merging again gives the same bits, so no copy of the merged weights is needed.
     """

@@ -7,10 +7,10 @@ The layers belong to megatron-core's local spec, and to Transformer Engine where
     all experts of a rank in one call   rows of expert e follow those of e - 1, `m_splits` counts
     (TEGroupedLinear)                   them; each expert's rows meet its own factors
 
-Both communicate alike: the input of a column-parallel layer is this rank's part of the positions,
-gathered inside, the output of a row-parallel layer is scattered inside, and experts leave it to
-their dispatcher.  The loop over experts costs some small kernels for each; no copy of their rows is
-made.
+Both communicate in the same way: the input of a column-parallel layer is this rank's part of the
+positions, gathered inside, the output of a row-parallel layer is scattered inside, and experts
+leave it to their dispatcher.  The loop over experts costs some small kernels for each; no copy of
+their rows is made.
 
 Source of the flag: NeMo.  Legend: T tokens (and batch), R rank.
 """

@@ -33,14 +33,11 @@ class Patch:
     replace: Callable[[], None]
     why: str  # behaviour of megatron-core that fails without it
     symbols: tuple[str, ...]  # dotted paths that `replace` assigns
-    without: Absent = "cuda"  # what a machine lacks that needs this row
+    without: Absent = "cuda"  # the part whose absence needs this row
 
 
 def apply(*absent: Absent) -> None:
-    """Run the rows of `PATCHES` for absent parts, once per process.
-
-    Call it before megatron is imported.
-    """
+    """Run rows of `PATCHES` for absent parts, once, before megatron is imported."""
     global _applied
     if _applied:
         return

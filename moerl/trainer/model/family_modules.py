@@ -195,7 +195,7 @@ class BiasedChoice:
     """
 
     bias: Tensor  # [1, E] f32
-    replay: Any  # what `replay.attach` put on the router; None: live
+    replay: Any  # put on the router by `replay.attach`; None: live
 
     def get_replay_topk(
         self,
@@ -205,10 +205,7 @@ class BiasedChoice:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose by biased scores.
-
-        scores: logits [N, E]; returns (logits of the chosen [N, K], ids [N, K]).
-        """
+        """Choose by biased scores: logits [N, E] -> (logits of the chosen [N, K], ids [N, K])."""
         biased = scores.softmax(-1, dtype=torch.float32) + self.bias
         if self.replay is None:
             _, ids = default_compute_topk(biased, topk, num_groups, group_topk)
@@ -239,7 +236,7 @@ def adapt(layer: ModuleSpec, spec: ModelSpec, *, on_cpu: bool) -> None:
         layer.submodules.self_attention.module = LatentAttention
     elif spec.kv_lora:
         layer.submodules.self_attention.module = UncompressedQueryAttention
-        attention.q_layernorm = IdentityOp  # one that is not used is refused
+        attention.q_layernorm = IdentityOp  # an unused argument is refused
     if spec.kv_lora and on_cpu:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if spec.sinks and on_cpu:

@@ -76,10 +76,7 @@ class DeltaOrAttention:
         linear_layers: tuple[int, ...],
         **kwargs: Any,
     ) -> Any:
-        """Make the module of a layer.
-
-        layer_number: global, from 1.  kwargs: SelfAttention's own.
-        """
+        """Make a layer's module.  layer_number: global, from 1.  kwargs: SelfAttention's own."""
         if layer_number - 1 not in linear_layers:
             return SelfAttention(config, submodules, layer_number, **kwargs)
         own = GatedDeltaNetSubmodules(

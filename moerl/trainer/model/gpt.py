@@ -46,7 +46,7 @@ class Chunk:
 
     index: int  # 0-based on this rank
     gpt: GPTModel  # bare: parameter names of the layout tables
-    module: torch.nn.Module  # what is called: gpt, or gpt in Float16Module
+    module: torch.nn.Module  # the called module: gpt, or gpt in Float16Module
     has_loss: bool  # it ends in the output layer
     lora: Adapters | None = None  # None: all weights are trained
 
@@ -105,7 +105,7 @@ class Model:
         )
 
     def keep_base(self) -> None:
-        """The loaded weights are those that adapters change."""
+        """Keep the loaded weights as the base of adapters."""
         for adapters in self.adapters:
             adapters.keep_base()
 

@@ -1,7 +1,7 @@
 """LoRA inside Megatron's linear layers: frozen weights that hold W0 + s B A, gradients for A and B.
 
 The forward pass runs on the merged weight itself, in its own dtype: an engine gets by the same
-merge the very bits that were trained on, and a forward pass costs no more than without LoRA.
+merge the very bits that were trained on, and a forward pass costs the same as without LoRA.
 `Adapters.merge` computes it after each update from W0, which `BaseWeights` keeps; the previous
 product is never subtracted from rounded weights (that drifts).  A hook on each linear layer, of
 megatron-core or of Transformer Engine (`adapted_layers`), sends the gradient of its output straight
@@ -270,7 +270,7 @@ def attach_adapters(
             "lora.targets", lora.targets, "a pipeline stage has no target; every stage needs one"
         )
     gpt.lora = adapters
-    if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed ones run no backward
+    if gpt.pre_process:  # the layers' inputs need a gradient, or recomputed layers run no backward
         gpt.embedding.register_forward_hook(_needs_grad)
     return adapters
 
@@ -302,10 +302,7 @@ def _no_adapter(module: str, lora: LoraConfig) -> ConfigError:
 
 
 def check_lora_model(spec: ModelSpec, lora: LoraConfig, sizes: ParallelConfig) -> None:
-    """Refuse models and layers without adapters, or not compared with peft.
-
-    Raises ConfigError, LayoutError.
-    """
+    """Refuse unsupported models and layers.  Raises ConfigError, LayoutError."""
     odd = (
         ("linear attention", spec.linear_layers),
         ("sparse attention", spec.index_topk),

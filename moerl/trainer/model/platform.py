@@ -45,7 +45,7 @@ def rank_threads(
 ) -> int:
     """Threads of a rank's host computations, once it is bound to its cores.
 
-    Where the optimizer is offloaded, Adam is one of them: then a rank has its share of the cores.
+    An offloaded optimizer computes Adam on the host: then a rank has its share of the cores.
     """
     if place.name == "cpu" or not trainer.optimizer_args.get("optimizer_cpu_offload"):
         return trainer.cpu_threads

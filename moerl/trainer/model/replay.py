@@ -53,10 +53,7 @@ class RouteReplay(LayerCalls):
     """
 
     def __init__(self, *chunks: Sequence[int], num_experts: int, top_k: int) -> None:
-        """Begin without routes.
-
-        chunks: global 0-based MoE layers in each model chunk of this rank.
-        """
+        """Begin without routes.  chunks: global 0-based MoE layers of each local model chunk."""
         super().__init__(*chunks)
         self.num_experts, self.top_k = num_experts, top_k
         self.held_bytes = self.peak_bytes = 0  # of ids before their last use

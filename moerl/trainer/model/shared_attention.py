@@ -116,7 +116,7 @@ def _compiled() -> Any:
 
 @contextmanager
 def rotary_at(rotary: torch.nn.Module, positions_S: Tensor) -> Iterator[None]:
-    """Inside, the rotary embedding of slot s is that of the position positions_S[s]."""
+    """Inside, slot s has the rotary embedding of position positions_S[s]."""
     vars(rotary)["forward"] = partial(_table_at, rotary, positions_S)
     try:
         yield

@@ -113,7 +113,7 @@ def sparse_fields(spec: ModelSpec) -> dict[str, Any]:
         "dsa_indexer_head_dim": spec.index_dim,
         "dsa_indexer_topk": spec.index_topk,
         "dsa_indexer_k_norm_epsilon": 1e-6,
-        # a rotation of queries and keys alike: it changes only how fp8 scores round
+        # an equal rotation of queries and keys: it changes only how fp8 scores round
         "dsa_indexer_rotate_activation": False,
         "apply_rope_fusion": False,
         "cp_comm_type": "allgather",  # the only one it has

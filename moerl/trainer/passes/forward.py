@@ -224,8 +224,7 @@ def sampled_logprobs(
     Over the recorded sampling mask when the microbatch carries one, over the vocabulary otherwise.
     hidden_1MH: from `run_to_head`.  full_entropy: compute also the entropy over the
     vocabulary (with sampling masks, one more pass through the head).  support: entries of the M
-    tokens whose log-probabilities are wanted, too, on this rank; those of the sampling mask, if
-    there is one.
+    tokens whose log-probabilities are wanted, too, on this rank; with a sampling mask, its entries.
     """
     hidden_MH, head = hidden_1MH[0], model.head(parallel.tp)
     sampled = batch.sampled[batch.held]

@@ -104,7 +104,7 @@ def probe(
     batches = Batches(plan, config, parallel, store, only=index)
     batch = batches.pack(0)
     own = _OwnRoutes(model.replay, batch, parallel)
-    # routers run live over the recorded positions, so that a difference is one of routing
+    # routers run live over the recorded positions, so that any difference is of routing
     live = score(model, batches, Mode.RECORD, load=recorded_positions(model), after=own.compare)
     load = recorded_routes(model, parallel)
     replayed = score(model, batches, Mode.REPLAY, load=load)

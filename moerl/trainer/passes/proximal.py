@@ -62,7 +62,8 @@ class ReferenceLogprobs:
 
     def mix(self, algorithm: AlgorithmConfig, batches: Batches) -> None:
         """Weigh the teachers by the tasks of the rows, once all have scored: the sum of their
-        weighted log-probabilities is `teacher`, that of the weights `teacher_weight`."""
+        weighted log-probabilities is `teacher`, the sum of the weights `teacher_weight`.
+        """
         teachers = teachers_of(algorithm)
         if not teachers or not batches.parallel.is_last_stage:
             return

@@ -103,7 +103,7 @@ class Batches:
         self.shape = step_shape(plan, config.trainer, parallel)
 
     def pack(self, microbatch: int, layers: Sequence[int] = ()) -> Microbatch:
-        """layers: whose routes are read together with the other records."""
+        """Pack a microbatch; routes of `layers` are read together with the other records."""
         return pack_microbatch(
             self.plan,
             self.parallel.dp_rank,
@@ -229,10 +229,7 @@ class PackedAhead:
         self._begun = 0
 
     def take(self, index: int, *, last: bool) -> Microbatch:
-        """Microbatch `index`, waited for.  last: no pass needs it again.
-
-        Raises the error of packing.
-        """
+        """Wait for microbatch `index`.  last: the final use.  Raises the error of packing."""
         self._begin(index)
         packed = (self._packed.pop if last else self._packed.__getitem__)(index)
         batch = packed.result()

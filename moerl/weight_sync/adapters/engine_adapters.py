@@ -47,9 +47,7 @@ class LiveModel(Protocol):
         ...
 
     def run_hook(self, name: str) -> None:
-        """Run a function of the engine's loader, one of
-        `moerl.weight_sync.transfer_plan.post_load_hooks`.
-        """
+        """Run a function of the engine's loader, by `transfer_plan.post_load_hooks`."""
         ...
 
     def slots(self, module: str) -> tuple[Tensor, Tensor]:
@@ -112,10 +110,7 @@ class EngineAdapters:
             self._write(name, live[name])
 
     def total(self, whole: ReceiverPlan, live: Mapping[str, Tensor]) -> int:
-        """Sum of the digests of all pieces of this rank, as they would be after `commit`.
-
-        whole: plan of whole weights.
-        """
+        """Sum of the pieces' digests after `commit`.  whole: plan of whole weights."""
 
         def merged(name: str) -> Tensor:
             if name not in self._merges:

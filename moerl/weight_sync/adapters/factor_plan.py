@@ -28,7 +28,7 @@ from moerl.core.errors import ConfigError
 from moerl.layout.adapters import engine_factors, whole_factors
 from moerl.layout.shards import hf_shapes, sglang_tiles
 from moerl.layout.tiles import Box, Named, meet, num_elements
-from moerl.weight_sync.adapters.factor_tables import Factor, FactorTables, Wanted
+from moerl.weight_sync.adapters.factor_tables import Factor, FactorTables, WantedFactor
 from moerl.weight_sync.buckets import Piece
 from moerl.weight_sync.deliveries import Keyed
 from moerl.weight_sync.transfer_plan import (
@@ -103,7 +103,7 @@ class FactorPlan:
         return FactorTables(weights.spec, weights.trainer, weights.engine, self.lora)
 
     def _pieces(
-        self, tables: FactorTables, factor: Factor, dst: int, want: Wanted
+        self, tables: FactorTables, factor: Factor, dst: int, want: WantedFactor
     ) -> Iterator[tuple[int, Keyed]]:
         """(trainer rank, piece) of each piece of a factor for engine rank `dst`."""
         dtype, ranks = self.weights.policy.dtype, range(factor.target.rank)

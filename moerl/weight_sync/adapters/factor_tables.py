@@ -30,7 +30,7 @@ from moerl.weight_sync.held_shards import (
 )
 
 
-class Wanted(NamedTuple):
+class WantedFactor(NamedTuple):
     """Rows of B and columns of A of an engine rank."""
 
     holder: int  # its expert rank; 0 for weights outside experts
@@ -44,7 +44,7 @@ class Parts:
 
     cols: dict[range, list[int]]  # of A
     rows: dict[range, list[int]]  # of B
-    wanted: dict[int, Wanted]  # by engine rank
+    wanted: dict[int, WantedFactor]  # by engine rank
 
 
 class AdaptedWeight(NamedTuple):
@@ -105,7 +105,7 @@ class FactorTables:
         every = range(stage + first, stage + layout.stage_size, inner)
         return [base + place for base in every for place in places]
 
-    def receivers(self, factor: Factor) -> Iterator[tuple[int, Wanted]]:
+    def receivers(self, factor: Factor) -> Iterator[tuple[int, WantedFactor]]:
         """(engine rank, its part)."""
         holder, expert = 0, factor.target.expert
         if expert is not None:
@@ -149,10 +149,10 @@ class FactorTables:
 
     def _known(self, key: object, weight: _Weight) -> Parts:
         if key not in self._parts:
-            self._parts[key] = self._of(weight)
+            self._parts[key] = self._split(weight)
         return self._parts[key]
 
-    def _of(self, weight: _Weight) -> Parts:
+    def _split(self, weight: _Weight) -> Parts:
         cols: dict[range, list[int]] = defaultdict(list)
         rows: dict[range, list[int]] = defaultdict(list)
         own = module_of(weight.name)
@@ -166,7 +166,7 @@ class FactorTables:
                 rows[part.rows].append(place)
         return Parts(cols, rows, dict(self._wanted(weight)))
 
-    def _wanted(self, weight: _Weight) -> Iterator[tuple[int, Wanted]]:
+    def _wanted(self, weight: _Weight) -> Iterator[tuple[int, WantedFactor]]:
         boxes: dict[tuple[int, int], list[Box]] = defaultdict(list)
         for rank, place, rule, local in self._engines.locals(weight.number):
             if is_expert(rule) == is_expert(weight.rule):
@@ -176,10 +176,10 @@ class FactorTables:
         for (rank, holder), held in boxes.items():
             if held and self._lora.serves_adapters:  # SGLang cuts an adapter for each rank
                 rows, cols = map(range, self._shapes[weight.name])
-                yield rank, Wanted(holder, rows, cols)
+                yield rank, WantedFactor(holder, rows, cols)
             elif held:
                 rows, cols = (hull(part) for part in zip(*held, strict=True))
-                yield rank, Wanted(holder, rows, cols)
+                yield rank, WantedFactor(holder, rows, cols)
 
 
 class _Weight(NamedTuple):

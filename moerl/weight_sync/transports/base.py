@@ -39,7 +39,7 @@ class Staging(Protocol):
     """The receiving end, owned by one engine rank."""
 
     endpoint: bytes  # small; only `Transport.connect` interprets it
-    buffer: Tensor  # flat uint8 of the size asked for
+    buffer: Tensor  # flat uint8 of the requested size
 
     def fetch(self, deadline: float) -> None:
         """Return once every byte that senders have flushed is in `buffer`.

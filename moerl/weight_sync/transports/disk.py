@@ -48,10 +48,7 @@ class Disk:
     name = "disk"
 
     def __init__(self, root: Path) -> None:
-        """Keep the root.
-
-        root: an existing folder that only the user of both sides can write to.
-        """
+        """Use an existing folder that only the user of both sides can write to."""
         self._root = root
 
     def open(self, num_bytes: int) -> DiskStaging:
@@ -68,10 +65,7 @@ class Disk:
 
 
 def make(root: str) -> Disk:
-    """Make the transport.
-
-    root: the shared folder, not the temporary folder, which each engine has for itself.
-    """
+    """Transport over a shared folder; the temporary folder is each engine's own."""
     return Disk(Path(root))
 
 

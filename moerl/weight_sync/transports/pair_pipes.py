@@ -160,10 +160,7 @@ class DevicePipe:
         buckets: DeviceBuckets | None,
         check: Check,
     ) -> None:
-        """Pipe to `peer` in a group of two.
-
-        group: ProcessGroupNCCL; buckets: None = two of its own, kept until `settle`.
-        """
+        """Pipe to `peer`.  group: ProcessGroupNCCL.  buckets: None = two, kept until `settle`."""
         self._group, self._peer, self._device, self._check = group, peer, device, check
         self._shared = buckets
         self._own: DeviceBuckets | None = None
@@ -223,7 +220,7 @@ class DevicePipe:
         while not work.is_completed():
             _check_both(self._check, deadline, "an operation of NCCL")
             time.sleep(_POLL_S)
-        work.wait()  # done: orders the stream behind it, or raises what failed
+        work.wait()  # done: orders the stream behind it, or raises its error
 
     @contextmanager
     def _aborting(self, deadline: float, doing: str) -> Iterator[None]:
@@ -253,13 +250,13 @@ def _named(deadline: float, doing: str) -> Iterator[None]:
 
 _building = threading.Lock()
 # A group whose members differ in one of these hangs or breaks.  Not in the list: NVLS, which NCCL
-# leaves off between two ranks, and what a host decides for itself, as its interfaces and cards.
+# leaves off between two ranks, and choices of each host, as its interfaces and cards.
 _SWITCHES = "CUMEM_ENABLE CUMEM_HOST_ENABLE P2P_DISABLE P2P_LEVEL SHM_DISABLE IB_DISABLE"
 AGREED = tuple(f"NCCL_{name}" for name in f"{_SWITCHES} NET NET_PLUGIN ALGO PROTO".split())
 
 
 def nccl_settings() -> dict[str, str]:
-    """Settings of this process that both members of a pair need alike; empty text: not set."""
+    """Settings of this process that both members of a pair must share; empty text: not set."""
     found = {"NCCL's version": ".".join(map(str, torch.cuda.nccl.version()))}
     return found | {name: os.environ.get(name, "") for name in AGREED}
 
@@ -290,10 +287,7 @@ def nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
 
 
 def meet(pipe: Pipe, *, receives: bool, deadline: float) -> None:
-    """Move one byte, so that NCCL forms its communicator within the rendezvous.
-
-    Raises TransportError.
-    """
+    """Move a byte, so that NCCL forms its communicator here.  Raises TransportError."""
     byte = torch.zeros(1, dtype=torch.uint8)
     if receives:
         pipe.receive(byte, deadline)

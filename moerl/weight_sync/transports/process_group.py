@@ -9,7 +9,8 @@ which its pairs meet.  The data sockets of gloo and NCCL have no token: they bin
 the private interface, and to no other (gloo), or to NCCL_SOCKET_IFNAME (NCCL).
 
 NCCL does not compare the settings of its members: a group of unlike members hangs or breaks.  So
-the endpoint carries those of the engine rank, and `connect` refuses others (`nccl_settings`).
+the endpoint carries the settings of the engine rank, and `connect` refuses others
+(`nccl_settings`).
 
 One code path serves both, and the pair's pipe (`pair_pipes`) knows which memory the backend sends.
 Staging is host memory with both, page-locked where CUDA works.  NCCL ran on the device double

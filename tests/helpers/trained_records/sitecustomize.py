@@ -49,7 +49,7 @@ def left(handler, blobs) -> dict[str, object]:  # type: ignore[no-untyped-def]
     """Blobs in the store of this machine, and the names of those that no group refers to."""
     from moerl.records.record_uris import group_uris
 
-    partials = (*handler._producer.episodes(), *handler._scoring_stage.partials())
+    partials = (*handler._producer.episodes(), *handler._scoring_stage.episodes())
     uris = group_uris(*handler._availability.trainable())
     uris = uris.union(*(partial.blob_uris() for partial in partials))
     uris |= handler._services.journal.turns.uris

@@ -16,12 +16,12 @@ from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, TurnRequest
 T = TypeVar("T")
 
 
-async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which runs on another loop; cancelled there when it is here."""
+async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on another loop and return its result; cancelling the caller cancels `work`."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
-class FarEpisode:
+class CrossLoopEpisode:
     """`OpenEpisode` for the loop of its client."""
 
     def __init__(self, episode: OpenEpisode, loop: asyncio.AbstractEventLoop) -> None:
@@ -37,12 +37,12 @@ class FarEpisode:
         return self._episode.spec
 
     async def sample(self, wanted: TurnRequest) -> RecordedTurn:
-        """As `OpenEpisode.sample`; `ends` and `heard` are called on the client's loop."""
+        """As `OpenEpisode.sample`; `ends` and `on_tokens` are called on the client's loop."""
         here = asyncio.get_running_loop()
         if wanted.ends is not None:
             wanted = replace(wanted, ends=_asked_on(here, wanted.ends))
-        if wanted.heard is not None:
-            wanted = replace(wanted, heard=told_on(wanted.heard))
+        if wanted.on_tokens is not None:
+            wanted = replace(wanted, on_tokens=called_here(wanted.on_tokens))
         found: list[RecordedTurn] = []
 
         async def sampled() -> RecordedTurn:
@@ -54,7 +54,7 @@ class FarEpisode:
                 self._episode.leave_out(turn.name, "cancelled")
 
         try:
-            return await on_loop(self._loop, sampled())
+            return await run_on(self._loop, sampled())
         except asyncio.CancelledError:
             self._loop.call_soon_threadsafe(drop)
             raise
@@ -65,7 +65,7 @@ class FarEpisode:
         async def begun() -> str:
             return self._episode.begin(parent, role)
 
-        return await on_loop(self._loop, begun())
+        return await run_on(self._loop, begun())
 
     def calls_tools(self, name: str, tools: tuple[str, ...]) -> None:
         """As `OpenEpisode.calls_tools`, soon."""
@@ -82,15 +82,15 @@ def _asked_on(
     async def answer(output_ids: Array) -> bool:
         return await ends(output_ids)
 
-    return lambda output_ids: on_loop(loop, answer(output_ids))
+    return lambda output_ids: run_on(loop, answer(output_ids))
 
 
-def told_on(hear: Callable[[T], None]) -> Callable[[T], None]:
+def called_here(hear: Callable[[T], None]) -> Callable[[T], None]:
     """`hear` for callers on other loops: it is called on the running one."""
     loop = asyncio.get_running_loop()
 
     def told(value: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(hear, value)
 
     return told
