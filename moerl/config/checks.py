@@ -417,7 +417,7 @@ def _task(task: TaskEntry) -> Rows:
     if not _is_extract(task.extract):
         names = ", ".join(filter(None, EXTRACTS))
         yield "task.extract", f"use {names}, or a regular expression with one group"
-    has_messages = task.chat_template or task.name in _FILES or task.kind.speaks_messages
+    has_messages = task.chat_template or task.name in _FILES or task.kind.uses_chat
     for name in ("system", "template_arguments") if not has_messages else ():
         if getattr(task, name):
             yield f"task.{name}", "it needs task.chat_template=true"

@@ -30,7 +30,7 @@ def check_context(config: Config, max_positions: int) -> None:
 
 def _of_task(task: TaskEntry, most: int) -> Rows:
     answer = max(one.max_new_tokens for one in task.samplings.values())
-    if answer >= most and not task.kind.speaks_messages:
+    if answer >= most and not task.kind.uses_chat:
         yield (
             "sampling.max_new_tokens",
             answer,

@@ -48,7 +48,7 @@ def _of_entry(config: Config, task: TaskEntry) -> Rows:
         yield from _of_object(task)
     else:
         yield from _set(task, _OF_OBJECTS, f"it needs {_OBJECTS}")
-    if kind.speaks_messages:
+    if kind.uses_chat:
         if task.reward in STEP_REWARDS:
             yield "task.reward", "rewards of steps have no place in branches"
     else:

@@ -137,7 +137,7 @@ class TaskConfig:
         """Whether the program or the environment object gives the reward, or a term of it."""
         if self.rewards:
             return any(term.where == "own" for term in self.rewards)
-        return self.kind.speaks_messages and not self.reward
+        return self.kind.uses_chat and not self.reward
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
@@ -170,12 +170,12 @@ class TaskConfig:
     @property
     def sampled_limit(self) -> int:
         """Tokens; 0 = none."""
-        return self.max_sampled_tokens or (65536 if self.kind.speaks_messages else 0)
+        return self.max_sampled_tokens or (65536 if self.kind.uses_chat else 0)
 
     @property
     def wall_limit_s(self) -> float:
         """0 = none."""
-        return self.wall_s or (3600.0 if self.kind.speaks_messages else 0.0)
+        return self.wall_s or (3600.0 if self.kind.uses_chat else 0.0)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _of_home(config: Config, task: TaskEntry, term: RewardTerm, field: str) -> R
     if term.where in ("function", "actors"):
         yield from _of_function(task, term, field)
     elif term.where == "own":
-        if not task.kind.speaks_messages:
+        if not task.kind.uses_chat:
             allowed = "only a program or an environment object brings a reward"
             yield f"{field}.where", allowed
         if term.unit != "episode":

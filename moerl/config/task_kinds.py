@@ -15,7 +15,7 @@ class TaskKind(Enum):
     PROGRAM = "program"
 
     @property
-    def speaks_messages(self) -> bool:
+    def uses_chat(self) -> bool:
         """Whether a turn answers messages, which the model's chat template renders."""
         return self in (TaskKind.ENVIRONMENT, TaskKind.PROGRAM)
 

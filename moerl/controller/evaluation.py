@@ -271,7 +271,7 @@ class Evaluator:
         """
         seen = set[tuple[object, ...]]()
         for prompt in drawn:
-            number = prompt.index if self._entries[prompt.task].kind.speaks_messages else -1
+            number = prompt.index if self._entries[prompt.task].kind.uses_chat else -1
             item = prompt.task, number, prompt.text, repr(prompt.answer)
             if item not in seen:
                 yield prompt

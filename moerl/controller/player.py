@@ -34,7 +34,7 @@ class Player:
             self._environment, self._wall_s, fork if forks.pivots else None
         )
         self._runners: dict[str, EpisodeRunner] = {
-            label: services.agents[label] if entry.kind.speaks_messages else self._texts
+            label: services.agents[label] if entry.kind.uses_chat else self._texts
             for label, entry in self._entries.items()
         }
         self.started = asyncio.Event()

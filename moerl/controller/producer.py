@@ -53,7 +53,7 @@ class Producer:
         self._config, self.prompts, self._blobs = context.config, services.prompts, services.blobs
         self._entries = by_label(context.config)
         kinds = {label: entry.kind for label, entry in self._entries.items()}
-        self._speak_messages = {label for label in kinds if kinds[label].speaks_messages}
+        self._speak_messages = {label for label in kinds if kinds[label].uses_chat}
         self._samplings = {
             label: {
                 role: sampling_params(sampling, services.model)

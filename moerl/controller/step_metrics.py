@@ -243,7 +243,7 @@ def samples_of(
     group = first[sorted(first)[step // every % len(first)]]
     episode = group.episodes[0]  # the first, not the best: the report shows a typical one
     rollout = [turn for turn in episode.turns if turn.fork_at < 0][-1].rollout
-    plays = by_label(config)[group.prompt.task].kind.speaks_messages
+    plays = by_label(config)[group.prompt.task].kind.uses_chat
     begin = rollout.prompt_len if plays else len(group.prompt.token_ids)
     return [
         {

@@ -127,7 +127,7 @@ def room_of(entry: TaskEntry, longest: int) -> int:
     """
     if not longest:
         return 0
-    sampled = 1 if entry.kind.speaks_messages else entry.sampling.max_new_tokens
+    sampled = 1 if entry.kind.uses_chat else entry.sampling.max_new_tokens
     return max(1, longest - sampled)
 
 

@@ -198,7 +198,7 @@ class PromptStream:
         extra = dict(item.extra)
         if item.arguments:
             extra[ARGUMENTS] = item.arguments  # the template is applied to turns and answers, too
-        if self._task.kind.speaks_messages:
+        if self._task.kind.uses_chat:
             extra.pop("demonstration", None)  # it holds the answer, and agents see `extra`
             if item.tools:
                 extra["tools"] = list(item.tools)
@@ -235,7 +235,7 @@ class PromptStream:
         if len(text) > self._most < (least := len(text) // self.template.longest):
             return text, (), least
         has_template = bool(self.template.tokenizer.chat_template)
-        if self._task.kind.speaks_messages:  # the template is applied to each turn's messages
+        if self._task.kind.uses_chat:  # the template is applied to each turn's messages
             begin = not (item.messages or self._task.chat_template)
             ids = self.template.encode_plain(text, begin=begin)
             if not has_template:  # its agent is refused

@@ -20,7 +20,7 @@ def task_agents(context: RunContext) -> dict[str, AgentRunner]:
     runners = {}
     for entry in entries_of(context.config):
         with naming(entry):
-            if entry.kind.speaks_messages:
+            if entry.kind.uses_chat:
                 runners[entry.label] = _runner(context, entry)
     return runners
 

@@ -90,7 +90,7 @@ def write_report(
     entries, num_steps = entries_of(config), config.run.steps
     labels = [entry.label for entry in entries] if config.tasks else []
     roles = list(dict.fromkeys(role for entry in entries for role in entry.roles))
-    has_agent = any(entry.kind.speaks_messages for entry in entries)
+    has_agent = any(entry.kind.uses_chat for entry in entries)
     trained = [row for row in rows if row["step"] < num_steps]
     num_done = trained[-1]["step"] + 1 if trained else 0  # a last evaluation has its own row
     page = Page(

@@ -173,7 +173,7 @@ def _processes(config: Config, placed: Placement, name: str) -> list[tuple[str, 
             ("controller (Ray)", "", "1", "", "produce, score and learn loops; headers only"),
             ("scorer (Ray)", "", "1", "", f"rewards in {workers} worker(s)"),
         ]
-    playing = [task for task in entries_of(config) if task.kind.speaks_messages]
+    playing = [task for task in entries_of(config) if task.kind.uses_chat]
     for task in playing if placed.controller.name == name else ():
         which = f"agents {task.label}".strip()
         rows.append((which, "", _agents(config, task), "", _agent_line(task)))

@@ -142,7 +142,7 @@ def agents_of(
         if entry.environment
         else agent_programs.AgentPrograms(entry, policy, folder / f"agents-{label}.log")
         for label, entry in by_label(config).items()
-        if entry.kind.speaks_messages
+        if entry.kind.uses_chat
     }
 
 

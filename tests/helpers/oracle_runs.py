@@ -75,7 +75,7 @@ class Scenario:
 
     @property
     def has_agents(self) -> bool:
-        return any(entry.kind.speaks_messages for entry in entries_of(self.config()))
+        return any(entry.kind.uses_chat for entry in entries_of(self.config()))
 
     def config(self) -> Config:
         rollout = {"groups_per_step": 3, "group_size": 3, "max_lag": 2, "buffer_depth": 2}
