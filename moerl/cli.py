@@ -37,39 +37,42 @@ app = typer.Typer(
 app.add_typer(engines, name="engines")
 
 
+Resume = Annotated[
+    str, typer.Option(metavar="RUN", help="Continue runs/RUN (or a path) from its checkpoint.")
+]
+ResetOptimizer = Annotated[
+    bool, typer.Option("--reset-optimizer", help="With --resume: start from fresh optimizer state.")
+]
+AllowChanged = Annotated[
+    bool,
+    typer.Option(
+        "--allow-changed", help="With --resume: go on with another task, seed or algorithm."
+    ),
+]
+FromStart = Annotated[
+    bool,
+    typer.Option("--from-start", help="With --resume: train steps again that no checkpoint holds."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Start nothing: check the settings, then print all of them, every process and "
+        "command, ports, and memory in GB.",
+    ),
+]
+
+
 @app.command()
 def train(
     recipe: Annotated[str | None, RECIPE] = None,
     overrides: Overrides = None,
     run: RunName = "",
-    resume: Annotated[
-        str, typer.Option(metavar="RUN", help="Continue runs/RUN (or a path) from its checkpoint.")
-    ] = "",
-    reset_optimizer: Annotated[
-        bool,
-        typer.Option("--reset-optimizer", help="With --resume: start from fresh optimizer state."),
-    ] = False,
-    allow_changed: Annotated[
-        bool,
-        typer.Option(
-            "--allow-changed",
-            help="With --resume: go on with another task, seed or algorithm.",
-        ),
-    ] = False,
-    from_start: Annotated[
-        bool,
-        typer.Option(
-            "--from-start", help="With --resume: train steps again that no checkpoint holds."
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Start nothing: check the settings, then print all of them, every process and "
-            "command, ports, and memory in GB.",
-        ),
-    ] = False,
+    resume: Resume = "",
+    reset_optimizer: ResetOptimizer = False,
+    allow_changed: AllowChanged = False,
+    from_start: FromStart = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a recipe to its last step, or continue a run.
 
@@ -86,22 +89,19 @@ def train(
       moerl train --resume mine run.steps=400    (further than planned)
       moerl train --resume mine trainer.parallel.dp=4 trainer.parallel.ep=4
     """
+    asked = {
+        "reset_optimizer": reset_optimizer,
+        "allow_changed": allow_changed,
+        "from_start": from_start,
+    }
     if resume:
         if run:
             raise ConfigError("--run", run, "--resume continues in the run's folder; leave it out")
         changed = [item for item in (recipe, *(overrides or [])) if item]
-        asked = {
-            "reset_optimizer": reset_optimizer,
-            "allow_changed": allow_changed,
-            "from_start": from_start,
-        }
         _resume(find_run(resume, "--resume"), changed, asked, dry_run)
-    for option, given in (
-        ("--reset-optimizer", reset_optimizer),
-        ("--allow-changed", allow_changed),
-        ("--from-start", from_start),
-    ):
+    for name, given in asked.items():
         if given:
+            option = f"--{name.replace('_', '-')}"
             raise ConfigError(option, True, "it belongs to --resume; a new run begins with nothing")
     if not recipe:
         raise ConfigError("RECIPE", recipe, "give a RECIPE, or --resume RUN")

@@ -109,12 +109,11 @@ def _find(module: str) -> ModuleSpec | None:
         spec = importlib.util.find_spec(first)
     except ValueError:  # __main__, or no name
         return None
-    name = first
     for part in rest:
         if spec is None:
             return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations or [])
+        # by its last name: a folder without __init__.py would look its package up in sys.modules
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec
 
 

@@ -94,6 +94,18 @@ def test_a_name_that_is_absent_lists_what_is_allowed(folder: Path) -> None:
     assert import_object("task.reward", "moerl_there:score", [])("", "", "", {}) == 1.0, "control"
 
 
+def test_a_folder_without_init_in_a_package_is_no_module_and_has_modules(folder: Path) -> None:
+    (folder / "moerl_outer").mkdir()
+    own(folder, "moerl_outer/__init__", "")
+    (folder / "moerl_outer/inner").mkdir()
+    own(folder, "moerl_outer/inner/words", REWARD)
+    check_importable("task.reward", "moerl_outer.inner.words:score", [])
+    with pytest.raises(ConfigError, match=r"defines no other"):
+        check_importable("task.reward", "moerl_outer.inner.words:other", [])
+    with pytest.raises(ConfigError, match=r"have no module moerl_outer\.inner\.absent"):
+        check_importable("task.reward", "moerl_outer.inner.absent:score", [])
+
+
 @pytest.mark.parametrize(
     "form", ["./below/{}.py:score", "below/{}.py:score", "{folder}/below/{}.py:score"]
 )
