@@ -184,7 +184,7 @@ class StubEngine:
             sampling_mask=None,
             audit_rows=None,
             engine=self.index,
-            counts={},
+            cached_tokens=0,
             start_s=begin,
             end_s=time.time(),
             sealed_logprobs=sealed,

@@ -291,7 +291,7 @@ class TurnRouter:
         if call.episode.spec.pin is not None:
             return
         metrics.add("prompt_tokens", request.num_tokens)
-        metrics.add_all(reply.counts)
+        metrics.add("cached_tokens", reply.cached_tokens)
         if call.wanted.fork_at >= 0 and not request.num_sampled:
             metrics.forked(continuations=1, fed=request.num_tokens, cached=reply.cached_tokens)
         if request.num_sampled and len(reply.output_ids):

@@ -339,7 +339,7 @@ class Segment:
     sampling_mask: MaskBlob | None
     audit_rows: RoutingBlob | None  # rows 0 .. rows_from, re-prefilled under `version`
     engine: int
-    counts: dict[str, float]  # metrics of the sampler, see moerl.core.step_counts
+    cached_tokens: int  # prompt tokens served from the prefix cache
     start_s: float  # unix time the request was sent
     end_s: float
     prompt_rows: RoutingBlob | None = None  # rows before `routing`, stored once for all siblings
@@ -366,11 +366,6 @@ class Segment:
     def num_sampled(self) -> int:
         """Tokens of all pieces."""
         return sum(len(piece.output_ids) for piece in self.pieces)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens served from the prefix cache."""
-        return int(self.counts.get("cached_tokens", 0))
 
 
 MOST_REWARD = float(np.sqrt(np.finfo(np.float32).max))  # 1.8e19

@@ -108,7 +108,7 @@ class RecordingEngine(StubEngine):
             sampling_mask=MaskBlob(refs[1], refs[2], 0, ANSWER),
             audit_rows=None,
             engine=0,
-            counts={"cached_tokens": begin},
+            cached_tokens=begin,
             start_s=0.0,
             end_s=0.0,
             sealed_logprobs=LogprobBlob(refs[3], 0, ANSWER),

@@ -205,7 +205,7 @@ class OracleEngine(StubEngine):
             np.zeros(0, np.float32),
             version,
             finish,
-            None, None, None, self.number, {}, 0.0, 0.0,
+            None, None, None, self.number, 0, 0.0, 0.0,
         )  # fmt: skip
         if not ids:
             return plain

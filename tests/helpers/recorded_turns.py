@@ -20,7 +20,7 @@ def turn(prompt: Sequence[int], said: Sequence[int], version: PolicyVersion = V0
         np.full(len(said), -0.1, np.float32),
         version,
         Finish.STOP,
-        None, None, None, 0, {}, 0.0, 0.0,
+        None, None, None, 0, 0, 0.0, 0.0,
     )  # fmt: skip
     return SampledTurn(np.asarray(prompt, np.int32), (segment,), SamplingParams(4))
 

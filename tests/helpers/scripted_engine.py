@@ -122,7 +122,7 @@ class ScriptedEngine:
             sampling_mask=None,
             audit_rows=None,
             engine=0,
-            counts={},
+            cached_tokens=0,
             start_s=0.0,
             end_s=0.0,
         )

@@ -188,7 +188,7 @@ class StubEngine:
             np.full(count, -0.1, np.float32),
             version,
             Finish.STOP if ends else Finish.LENGTH if count == left else Finish.ABORT,
-            None, None, None, 0, {}, 0.0, 0.0,
+            None, None, None, 0, 0, 0.0, 0.0,
         )  # fmt: skip
 
     def _ends(self, request: GenerateRequest, count: int) -> bool:

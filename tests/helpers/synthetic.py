@@ -131,7 +131,7 @@ def random_reply(
         sampling_mask=mask,
         audit_rows=audit,
         engine=0,
-        counts={},
+        cached_tokens=0,
         start_s=0.0,
         end_s=0.0,
         sealed_logprobs=logprobs,

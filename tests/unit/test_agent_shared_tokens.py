@@ -94,5 +94,5 @@ def segment(name: str, output: list[int]) -> Segment:
         np.full(len(output), -0.1, np.float32),
         PolicyVersion(0, 0),
         Finish.STOP,
-        None, None, None, 0, {}, 0.0, 0.0,
+        None, None, None, 0, 0, 0.0, 0.0,
     )  # fmt: skip

@@ -178,42 +178,6 @@ def test_half_clip() -> None:
         },
         "tests/unit/test_algorithms.py::test_half_clip",
     ),
-    "A metric of the sampler": Addition(
-        {
-            "moerl/engine/host/reply_parser.py": (
-                '"cached_tokens": int(meta',
-                '"async/retracted": int(meta.get("num_retractions", 0)), ',
-            ),
-            "moerl/core/step_counts.py": ('"journal/adopted_groups"', '"async/retracted", '),
-            "moerl/observe/report_sections.py": (
-                '        Chart("Prefilled again',
-                '        Chart("Retracted", "requests", {"async/retracted": "all"}, "zero"),\n',
-            ),
-            "docs/metrics.md": (
-                "| `async/stalled_requests`",
-                "| `async/retracted` | put back | 0 |\n",
-            ),
-            "tests/unit/test_reply_parser.py": (
-                "",
-                """
-
-def test_retracted() -> None:
-    from moerl.controller.step_metrics import StepMetrics
-    from moerl.engine.host.reply_parser import _counts
-    from moerl.observe.report_sections import chart_sections
-
-    metrics = StepMetrics()
-    rows = [metrics.row([]) | {"step": 0}]
-    metrics.add_all(_counts({"num_retractions": 2}))
-    rows.append(metrics.row([]) | {"step": 1})
-    assert [row["async/retracted"] for row in rows] == [0.0, 2.0]
-    (section,) = chart_sections(rows, [], [], has_agent=False)
-    assert "Retracted" in [figure.title for figure in section.figures]
-""",
-            ),
-        },
-        "tests/unit/test_reply_parser.py::test_retracted",
-    ),
     "A transport of weights": Addition(
         {
             "moerl/weight_sync/transports/NAME.py": (

@@ -70,7 +70,7 @@ def answered(
         version,
         Finish.STOP,
         rows(request, count, version),
-        None, None, 0, {}, 0.0, 0.0,
+        None, None, 0, 0, 0.0, 0.0,
     )  # fmt: skip
     episode.add(replace(segment, **changes))
     return request

@@ -110,7 +110,7 @@ class SlowEngine(StubEngine):
                 np.full(one.sampled, -0.1, np.float32),
                 self.version,
                 Finish.ABORT if aborted else Finish.LENGTH,
-                None, None, None, 0, {}, 0.0, 0.0,
+                None, None, None, 0, 0, 0.0, 0.0,
             )  # fmt: skip
             self.mailbox.put(one.request.name, segment)
 

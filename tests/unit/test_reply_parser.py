@@ -138,7 +138,7 @@ def test_truncated_reply() -> None:
     assert record.logprobs.tolist() == [-1.25, -0.25]
     assert record.logprobs.dtype == np.float32
     assert record.finish is Finish.LENGTH
-    assert record.counts == {"cached_tokens": 1}
+    assert record.cached_tokens == 1
     np.testing.assert_array_equal(record.routing, rows(4)[:, [0, 2]].transpose(1, 0, 2))
     assert record.routing.dtype == np.uint8
     offsets, ids = record.mask

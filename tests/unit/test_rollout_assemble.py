@@ -62,7 +62,7 @@ def reply(
         sampling_mask=mask if some else None,
         audit_rows=None,
         engine=0,
-        counts={},
+        cached_tokens=0,
         start_s=0.0,
         end_s=1.0,
     )

@@ -415,7 +415,7 @@ def test_held_out_turns_are_not_kept(tmp_path: Path, store: BlobStore) -> None:
 def reply_of(name: str) -> Segment:
     out: Array = np.arange(4, dtype=np.int32)
     logprobs = np.full(4, -0.5, np.float32)
-    return Segment(name, out, logprobs, V0, Finish.STOP, None, None, None, 0, {}, 0.0, 0.0)
+    return Segment(name, out, logprobs, V0, Finish.STOP, None, None, None, 0, 0, 0.0, 0.0)
 
 
 def test_a_reply_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class Generation:
     def _nothing(self, request: GenerateRequest) -> Segment:
         now = time.time()
         reply = Reply(
-            np.zeros(0, np.int32), np.zeros(0, np.float32), Finish.ABORT, None, None, None, {}
+            np.zeros(0, np.int32), np.zeros(0, np.float32), Finish.ABORT, None, None, None, 0
         )
         return self._piece(reply, request, self._updates.version, now, now)
 
@@ -417,7 +417,7 @@ class Generation:
             entropies=entropies,
             audit_rows=sealed.audit,
             engine=self._index,
-            counts=parsed.counts,
+            cached_tokens=parsed.cached_tokens,
             start_s=start_s,
             end_s=end_s,
             prompt_rows=sealed.prompt,

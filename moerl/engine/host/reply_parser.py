@@ -52,7 +52,7 @@ class Reply:
     audit: Array | None  # [L, rows_from, K], the re-prefilled rows, when requested
     # The sampling mask; without truncation the likeliest entries, if the run records them
     mask: Csr | None
-    counts: dict[str, float]  # see Segment
+    cached_tokens: int
     indexer: Array | None = None  # [layers, bytes] u8: positions of the rows of `routing`
     audit_indexer: Array | None = None  # of the rows of `audit`
     spans: tuple[VersionSpan, ...] = ()  # empty only without any token
@@ -252,11 +252,11 @@ def _parsed(
     """`parse` without the check of types: a value of an unexpected type raises any exception."""
     meta, output = reply["meta_info"], _output_ids(reply, request)
     finish, num_new = _finish(meta, output, request, shape), len(output)
-    counts, truncates = _counts(meta), request.sampling.truncates
+    cached, truncates = int(meta.get("cached_tokens", 0)), request.sampling.truncates
     is_recorded = routing or truncates or support
     if num_new == 0 or (finish is Finish.ABORT and not records and is_recorded):
         # aborted in the waiting queue, never started or retracted: it is sent again
-        return _nothing(request, finish, counts)
+        return _nothing(request, finish, cached)
     _check_tokens(output, request, shape)
     spans = _spans(meta, in_flight or InFlight((version,)), num_new)
     output = output.astype(np.int32)
@@ -282,7 +282,7 @@ def _parsed(
         routing=rows,
         audit=audit,
         mask=mask,
-        counts=counts,
+        cached_tokens=cached,
         indexer=positions[0],
         audit_indexer=positions[1],
         spans=spans,
@@ -331,7 +331,7 @@ def cut(reply: Reply, request: GenerateRequest) -> list[tuple[GenerateRequest, R
             routing=rows,
             audit=(reply.audit, *reply.recomputed)[idx] if idx <= len(reply.recomputed) else None,
             mask=_cut_mask(reply.mask, first, end),
-            counts={} if idx else reply.counts,
+            cached_tokens=0 if idx else reply.cached_tokens,
             spans=(span,),
         )
         parts.append((own_request, part))
@@ -346,16 +346,11 @@ def _cut_mask(mask: Csr | None, first: int, end: int) -> Csr | None:
     return offsets[first : end + 1] - begin, *(one[begin:stop] for one in entries)
 
 
-def _counts(meta: Mapping[str, Any]) -> dict[str, float]:
-    """What the reply adds to the metrics of a step, by names of `moerl.core.step_counts`."""
-    return {"cached_tokens": int(meta.get("cached_tokens", 0))}
-
-
-def _nothing(request: GenerateRequest, finish: Finish, counts: dict[str, float]) -> Reply:
+def _nothing(request: GenerateRequest, finish: Finish, cached: int) -> Reply:
     if finish is not Finish.ABORT:
         raise RecordError("length", f"{request.rollout_id}: no token, yet finish is {finish}")
     empty = np.zeros(0, np.int32)
-    return Reply(empty, np.zeros(0, np.float32), finish, None, None, None, counts)
+    return Reply(empty, np.zeros(0, np.float32), finish, None, None, None, cached)
 
 
 def _finish(
