@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 from moerl.distributed.store_server import StoreServer
@@ -45,6 +44,7 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 PLATFORM = "TEST_PLATFORM"  # environment variable: where a worker program trains; "" is the CPU
+_running: dict[str, subprocess.Popen[str]] = {}  # by module
 _GRACE_S = 5.0  # for the others of a failed rank to say what they saw
 
 
@@ -141,9 +141,11 @@ def _ask(request: Request, server: subprocess.Popen[str]) -> list[int]:
     return codes
 
 
-@cache
 def _server(module: str) -> subprocess.Popen[str]:
-    server = subprocess.Popen(
+    """The server; another one after the end of the first: some tests end every child."""
+    if (running := _running.get(module)) is not None and running.poll() is None:
+        return running
+    server = _running[module] = subprocess.Popen(
         [sys.executable, "-m", module],
         cwd=ROOT,
         env=os.environ | _ENVIRONMENT,

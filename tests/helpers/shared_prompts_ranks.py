@@ -208,20 +208,18 @@ def wrong(kind: str) -> Iterator[None]:
         "sees_siblings": lambda: patch.object(packing, "place_shared", sees_siblings),
         "not_weighed": lambda: patch.object(Microbatch, "uses", Microbatch.pieces),
         "any_routes": lambda: patch.object(shared_prefix, "_content", any_routes),
-        "own_positions": lambda: patch.object(packing, "_lay_out", _slots(packing._lay_out)),
+        "own_positions": lambda: patch.object(
+            packing, "_slot_tensors", _slots(packing._slot_tensors)
+        ),
     }
     with patches[kind]():
         yield
 
 
-def _slots(lay_out: Any) -> Any:
-    def changed(*args: Any) -> Any:
-        tokens, labels, positions = lay_out(*args)
-        return (
-            tokens,
-            labels,
-            np.broadcast_to(np.arange(positions.shape[1]), positions.shape).copy(),
-        )
+def _slots(slot_tensors: Any) -> Any:
+    def changed(placed: Any) -> Any:
+        positions = torch.arange(placed.shape[1]).expand(placed.shape).clone()
+        return slot_tensors(placed) | {"positions": positions}
 
     return changed
 

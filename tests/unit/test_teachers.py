@@ -299,7 +299,7 @@ def test_a_dry_run_names_teachers_and_their_memory() -> None:
     teachers = "[{follows: policy, lag: 2, every: 4},{name: mean, follows: policy, ema: 0.5}]"
     config = load_config("quickstart", [*settings, f"algorithm.teachers={teachers}"])
     config = resolve(config)
-    text = "\n".join(estimates(config, placement(config)))
+    text = "\n".join(map(str, estimates(config, placement(config))))
     assert "teacher teacher: version t - 2 of the policy, exchanged every 4; on reference" in text
     assert "mean with ema 0.5" in text
     rank = trainer_memory(SPECS["qwen3_moe"], ParallelConfig(), Training(dtype="fp32"))[0]
