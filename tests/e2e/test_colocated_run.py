@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -66,16 +67,27 @@ def entered(run: Run, phase: str) -> int:
     return log.read_text().count(f"turn: {phase}\n") if log.exists() else 0
 
 
-def kill(run: Run, victim: str) -> None:
+def find(run: Run, victim: str) -> int | None:
+    """The process of a victim; None while it is being started."""
     pids = run.pids()
-    if victim == "trainer rank":
-        ranks = psutil.Process(pids["trainer"]).children()
-        pid = next(r.pid for r in ranks if "moerl.trainer.main" in r.cmdline())
-    elif victim == "scheduler":
-        parts = psutil.Process(pids["engine-0"]).children(recursive=True)
-        pid = next(p.pid for p in parts if "scheduler" in " ".join(p.cmdline()))
-    else:
-        pid = pids[victim]
+    with suppress(psutil.NoSuchProcess):
+        if victim == "trainer rank":
+            parts, word = psutil.Process(pids["trainer"]).children(), "moerl.trainer.main"
+        elif victim == "scheduler":
+            parts, word = psutil.Process(pids["engine-0"]).children(recursive=True), victim
+        else:
+            return pids[victim]
+        return next((part.pid for part in parts if word in " ".join(part.cmdline())), None)
+    return None
+
+
+def kill_in(run: Run, victim: str, phase: str) -> None:
+    """Kill in the next such phase that the victim has begun: an engine may start again meanwhile."""
+    pid = None
+    while pid is None:
+        seen = entered(run, phase)
+        run.wait_for(lambda seen=seen: entered(run, phase) > seen)
+        pid = find(run, victim)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -102,9 +114,7 @@ def test_the_run_goes_on_after_a_death_at_an_edge(
                 run.wait_for(lambda: run.dir.latest_checkpoint() is not None)
             run.wait_for(lambda: all(name in run.pids() for name in ("trainer", "engine-0")))
             ever |= set(run.members())
-            seen = entered(run, phase)
-            run.wait_for(lambda phase=phase, seen=seen: entered(run, phase) > seen)
-            kill(run, victim)
+            kill_in(run, victim, phase)
         ever |= set(run.members())
         assert run.finish(900.0) == 0, run.text()
         left = survivors(list(ever), 10.0)
