@@ -82,7 +82,7 @@ def find(run: Run, victim: str) -> int | None:
 
 
 def kill_in(run: Run, victim: str, phase: str) -> None:
-    """Kill in the next such phase that the victim has begun: an engine may start again meanwhile."""
+    """Kill in the next such phase in which the victim runs: an engine may be starting again."""
     pid = None
     while pid is None:
         seen = entered(run, phase)
