@@ -203,10 +203,12 @@ def _check(bench: Bench, scored: Scored, version: str) -> None:
     frozen = Bench(bench.run.root.parent / f"frozen-{version}", bench.run.versions / version)
     path = str(bench.run.versions / version)
     algorithm = replace(bench.config.algorithm, teachers=[TeacherConfig(name="slow", path=path)])
-    frozen.config = replace(bench.config, algorithm=algorithm)
+    frozen.config = replace(bench.config, run=frozen.config.run, algorithm=algorithm)
     frozen.store, step = bench.store, int(version[2:]) + 1
     plan = replace(_one_rank(bench, step), teachers={})
-    errors, (want,) = frozen.score(ParallelConfig(), plan)
+    errors, found = frozen.score(ParallelConfig(), plan)
+    assert not errors, errors[-4000:]
+    (want,) = found
     assert not errors, errors[-4000:]
     gaps = []
     for one, other in zip(scored.scores, want.scores, strict=True):
