@@ -218,7 +218,7 @@ class EngineCalls:
 
     async def _abort(self, names: Sequence[str]) -> None:
         with contextlib.suppress(EngineError):  # then it fails them too, or drops their replies
-            await host_answer(self._engine.abort(names), "abort")
+            await host_answer(self._engine.abort(names), f"abort of engine {self._index}")
 
     # --- progress ---------------------------------------------------------------------------------
     @property

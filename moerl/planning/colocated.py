@@ -11,7 +11,7 @@ from moerl.config.clusters import moved_parts, sleeping_engines, trainer_share
 from moerl.config.schema import MovedPart, NodeGroup
 from moerl.core.errors import ConfigError
 from moerl.planning.memory import RUNTIME, EngineMemory, TrainerMemory
-from moerl.planning.printout import GB, Table, gb, of_room
+from moerl.planning.printout import GB, TextTable, gb, of_room
 
 NCCL = 10_000_000_000
 """Of NCCL, which a parked trainer rank keeps; reported for 3D groups: 7 to 10 GB.  Its own suspend
@@ -26,7 +26,7 @@ ORDER: tuple[MovedPart, ...] = get_args(MovedPart)
 # --- shared --------------------------------------------------------------------------------------
 def shared_table(
     config: Config, device_gb: float, trainer: TrainerMemory, engine: EngineMemory
-) -> Table:
+) -> TextTable:
     """Memory by purpose.  Raises ConfigError where a share, or the GPU, is smaller than it.
 
     device_gb: memory of a GPU; 0 = unknown, then nothing is compared.
@@ -44,7 +44,7 @@ def shared_table(
     ]
     rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     _check_shares(config, device_gb, engine, rows[-1][1:])
-    return Table(
+    return TextTable(
         f"memory of a shared GPU{of_room(device_gb)}",
         ("purpose", "engine", "trainer"),
         [
@@ -134,7 +134,7 @@ def smallest_set(
 
 def turns_table(
     config: Config, group: NodeGroup, trainer: TrainerMemory, engine: EngineMemory
-) -> tuple[tuple[MovedPart, ...], Table]:
+) -> tuple[tuple[MovedPart, ...], TextTable]:
     """The parts that give way in turns, and memory by phase.
 
     By the settings, else the smallest set that fits.  Raises ConfigError where none does.
@@ -158,7 +158,7 @@ def turns_table(
     moves = moves or ORDER
     awake = sorted(config.engine.sizes.keys() - sleeping_engines(config))
     rest = f"; engines {awake} never sleep" if awake else ""
-    return moves, Table(
+    return moves, TextTable(
         f"memory of a device in turns{of_room(group.device_gb)}",
         ("phase", "engine", "trainer", "both"),
         [

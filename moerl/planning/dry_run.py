@@ -50,7 +50,7 @@ from moerl.layout import model_spec
 from moerl.planning import gpu_choices
 from moerl.planning.disks import disk_lines
 from moerl.planning.estimates import estimates, model_shapes, ref_model_specs
-from moerl.planning.printout import Table, axes, numbers, span
+from moerl.planning.printout import TextTable, axes, numbers, span
 from moerl.runtime.run_dir import RunDir
 
 
@@ -119,14 +119,16 @@ def prompt_lines(config: Config, max_positions: int) -> list[str]:
 
 
 # --- processes -----------------------------------------------------------------------------------
-def process_table(config: Config, placed: Placement) -> Table:
+def process_table(config: Config, placed: Placement) -> TextTable:
     """The table of `process_rows`."""
     rows: list[tuple[str, ...]] = []
     for _, of_node in groupby(process_rows(config, placed), key=lambda row: row[0]):
         (first, *others) = of_node
         rows += [first, *(("", *cells) for _, *cells in others), ()]
     title = f"processes of {config.cluster.name}, {len(placed.nodes)} node(s)"
-    return Table(title, ("node", "process", "numbers", "count", "GPUs", "purpose"), rows, left=6)
+    return TextTable(
+        title, ("node", "process", "numbers", "count", "GPUs", "purpose"), rows, left=6
+    )
 
 
 def process_rows(config: Config, placed: Placement) -> list[tuple[str, ...]]:
@@ -261,7 +263,7 @@ def _local_context(config: Config, run: RunDir) -> RunContext:
     )
 
 
-def _ports(config: Config, placed: Placement) -> str | Table:
+def _ports(config: Config, placed: Placement) -> str | TextTable:
     if is_local(config.cluster):
         return f"ports: free ones on {config.cluster.address} (docs/clusters.md lists them)"
     ports, head = config.cluster.ports, host_of(placed.controller)
@@ -278,7 +280,7 @@ def _ports(config: Config, placed: Placement) -> str | Table:
         where = f"torchrun on {host_of(placed.ref_models[0].node)}"
         rows.insert(4, (str(ports.ref_models), where, "reference nodes"))
     title = f"ports on {config.cluster.interface}, all behind tokens but NCCL's and gloo's"
-    return Table(title, ("port", "listens on", "connects"), rows, left=3)
+    return TextTable(title, ("port", "listens on", "connects"), rows, left=3)
 
 
 # --- GPUs of each process -------------------------------------------------------------------------

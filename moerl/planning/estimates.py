@@ -40,7 +40,7 @@ from moerl.planning.memory import (
     training_of,
     with_teachers,
 )
-from moerl.planning.printout import GB, Table, gb, of_room, verdict
+from moerl.planning.printout import GB, TextTable, gb, of_room, verdict
 from moerl.planning.publish_forecast import (
     FactorForecast,
     Layouts,
@@ -57,7 +57,7 @@ from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.transfer_plan import TransferPlan, TransferTotals
 
 
-def estimates(config: Config, placed: Placement) -> list[str | Table]:
+def estimates(config: Config, placed: Placement) -> list[str | TextTable]:
     """Memory and transfer plan, from shapes."""
     layouts = planned_layouts(config, model_shapes(config))
     spec = layouts[0][0]
@@ -202,12 +202,12 @@ def ref_model_specs(config: Config) -> list[ModelSpec]:
     ]
 
 
-def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> Table:
+def _trainer_table(who: str, ranks: Sequence[TrainerMemory], slot: TrainerSlot) -> TextTable:
     room = slot.node.group.device_gb
     names = ["weights", "gradients", "optimizer", "activations", "head", "replay", "others"]
     names += ["device_base", "buckets", "runtime"]
     names = [name for name in names if any(getattr(rank, name) for rank in ranks)] + ["total"]
-    return Table(
+    return TextTable(
         f"memory of {who}{of_room(room)}",
         ("stage", "parameters", *("W0" if name == "device_base" else name for name in names)),
         [

@@ -16,7 +16,7 @@ _WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """A table with a title.
 
     rows: cells; () is a line between rows.  left: the number of columns, from the first one, that
