@@ -12,14 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
-
-from moerl.core.types import Array
-from moerl.records.blob_ranges import Interval
-
-T = TypeVar("T")
 Span = tuple[int, int]  # begin and end (exclusive) of consecutive slots
 
 
@@ -83,66 +77,3 @@ class Grid:
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-class Pieces(NamedTuple):
-    """Consecutive fed-in tokens of rollouts in consecutive slots of a grid row: i64 arrays [P].
-
-    In the order of the rollouts.
-    """
-
-    rollout: Array
-    row: Array
-    slot: Array
-    begin: Array  # first position in the rollout
-    num: Array  # tokens
-
-    @classmethod
-    def between(cls, runs: Sequence[Run], fed: Sequence[int], first: int, last: int) -> Pieces:
-        """The parts of runs in these slots, without padding.  fed: fed-in tokens by rollout."""
-        rollout, row, slot, begin, num = np.array(runs, np.int64).reshape(-1, 5).T
-        real = rollout < len(fed)
-        rollout, row, slot, begin, num = (one[real] for one in (rollout, row, slot, begin, num))
-        low = np.maximum(slot, first)
-        begin = begin + low - slot
-        ends = np.minimum(slot + num, last)
-        count = np.minimum(ends - low, np.array(fed, np.int64)[rollout] - begin)
-        some = count > 0
-        return cls(*(one[some] for one in (rollout, row, low, begin, count)))
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens of all pieces."""
-        return int(self.num.sum())
-
-    def of(self, rollout: int) -> list[tuple[int, int, int, int]]:
-        """(row, slot, begin, count) of one rollout's pieces."""
-        mine = self.rollout == rollout
-        columns = (self.row, self.slot, self.begin, self.num)
-        return list(zip(*(one[mine].tolist() for one in columns), strict=True))
-
-    def wanted(self, blobs: Sequence[T]) -> list[tuple[T, list[Interval]]]:
-        """The blobs of each rollout with pieces, and its positions."""
-        found: dict[int, list[Interval]] = {}
-        ends = self.begin + self.num
-        for rollout, begin, end in zip(
-            self.rollout.tolist(), self.begin.tolist(), ends.tolist(), strict=True
-        ):
-            found.setdefault(rollout, []).append((begin, end))
-        return [(blobs[rollout], rows) for rollout, rows in found.items()]
-
-    def places(self) -> tuple[Array, Array]:
-        """Row and slot of each token of all pieces."""
-        slots = np.repeat(self.slot, self.num) + within(self.num)
-        return np.repeat(self.row, self.num), slots
-
-    def positions(self) -> Array:
-        """Position in its rollout of each token of all pieces."""
-        positions: Array = np.repeat(self.begin, self.num) + within(self.num)
-        return positions
-
-
-def within(counts: Array) -> Array:
-    """0..count-1 for each count: [2, 3] -> 0 1 0 1 2."""
-    places: Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places

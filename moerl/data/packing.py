@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +30,13 @@ from torch import Tensor
 
 from moerl.core.errors import RecordError
 from moerl.core.types import Array, BatchPlan, MaskBlob, PolicyVersion, Rollout
-from moerl.data.grid import Grid, Pieces, Run, Span, within
+from moerl.data.grid import Grid, Run, Span
 from moerl.data.shared_prefix import place_shared, shared_in_order
 from moerl.records import blob_ranges
 from moerl.records.blob_store import RecordReads
 from moerl.records.indexer import num_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -180,6 +182,63 @@ class Microbatch:
         return Pieces.between(self.every, [r.num_tokens - 1 for r in self.rollouts], first, last)
 
 
+class Pieces(NamedTuple):
+    """Consecutive fed-in tokens of rollouts in consecutive slots of a grid row: i64 arrays [P].
+
+    In the order of the rollouts.
+    """
+
+    rollout: Array
+    row: Array
+    slot: Array
+    begin: Array  # first position in the rollout
+    num: Array  # tokens
+
+    @classmethod
+    def between(cls, runs: Sequence[Run], fed: Sequence[int], first: int, last: int) -> Pieces:
+        """The parts of runs in these slots, without padding.  fed: fed-in tokens by rollout."""
+        rollout, row, slot, begin, num = np.array(runs, np.int64).reshape(-1, 5).T
+        real = rollout < len(fed)
+        rollout, row, slot, begin, num = (one[real] for one in (rollout, row, slot, begin, num))
+        low = np.maximum(slot, first)
+        begin = begin + low - slot
+        ends = np.minimum(slot + num, last)
+        count = np.minimum(ends - low, np.array(fed, np.int64)[rollout] - begin)
+        some = count > 0
+        return cls(*(one[some] for one in (rollout, row, low, begin, count)))
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of all pieces."""
+        return int(self.num.sum())
+
+    def of(self, rollout: int) -> list[tuple[int, int, int, int]]:
+        """(row, slot, begin, count) of one rollout's pieces."""
+        mine = self.rollout == rollout
+        columns = (self.row, self.slot, self.begin, self.num)
+        return list(zip(*(one[mine].tolist() for one in columns), strict=True))
+
+    def wanted(self, blobs: Sequence[T]) -> list[tuple[T, list[blob_ranges.Interval]]]:
+        """The blobs of each rollout with pieces, and its positions."""
+        found: dict[int, list[blob_ranges.Interval]] = {}
+        ends = self.begin + self.num
+        for rollout, begin, end in zip(
+            self.rollout.tolist(), self.begin.tolist(), ends.tolist(), strict=True
+        ):
+            found.setdefault(rollout, []).append((begin, end))
+        return [(blobs[rollout], rows) for rollout, rows in found.items()]
+
+    def places(self) -> tuple[Array, Array]:
+        """Row and slot of each token of all pieces."""
+        within = _within(self.num)
+        return np.repeat(self.row, self.num), np.repeat(self.slot, self.num) + within
+
+    def positions(self) -> Array:
+        """Position in its rollout of each token of all pieces."""
+        positions: Array = np.repeat(self.begin, self.num) + _within(self.num)
+        return positions
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
     """Inputs of the loss by row of `plan.rows`: one number, or one number per sampled token."""
@@ -315,11 +374,11 @@ def _slot_tensors(placed: _Placed) -> dict[str, Any]:
     rollouts, pieces = placed.rollouts, placed.pieces
     tokens, labels, positions = (np.zeros(placed.shape, np.int64) for _ in range(3))
     _, row, slot, begin, num = np.array(placed.runs, np.int64).reshape(-1, 5).T
-    offsets = within(num)
-    positions[np.repeat(row, num), np.repeat(slot, num) + offsets] = np.repeat(begin, num) + offsets
+    within = _within(num)
+    positions[np.repeat(row, num), np.repeat(slot, num) + within] = np.repeat(begin, num) + within
     ids = _join([rollout.token_ids for rollout in rollouts], np.int64)
     at = _starts([rollout.num_tokens for rollout in rollouts])[pieces.rollout] + pieces.begin
-    fed = np.repeat(at, pieces.num) + within(pieces.num)
+    fed = np.repeat(at, pieces.num) + _within(pieces.num)
     places = pieces.places()
     tokens[places], labels[places] = ids[fed], ids[fed + 1]
     return {
@@ -344,7 +403,7 @@ def _token_tensors(
         "held": torch.from_numpy(held.tokens),
         "sampled": torch.from_numpy(ids[held.is_sampled]),
         "lag": torch.from_numpy(_lags(rollouts, counts, trained)),
-        "joined": torch.from_numpy(within(counts) >= joined),
+        "joined": torch.from_numpy(_within(counts) >= joined),
         "temperature": torch.from_numpy(np.repeat(temperatures, counts)),
         "seq": torch.from_numpy(np.repeat(np.arange(len(rollouts)), counts)),
     }
@@ -417,7 +476,7 @@ def _find_sampled(placed: _Placed) -> _Sampled:
     # the logits of a position produce the token behind it
     produced = starts[pieces.rollout] + pieces.begin + 1
     low, high = before[produced], before[produced + pieces.num]
-    at = np.repeat(produced, pieces.num) + within(pieces.num)
+    at = np.repeat(produced, pieces.num) + _within(pieces.num)
     row, slot = pieces.places()
     intervals: list[list[blob_ranges.Interval]] = [[] for _ in rollouts]
     own = firsts[pieces.rollout]
@@ -464,6 +523,12 @@ def _starts(counts: Sequence[int] | Array) -> Array:
     """First place of each of several runs of items, one behind the other."""
     sizes = np.array(counts, np.int64)
     return np.cumsum(sizes) - sizes
+
+
+def _within(counts: Array) -> Array:
+    """0..count-1 for each count: [2, 3] -> 0 1 0 1 2."""
+    within: Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return within
 
 
 def _spread(order: Sequence[int], counts: Array, values: Sequence[float | Array] | None) -> Tensor:
