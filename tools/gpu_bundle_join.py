@@ -266,6 +266,7 @@ def finish(manifest: dict[str, Any], env: Path, project: Path) -> None:
     link_compiler(env, site)
     (site / "moerl-project.pth").write_text(f"{project.resolve()}\n", encoding="utf-8")
     write_programs(env, site)
+    build_kernels(env)
     differing = list(differences(manifest, site))
     write_about(manifest, env, differing)
     for name, found, wanted in differing:
@@ -385,6 +386,15 @@ def _write_program(env: Path, name: str, value: str) -> None:
     lines = [f"#!{env}/bin/python", "import sys", f"from {module} import {function.split('.')[0]}"]
     target.write_text("\n".join([*lines, f"sys.exit({function}())", ""]), encoding="utf-8")
     target.chmod(0o755)
+
+
+def build_kernels(env: Path) -> None:
+    """moerl's own, of its C++ sources: seconds.  A run without them is slower."""
+    command = [str(env / "bin/python"), "-m", "moerl.kernels.build"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        say(f"moerl's kernels were not built, so runs are slower: {last}")
 
 
 def differences(manifest: dict[str, Any], site: Path) -> Iterator[tuple[str, str, str]]:

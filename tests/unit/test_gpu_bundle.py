@@ -25,7 +25,10 @@ import pytest
 from moerl.config import Config, load_config, resolve
 from moerl.core.errors import ConfigError
 from moerl.launch import bundle_check
+from moerl.launch.train import _checked
+from moerl.planning.dry_run import describe
 from moerl.planning.estimates import model_shapes
+from moerl.runtime.run_dir import RunDir
 from tools import fat_binaries, gpu_bundle, gpu_bundle_hook, gpu_bundle_join, gpu_bundle_parts
 from tools.gpu_bundle import Options, Packed, Unit
 from tools.gpu_bundle_join import Refusal
@@ -405,6 +408,22 @@ def test_attention_that_was_zeroed_is_refused(word: str, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field} .*--attention all"):
         checked(word)
     checked(word, "engine.args.attention_backend=triton")
+
+
+@pytest.mark.usefixtures("about")
+def test_the_dry_run_and_a_start_refuse_before_a_process_begins(tmp_path: Path) -> None:
+    words = ["cluster=gpu1", "task.name=reasoning_gym", "task.dataset=chain_sum"]
+    shapes = model_shapes(resolve(load_config("quickstart", [])))
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    (tmp_path / "model.safetensors").touch()
+    config = load_config("quickstart", [*words, f"model.path={tmp_path}"])
+    run = RunDir(tmp_path / "run")
+    for start in (
+        lambda: describe(resolve(config), []),
+        lambda: _checked(config, run, reset_optimizer=False),
+    ):
+        with pytest.raises(ConfigError, match="--with reasoning-gym"):
+            start()
 
 
 def test_an_environment_without_a_bundle_refuses_nothing(about: Path) -> None:
