@@ -359,7 +359,7 @@ def write_pieces(pieces: Sequence[Sequence[Unit]], folder: Path, plan: str) -> d
             piece.write(end)
         unpacked = sum(unit.unpacked for unit in units)
         rows[file.name] = {"sha256": digest(file), "bytes": file.stat().st_size}
-        rows[file.name] |= {"unpacked": unpacked}
+        rows[file.name] |= {"unpacked": unpacked, "units": [unit.packed for unit in units]}
         say(f"{file.name}: {file.stat().st_size:,} bytes")
     return rows
 

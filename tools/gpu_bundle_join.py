@@ -24,6 +24,7 @@ import configparser
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import lzma
 import os
@@ -192,13 +193,13 @@ def add(manifest: dict[str, Any], env: Path, files: list[Path]) -> None:
         names = list(pool.map(lambda file: identify(manifest, file), files))
     (env / STATE).mkdir(parents=True, exist_ok=True)
     (env / STATE / "bundle.json").write_text(json.dumps(manifest), encoding="utf-8")
-    new = {
-        name: file
-        for name, file in zip(names, files, strict=True)
-        if not (env / STATE / name).exists()
-    }
+    waiting = {*missing(manifest, env)}
+    new = {name: file for name, file in zip(names, files, strict=True) if name in waiting}
     with ThreadPoolExecutor(_workers()) as pool:
-        for done, name in enumerate(pool.map(lambda one: _unpack(env, *one), new.items()), 1):
+        for done, (name, file) in enumerate(new.items(), 1):
+            places = _places(manifest["pieces"][name]["units"])
+            list(pool.map(lambda place, file=file: _unpack(env, file, *place), places))
+            (env / STATE / name).touch()
             say(f"{name}: unpacked, {done} of {len(new)}, {time.monotonic() - begin:.1f} s")
     for name in names:
         if name not in new:
@@ -208,22 +209,34 @@ def add(manifest: dict[str, Any], env: Path, files: list[Path]) -> None:
 
 
 def _workers() -> int:
-    return min(8, os.cpu_count() or 1)
+    return min(16, os.cpu_count() or 1)
 
 
-def _unpack(env: Path, name: str, file: Path) -> str:
-    with lzma.open(file) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
+def _places(units: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Offset and size of each unit of a piece, which is compressed by itself."""
+    at = 0
+    for size in units:
+        yield at, size
+        at += size
+
+
+def _unpack(env: Path, file: Path, at: int, size: int) -> None:
+    with file.open("rb") as packed:
+        packed.seek(at)
+        data = io.BytesIO(lzma.decompress(packed.read(size)))
+    with tarfile.open(fileobj=data, mode="r:") as archive:
         for member in archive:
-            data = archive.extractfile(member)
-            if data is None:
+            content = archive.extractfile(member)
+            if content is None:
                 raise Refusal(f"{file}: {member.name} is no file")
-            _write(env, member, cast(BinaryIO, data))
-    (env / STATE / name).touch()
-    return name
+            _write(env, member, cast(BinaryIO, content))
 
 
 def _write(env: Path, member: tarfile.TarInfo, data: BinaryIO) -> None:
-    """A file, or a part of one at its place.  Blocks of zeros stay holes."""
+    """A file, or a part of one at its place.  Blocks of zeros stay holes, but for the last.
+
+    Other parts of the file may be written at the same time, so that nothing is truncated.
+    """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         raise Refusal(f"a piece names {member.name}, which is outside the environment")
@@ -234,11 +247,9 @@ def _write(env: Path, member: tarfile.TarInfo, data: BinaryIO) -> None:
     try:
         end = at + member.size
         while block := data.read(len(_ZEROS)):
-            if block != _ZEROS[: len(block)]:
+            if block != _ZEROS[: len(block)] or at + len(block) == end:
                 os.pwrite(handle, block, at)
             at += len(block)
-        if os.fstat(handle).st_size < end:
-            os.ftruncate(handle, end)
         os.fchmod(handle, member.mode)
     finally:
         os.close(handle)

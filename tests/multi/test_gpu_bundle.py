@@ -24,8 +24,16 @@ pytestmark = [pytest.mark.gpu_profile, pytest.mark.timeout(7200)]
 
 OUT = ROOT / "build/gpu-bundle"
 MACHINE = GPU_PROFILE / "bin/python"
-PACKAGES = ("torch", "triton", "sgl_kernel", "sglang.srt.entrypoints.http_server", "ray")
+PACKAGES = ("torch", "triton", "sglang.srt.entrypoints.http_server", "ray")
 PACKAGES += ("sglang.srt.managers.scheduler", "megatron.core", "megatron.core.models.gpt")
+# Without a card `import sgl_kernel` looks for the operators of another one.
+OPERATORS = """
+import pathlib, torch
+known = {one.name for one in torch._C._jit_get_all_schemas()}
+for file in pathlib.Path(torch.__path__[0]).parent.glob("sgl_kernel/**/*.so"):
+    torch.ops.load_library(file)
+print(len({one.name for one in torch._C._jit_get_all_schemas()} - known))
+"""
 DRIVEN = ("sgl_kernel/**/*.so", "transformer_engine/**/*.so", "torch/lib/*.so")
 
 
@@ -73,6 +81,7 @@ def test_engine_trainer_and_moerl_import(env: Path, driver: dict[str, str]) -> N
     found = json.loads(out[out.rindex('{"imported"') :])
     assert found["failed"] == {}
     assert found["imported"] > 200
+    assert int(said(env / "bin/python", "-c", OPERATORS, **driver).split()[-1]) > 70
     where = said(env / "bin/python", "-c", "import torch, numpy; print(torch.__file__)")
     assert where.strip().startswith(str(env))
     refused = said(env / "bin/python", "-c", "import pyarrow", code=1)
