@@ -16,6 +16,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -147,6 +148,16 @@ def test_wheels_that_differ_in_a_file_are_refused(tmp_path: Path) -> None:
         lambda: gpu_bundle.check_paths([first, second], dropped)
     )
     gpu_bundle.check_paths([first, wheel(tmp_path, "two", {"shared.py": b"1"})], dropped)
+
+
+def test_kernels_that_were_compiled_before_go_along(tmp_path: Path) -> None:
+    (tmp_path / "kernels/jit").mkdir(parents=True)
+    pack = partial(gpu_bundle.pack_own, tmp_path, tmp_path / "kernels", OPTIONS)
+    assert "holds no kernels" in refused(pack)
+    (tmp_path / "kernels/jit/one.so").write_bytes(b"code")
+    (unit,) = pack().units
+    with tarfile.open(unit.file) as archive:
+        assert "cuda/kernels/jit/one.so" in archive.getnames()
 
 
 # --- joined --------------------------------------------------------------------------------------
