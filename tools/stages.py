@@ -96,8 +96,8 @@ STAGES = (
         "trainer",
         18,
         "multi/test_bad_steps.py multi/test_checkpoint_writer.py multi/test_critic.py"
-        " multi/test_dither*.py multi/test_lora_*.py multi/test_minibatch_training.py"
-        " multi/test_mismatch_dump.py"
+        " multi/test_dither*.py multi/test_grouped_experts.py multi/test_lora_*.py"
+        " multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
         " multi/test_sglang_lora_pool.py multi/test_shared_prompts.py"
         " multi/test_support_training.py multi/test_teacher_training.py multi/test_train*.py"

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -228,13 +228,16 @@ def _interface(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Fin
     yield Finding("interface", answer.node.name, what, remedy)
 
 
-def _gpus(_config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
+def _gpus(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
     node, wanted = answer.node.name, answer.node.group.devices
     if facts.gpus < wanted:
         remedy = "see nvidia-smi there, or lower cluster.nodes.*.devices"
         yield Finding("GPUs", node, f"{facts.gpus} of {wanted}", remedy)
     if facts.gpu is not None:
-        for part, what, remedy in check_gpu(facts.gpu):
+        libraries = facts.gpu.libraries
+        if config.trainer.transformer_impl == "local":
+            libraries = {n: v for n, v in libraries.items() if not n.startswith("Transformer")}
+        for part, what, remedy in check_gpu(replace(facts.gpu, libraries=libraries)):
             yield Finding(part, node, what, remedy)
 
 

@@ -52,6 +52,7 @@ def main() -> None:
         place = platform.prepare(
             config.trainer.platform,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            impl=config.trainer.transformer_impl,
             share=1.0 if args.ref_models else trainer_share(config),
         )
     except MoerlError as error:
