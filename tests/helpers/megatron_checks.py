@@ -59,8 +59,13 @@ def gaps_of(
     model: Path,
     blob_dir: Path,
     variants: Sequence[str],
+    *,
+    through: str = "",
 ) -> dict[str, np.ndarray]:
-    """Trainer in fp32 minus engine, log-probability of each sampled token, by variant."""
+    """Trainer in fp32 minus engine, log-probability of each sampled token, by variant.
+
+    through: a module that runs the trainer's.
+    """
     (folder / "rollouts").write_bytes(encode_value(list(rollouts)))
     ScoreJob(
         model=str(model),
@@ -72,6 +77,7 @@ def gaps_of(
         dtypes=["fp32"],
         platform="auto",
     ).save(folder / "job.json")
-    torchrun(1, ["-m", "moerl.audit.score_ranks", "--job", str(folder / "job.json")], timeout_s=300)
+    program = ["-m", *filter(None, [through]), "moerl.audit.score_ranks"]
+    torchrun(1, [*program, "--job", str(folder / "job.json")], timeout_s=300)
     found = dict(np.load(folder / "found.npz"))
     return {name: found[f"fp32/{name}"] - found["engine"] for name in variants}
