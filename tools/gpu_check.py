@@ -11,6 +11,7 @@ Rejected: a runner of its own (the tests of `tools/test --stage gpu` would be ot
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -200,6 +201,8 @@ def _belongs(case: Case, wanted: set[str]) -> bool:
 
 def _environment(*, parts: bool) -> dict[str, str]:
     site = unpacked() if parts else None
+    if site is None and importlib.util.find_spec("pytest") is None:
+        raise SystemExit("gpu-check: this environment lacks pytest: pip install pytest")
     paths = [str(ROOT), *([str(site)] if site else [])]
     sys.path += paths[1:]  # the table is printed with a packed package
     own = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,6 +82,12 @@ def test_a_full_check_is_no_step_of_the_loop() -> None:
     assert {check.size for check in LOOP} == {"loop"}
     with pytest.raises(SystemExit, match="no check 'engine'; there are libraries, token-eager"):
         main(["--loop", "--only", "engine"])
+
+
+def test_the_page_has_every_step_with_its_limit() -> None:
+    page = (ROOT / "docs/first-gpu-hour.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.MULTILINE)
+    assert rows == [(check.name, str(check.limit_s)) for check in LOOP]
 
 
 # --- time -----------------------------------------------------------------------------------------
