@@ -7,17 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moerl.runtime.trace import read_spans
 from tests.helpers.device_engine import needs_kernels
 from tests.helpers.device_figures import Figure, on_double
-from tests.helpers.device_loop import FOLDER, PLACE, SHORT, trained
+from tests.helpers.device_loop import FOLDER, PLACE, trained, trained_rows
 from tests.helpers.large_random_model import SHAPE, SMALL, large_model
 from tests.helpers.tiny_families import RECIPE
-from tests.helpers.train_runs import Run
 from tests.helpers.turn_figures import turn_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,17 +67,11 @@ def test_trainer_beside_megatron(tmp_path: Path, figure: Figure) -> None:
 @needs_kernels
 def test_turns_beside_shared(tmp_path: Path, figure: Figure) -> None:
     """Tokens per second of whole turns, and of a run whose engine and trainer share the GPU."""
-    turns = ("cluster.colocated=turns", "rollout.in_flight_mode=retract")
-    steps = 4 if on_double() else 8
-    found = trained(tmp_path / "turns", RECIPE, steps, *turns, *SHORT)
+    found = trained(tmp_path, "turns")
     spans = [span for span in read_spans(found.dir.trace) if span["process"] == "trainer-0"]
-    for name, (value, unit) in turn_figures(_steps(found), spans).items():
+    for name, (value, unit) in turn_figures(trained_rows(found), spans).items():
         figure(f"turns: {name}", value, unit)
-    shared = _steps(trained(tmp_path / "shared", RECIPE, steps, *SHORT))[1:]
+    shared = trained_rows(trained(tmp_path, "shared"))[1:]
     took = sum(row["perf/step_s"] + row["async/trainer_wait_s"] for row in shared)
     tokens = sum(row["perf/train_tokens_per_s"] * row["perf/step_s"] for row in shared)
     figure("shared: tokens of whole steps", tokens / took, "tokens/s")
-
-
-def _steps(run: Run) -> list[dict[str, Any]]:
-    return [row for row in run.rows() if "loss/total" in row]

@@ -26,19 +26,18 @@ from tests.helpers import device_engine as engines
 from tests.helpers.device_figures import Figure, on_double, on_gpu
 from tests.helpers.device_loop import (
     FOLDER,
-    PLACE,
-    QUICKSTART_STEPS,
-    SHORT,
+    begun,
+    ends,
     k3,
     rise,
     said,
+    steps_of,
     trained,
+    trained_rows,
 )
 from tests.helpers.device_publish import OneRank
 from tests.helpers.device_trainer import TINY
 from tests.helpers.large_random_model import SHAPE, SMALL, large_model
-from tests.helpers.tiny_families import RECIPE
-from tests.helpers.train_runs import SOME_REWARD, start
 
 SEEN = ("both", "routing", "mask", "none", "both_shifted")
 # name: graphs, dtype, SGLang's backend of attention.  In fp32 routes must be transformers'.
@@ -153,7 +152,7 @@ def test_trainer_agrees_under_the_records(figure: Figure) -> None:
 @engines.needs_kernels
 def test_quickstart_learns(tmp_path: Path, figure: Figure) -> None:
     """Its weights are published after each step, by cuda_ipc on a GPU."""
-    run = trained(tmp_path, "quickstart", QUICKSTART_STEPS)
+    run = trained(tmp_path, "quickstart")
     transport = load_saved(run.dir.config).sync.transport
     assert transport == "cuda_ipc" or not on_gpu(), transport
     before, after = rise(run.rows())
@@ -168,7 +167,7 @@ def test_quickstart_learns(tmp_path: Path, figure: Figure) -> None:
 @pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
 def test_a_run_publishes_by(transport: str, tmp_path: Path, figure: Figure) -> None:
     """Receivers compare the digests of all buckets before they commit: no engine stays behind."""
-    run = trained(tmp_path, RECIPE, 4, f"sync.transport={transport}", *SHORT)
+    run = trained(tmp_path, transport)
     for name, value, unit in said(run):
         figure(f"{transport}: {name}", value, unit)
 
@@ -197,9 +196,7 @@ def test_digests_of_a_publish(transport: str, figure: Figure) -> None:
 
 @engines.needs_kernels
 def test_turns_with_one_device(tmp_path: Path, figure: Figure) -> None:
-    run = trained(
-        tmp_path, RECIPE, 4, "cluster.colocated=turns", "rollout.in_flight_mode=retract", *SHORT
-    )
+    run = trained(tmp_path, "turns")
     for name, value, unit in said(run):
         figure(name, value, unit)
 
@@ -209,16 +206,14 @@ def test_a_model_of_401_million(tmp_path: Path, figure: Figure) -> None:
     """Random, of the shape of smollm2-moe, on a task that needs no package."""
     small = on_double()
     model = large_model(FOLDER / ("small" if small else "401m"), SMALL if small else SHAPE)
-    own = [f"model.path={model}", "model.tiny.enabled=false", SOME_REWARD, *SHORT]
-    own += [] if small else ["sampling.max_new_tokens=64", "rollout.groups_per_step=16"]
-    run = trained(tmp_path, RECIPE, 3 if small else 10, *own)
+    run = trained(tmp_path, "401m", f"model.path={model}")
     for name, value, unit in said(run):
         figure(name, value, unit)
 
 
 @engines.needs_kernels
 def test_adapters(tmp_path: Path, figure: Figure) -> None:
-    run = trained(tmp_path, "quickstart-lora", 4, *SHORT)
+    run = trained(tmp_path, "lora")
     for name, value, unit in said(run):
         figure(name, value, unit)
 
@@ -226,9 +221,7 @@ def test_adapters(tmp_path: Path, figure: Figure) -> None:
 @engines.needs_kernels
 def test_a_run_outlives_its_engine_and_its_trainer(tmp_path: Path, figure: Figure) -> None:
     """SIGKILL of each, one after the other: the run makes all of its steps."""
-    steps = 12
-    settings = ["checkpoint.every=2", "supervision.backoff_s=0.1", "supervision.window_s=1"]
-    run = start(tmp_path, RECIPE, *PLACE, *SHORT, *settings, f"run.steps={steps}", name="x")
+    run = begun(tmp_path, "kills")
     try:
         for victim in ("engine-0", "trainer"):
             seen = len(run.rows())
@@ -237,9 +230,9 @@ def test_a_run_outlives_its_engine_and_its_trainer(tmp_path: Path, figure: Figur
             os.kill(run.pids()[victim], signal.SIGKILL)
     finally:
         status = run.finish(600.0)
-    assert status == 0, run.text()[-6000:]
-    rows = [row for row in run.rows() if "loss/total" in row]
-    assert [row["step"] for row in rows] == list(range(steps))
+    assert status == 0, ends(run)
+    rows = trained_rows(run)
+    assert [row["step"] for row in rows] == list(range(steps_of("kills")))
     figure("restarts of the engine", max(row["async/engine_restarts"] for row in rows), "times")
     assert max(row["async/engine_restarts"] for row in rows) >= 1
     assert rows[-1]["version"].partition(".")[0] != "0", "the trainer was not started again"

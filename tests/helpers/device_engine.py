@@ -26,6 +26,8 @@ from tests.helpers.megatron_checks import gaps_of
 from tests.helpers.replay_scenario import CHUNK, TRUNCATED, A, World, start, tokens
 
 BF16_MAX = 0.15  # of both replays; the bound of the same comparison on a CPU
+# Without Transformer Engine a trainer takes local layers by its setting alone, never by itself.
+LAYERS = "auto" if importlib.util.find_spec("transformer_engine") is not None else "local"
 _RECORDS = "records.msgpack"
 needs_kernels = pytest.mark.skipif(
     on_gpu() and importlib.util.find_spec("sgl_kernel") is None,
@@ -96,8 +98,10 @@ def trainer_gaps(
     root: Path, rollouts: Sequence[Rollout], variants: Sequence[str]
 ) -> dict[str, Array]:
     """Trainer's log-probability minus the engine's, by variant."""
-    program = "tests.double.run_module" if on_double() else ""
-    return gaps_of(root, rollouts, root / "A", root / "blobs", variants, through=program)
+    folders = root / "A", root / "blobs"
+    if on_double():
+        return gaps_of(root, rollouts, *folders, variants, through="tests.double.run_module")
+    return gaps_of(root, rollouts, *folders, variants, transformer_impl=LAYERS)
 
 
 def shifted(ids: Array) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from moerl.core.types import Array
+from tests.helpers.device_engine import LAYERS
 from tests.helpers.device_figures import on_double
-from tests.helpers.train_runs import Run, start
+from tests.helpers.tiny_families import RECIPE
+from tests.helpers.train_runs import SOME_REWARD, Run, start
 
 FOLDER = Path(__file__).resolve().parents[2] / "build/gpu-loop"  # records and models of the steps
-# Without Transformer Engine a trainer takes local layers by its setting alone, never by itself.
-LAYERS = "auto" if find_spec("transformer_engine") is not None else "local"
 ON_GPU = ("cluster=gpu1", f"trainer.transformer_impl={LAYERS}")
 PLACE = ("cluster=laptop",) if on_double() else ON_GPU
-QUICKSTART_STEPS = 12 if on_double() else 40
 # As few tokens as show the path: a step of the loop has two minutes.
 SHORT = (
     "rollout.groups_per_step=8",
@@ -27,19 +25,46 @@ SHORT = (
     "observe.engine_alone_s=0",
     "evaluation.every=0",
 )
+_TURNS = ("cluster.colocated=turns", "rollout.in_flight_mode=retract")
+_WIDE = ("rollout.groups_per_step=16", "sampling.max_new_tokens=64")
+_OFTEN = ("checkpoint.every=2", "supervision.backoff_s=0.1", "supervision.window_s=1")
+# name: recipe, steps on a GPU and beside the double, settings
+RUNS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "quickstart": ("quickstart", 40, 12, ()),
+    "shm": (RECIPE, 4, 4, ("sync.transport=shm", *SHORT)),
+    "cuda_ipc": (RECIPE, 4, 4, ("sync.transport=cuda_ipc", *SHORT)),
+    "turns": (RECIPE, 8, 4, (*_TURNS, *SHORT)),
+    "shared": (RECIPE, 8, 4, SHORT),
+    "401m": (
+        RECIPE, 10, 3,
+        ("model.tiny.enabled=false", SOME_REWARD, *SHORT, *(() if on_double() else _WIDE)),
+    ),
+    "lora": ("quickstart-lora", 4, 3, SHORT),
+    "kills": (RECIPE, 12, 12, (*SHORT, *_OFTEN)),
+}  # fmt: skip
 _LIMIT_S = 600.0
 _LOG_LINES = 30
 Told = list[tuple[str, float, str]]  # figures: name, value, unit
 
 
-def trained(folder: Path, recipe: str, steps: int, *settings: str) -> Run:
+def begun(folder: Path, name: str, *more: str) -> Run:
+    recipe, _, _, settings = RUNS[name]
+    return start(folder, recipe, *PLACE, f"run.steps={steps_of(name)}", *settings, *more, name=name)
+
+
+def steps_of(name: str) -> int:
+    _, on_gpu, on_cpu, _ = RUNS[name]
+    return on_cpu if on_double() else on_gpu
+
+
+def trained(folder: Path, name: str, *more: str) -> Run:
     """A run that ended well: all of its steps, each with replayed records, and its weights served.
 
     An AssertionError has the run's output and the ends of its processes' logs.
     """
-    run = start(folder, recipe, *PLACE, f"run.steps={steps}", *settings, name="x")
+    run, steps = begun(folder, name, *more), steps_of(name)
     assert run.finish(_LIMIT_S) == 0, ends(run)
-    rows = _trained_rows(run)
+    rows = trained_rows(run)
     assert [row["step"] for row in rows] == list(range(steps)), ends(run)
     assert all(row["routing/replay_cover_frac"] == row["keep/cover_frac"] == 1.0 for row in rows)
     assert any("async/sync_verify_s" in row for row in rows), "no digest was compared"
@@ -57,13 +82,13 @@ def ends(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _trained_rows(run: Run) -> list[dict[str, Any]]:
+def trained_rows(run: Run) -> list[dict[str, Any]]:
     return [row for row in run.rows() if "loss/total" in row]
 
 
 def said(run: Run) -> Told:
     """Figures of a run: after its first step, which compiles."""
-    rows = _trained_rows(run)[1:]
+    rows = trained_rows(run)[1:]
     of = lambda name: median(row[name] for row in rows if name in row)  # noqa: E731
     verified = [row for row in rows if "async/sync_verify_s" in row]
     return [

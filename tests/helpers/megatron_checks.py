@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,10 +62,11 @@ def gaps_of(
     variants: Sequence[str],
     *,
     through: str = "",
+    **more: Any,
 ) -> dict[str, np.ndarray]:
     """Trainer in fp32 minus engine, log-probability of each sampled token, by variant.
 
-    through: a module that runs the trainer's.
+    through: a module that runs the trainer's; more: fields of its job.
     """
     (folder / "rollouts").write_bytes(encode_value(list(rollouts)))
     ScoreJob(
@@ -76,6 +78,7 @@ def gaps_of(
         variants=list(variants),
         dtypes=["fp32"],
         platform="auto",
+        **more,
     ).save(folder / "job.json")
     program = ["-m", *filter(None, [through]), "moerl.audit.score_ranks"]
     torchrun(1, [*program, "--job", str(folder / "job.json")], timeout_s=300)

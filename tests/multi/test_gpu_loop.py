@@ -16,12 +16,18 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.device_loop import rise
+from moerl.config import load_config, resolve
+from moerl.config.checks import check
+from moerl.planning.dry_run import describe
+from tests.helpers.device_loop import RUNS, rise
+from tests.helpers.large_random_model import SMALL, large_model
 from tests.helpers.patience import patience, until
 from tools import gpu_check
 from tools.gpu_check import main
 from tools.gpu_check_list import CHECKS
 from tools.gpu_loop_list import LOOP
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = (
@@ -62,12 +68,12 @@ def test_the_order_is_that_of_what_is_learned_first() -> None:
     assert [name for name in NAMES if name in FIRST] == list(FIRST)
     assert NAMES.index("figure-step") > NAMES.index("kills"), "figures come last"
     assert len({*NAMES}) == len(NAMES)
-    for check in LOOP:
-        text = (ROOT / "tests/gpu" / check.file).read_text()
-        for name in (*check.tests, *(check.on_double or ())):
-            assert f"def {name.partition('[')[0]}(" in text, f"{check.name}: {name}"
-        assert check.least_s <= check.limit_s <= 300
-        assert check.absent or check.on_double != (), f"{check.name}: why is it not on the double?"
+    for step in LOOP:
+        text = (ROOT / "tests/gpu" / step.file).read_text()
+        for name in (*step.tests, *(step.on_double or ())):
+            assert f"def {name.partition('[')[0]}(" in text, f"{step.name}: {name}"
+        assert step.least_s <= step.limit_s <= 300
+        assert step.absent or step.on_double != (), f"{step.name}: why is it not on the double?"
 
 
 def test_what_is_promised_fits_by_its_estimates() -> None:
@@ -88,6 +94,22 @@ def test_the_page_has_every_step_with_its_limit() -> None:
     page = (ROOT / "docs/first-gpu-hour.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.MULTILINE)
     assert rows == [(check.name, str(check.limit_s)) for check in LOOP]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_has_a_plan_for_one_card(name: str, tmp_path: Path) -> None:
+    """Its settings are accepted and its memory fits 80 GB; weights go by cuda_ipc where it says."""
+    recipe, _, _, settings = RUNS[name]
+    model = ()
+    if name == "401m":
+        large_model(tmp_path / "model", SMALL)
+        model = (f"model.path={tmp_path / 'model'}",)
+    config = resolve(load_config(recipe, ("cluster=gpu1", *settings, *model)))
+    check(config, starts=False)
+    text = describe(config, [])
+    assert "would hold" not in text
+    by = config.sync.transport if name in ("shm", "cuda_ipc", "turns") else "auto is cuda_ipc"
+    assert by in text
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -179,7 +201,6 @@ def test_a_reward_that_stays_does_not_rise() -> None:
 
 
 # --- on the double --------------------------------------------------------------------------------
-@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_every_step_runs_on_the_double_or_says_why_not(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
@@ -190,10 +211,10 @@ def test_every_step_runs_on_the_double_or_says_why_not(tmp_path: Path) -> None:
     log = file.with_suffix(".log").read_text() if file.exists() else ""
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:] + log[-6000:]
     found = {check["name"]: check for check in json.loads(file.read_text())["checks"]}
-    for check in LOOP:
-        if check.on_double == ():
-            assert found[check.name]["state"] == "skipped"
-            assert found[check.name]["reason"] == f"the double cannot do it: {check.absent}"
+    for step in LOOP:
+        if step.on_double == ():
+            assert found[step.name]["state"] == "skipped"
+            assert found[step.name]["reason"] == f"the double cannot do it: {step.absent}"
         else:
-            assert found[check.name]["state"] == "passed", found[check.name]
-            assert found[check.name]["figures"], check.name
+            assert found[step.name]["state"] == "passed", found[step.name]
+            assert found[step.name]["figures"], step.name
