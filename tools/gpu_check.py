@@ -186,8 +186,8 @@ def _on_double(
     results = []
     for check in checks:
         if not nodes[check.name]:
-            absent = f"the double cannot do it{check.absent and f': {check.absent}'}"
-            results.append(Result(check.name, check.about, reason=absent))
+            why_not = f"not on the double: {check.absent}"
+            results.append(Result(check.name, check.about, reason=why_not))
             continue
         wanted = {node.rpartition("::")[2] for node in nodes[check.name]}
         mine = [case for case in cases if _belongs(case, wanted)]

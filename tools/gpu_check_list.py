@@ -19,7 +19,7 @@ class Check:
     tests: tuple[str, ...]  # functions, or one case of a function
     size: Size = "parts"  # torch, megatron-core and a compiler are enough; full: all but `loop`
     on_double: tuple[str, ...] | None = None  # other cases on the double; () = it cannot
-    absent: str = ""  # why it cannot
+    absent: str = "it cannot"  # why it is not on the double
     limit_s: int = 600
     least_s: int = 20  # with less time left it is not begun
 

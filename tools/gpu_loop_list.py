@@ -13,6 +13,7 @@ from tools.gpu_check_list import Check
 _FILE, _FIGURES = "test_loop_gpu.py", "test_loop_figures_gpu.py"
 _RUN = "test_a_run_publishes_by"
 _GRAPHS = "engines are on the CPU, which has no CUDA graphs"
+_PARTS = "`--parts --double` runs it"
 _BACKENDS = "engines are on the CPU, which has one backend of attention"
 step = partial(Check, file=_FILE, size="loop")
 
@@ -55,9 +56,11 @@ LOOP = (
     step("kills", "SIGKILL of the engine and of the trainer: the run makes its steps",
          tests=("test_a_run_outlives_its_engine_and_its_trainer",), limit_s=240, least_s=100),
     step("figure-step", "tokens/s of a trainer of 1.8e9 parameters with local layers, no replay",
-         file="test_trainer_gpu.py", tests=("test_step[none]",), limit_s=120, least_s=30),
+         file="test_trainer_gpu.py", tests=("test_step[none]",), on_double=(), absent=_PARTS,
+         limit_s=120, least_s=30),
     step("figure-replay", "the same with routes and sampling masks replayed",
-         file="test_trainer_gpu.py", tests=("test_step[both]",), limit_s=120, least_s=30),
+         file="test_trainer_gpu.py", tests=("test_step[both]",), on_double=(), absent=_PARTS,
+         limit_s=120, least_s=30),
     step("figure-layers", "401M trained beside megatron-core alone: Transformer Engine, local",
          file=_FIGURES, tests=("test_trainer_beside_megatron",), limit_s=200, least_s=60),
     step("figure-engine-64", "401M, 64 requests of 256 tokens: the whole path beside bare SGLang",
@@ -67,9 +70,12 @@ LOOP = (
          file=_FIGURES, tests=("test_engine_beside_sglang[64]",), on_double=(),
          absent="its arms are compared on the CPU by bench/bare.py", limit_s=300, least_s=120),
     step("figure-publish", "a publish of 1.8e9 parameters beside the copies of the bus",
-         file="test_publish_gpu.py", tests=("test_commit",), limit_s=120, least_s=30),
+         file="test_publish_gpu.py", tests=("test_commit",), on_double=(), absent=_PARTS,
+         limit_s=120, least_s=30),
     step("figure-turns", "a step in turns beside a step of a shared GPU",
-         file=_FIGURES, tests=("test_turns_beside_shared",), limit_s=240, least_s=90),
+         file=_FIGURES, tests=("test_turns_beside_shared",), on_double=(),
+         absent="a ratio of one CPU says nothing; turns has its run", limit_s=240, least_s=90),
     step("figure-head", "the head with sampling masks beside all logits: time of host and GPU",
-         file="test_head_gpu.py", tests=("test_speed_beside_all_logits",), limit_s=120, least_s=30),
+         file="test_head_gpu.py", tests=("test_speed_beside_all_logits",), on_double=(),
+         absent=_PARTS, limit_s=120, least_s=30),
 )  # fmt: skip
