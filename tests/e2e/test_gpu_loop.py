@@ -27,7 +27,7 @@ from tools.gpu_check import main
 from tools.gpu_check_list import CHECKS
 from tools.gpu_loop_list import LOOP
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = (
