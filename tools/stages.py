@@ -128,8 +128,8 @@ STAGES = (
         "variants",
         19,
         "e2e/test_agent_*_run.py e2e/test_agent_long_episode.py e2e/test_agent_run.py"
-        " e2e/test_long_contexts.py e2e/test_main_job.py e2e/test_scoring_run.py e2e/test_turns.py"
-        " e2e/test_variants.py",
+        " e2e/test_gpu_loop.py e2e/test_long_contexts.py e2e/test_main_job.py"
+        " e2e/test_scoring_run.py e2e/test_turns.py e2e/test_variants.py",
     ),
     Stage(
         "faults",
