@@ -19,7 +19,7 @@ import pytest
 from moerl.config import load_config, resolve
 from moerl.config.checks import check
 from moerl.planning.dry_run import describe
-from tests.helpers.device_loop import RUNS, rise
+from tests.helpers.device_loop import ON_GPU, RUNS, rise
 from tests.helpers.large_random_model import SMALL, large_model
 from tests.helpers.patience import patience, until
 from tools import gpu_check
@@ -105,7 +105,7 @@ def test_every_run_has_a_plan_for_one_card(name: str, tmp_path: Path) -> None:
     if name == "401m":
         large_model(tmp_path / "model", SMALL)
         model = (f"model.path={tmp_path / 'model'}",)
-    config = resolve(load_config(recipe, ("cluster=gpu1", *settings, *model)))
+    config = resolve(load_config(recipe, (*ON_GPU, *settings, *model)))
     check(config, starts=False)
     text = describe(config, [])
     assert "would hold" not in text

@@ -60,7 +60,7 @@ def test_trainer_beside_megatron(tmp_path: Path, figure: Figure) -> None:
     if importlib.util.find_spec("transformer_engine") is not None:
         kinds.insert(0, "transformer_engine")
     for kind in kinds:
-        words = () if on_double() else (f"trainer.transformer_impl={kind}",)
+        words = (f"trainer.transformer_impl={kind}",)
         tell(figure, kind, bench(tmp_path / f"{kind}.json", "trainer", *words))
 
 

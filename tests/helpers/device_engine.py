@@ -98,10 +98,11 @@ def trainer_gaps(
     root: Path, rollouts: Sequence[Rollout], variants: Sequence[str]
 ) -> dict[str, Array]:
     """Trainer's log-probability minus the engine's, by variant."""
-    folders = root / "A", root / "blobs"
-    if on_double():
-        return gaps_of(root, rollouts, *folders, variants, through="tests.double.run_module")
-    return gaps_of(root, rollouts, *folders, variants, transformer_impl=LAYERS)
+    program = "tests.double.run_module" if on_double() else ""
+    return gaps_of(
+        root, rollouts, root / "A", root / "blobs", variants, through=program,
+        transformer_impl=LAYERS,
+    )  # fmt: skip
 
 
 def shifted(ids: Array) -> Array:
