@@ -32,7 +32,8 @@ PROMISED_S = 720  # the default selection, on two free cores
 OPTIONAL = ("gpu", "gpu_profile", "mooncake", "smollm2", "clients")  # marks of optional stages
 PLAIN = " and ".join(f"not {mark}" for mark in OPTIONAL)
 DEFAULT_MARKS, FULL_MARKS = f"not full and {PLAIN}", f"full and {PLAIN}"
-SCRIPTS = ("tools/test", "tools/quickstart", "tools/gpu-check", "tools/*.sh", "tools/launch/*")
+PROGRAMS = ("tools/test", "tools/quickstart", "tools/gpu-check", "tools/gpu-bundle")
+SCRIPTS = (*PROGRAMS, "tools/*.sh", "tools/launch/*")
 LINES = ("ruff check .", "ruff format --check .", "mypy", f"shellcheck {' '.join(SCRIPTS)}")
 
 _WEIGHTS = (
