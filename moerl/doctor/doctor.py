@@ -272,7 +272,9 @@ def check_gpu(facts: GpuFacts) -> Iterator[tuple[str, str, str]]:
         yield "CUDA", "torch is missing or built for the CPU", SETUP
         return
     for name in (name for name, version in libraries.items() if not version):
-        yield name, f"missing for CUDA {cuda}", SETUP
+        is_layers = name.startswith("Transformer")
+        remedy = f"{SETUP}, or set trainer.transformer_impl=local" if is_layers else SETUP
+        yield name, f"missing for CUDA {cuda}", remedy
     present = [f"{name} {version}" for name, version in libraries.items() if version]
     parts = {name: v for name, v in libraries.items() if name.startswith("Transformer") and v}
     if len(set(parts.values())) > 1:
