@@ -162,6 +162,9 @@ class Senders:
         self.removed.set()
 
 
+FAULTY = st.sampled_from(sorted(FAULTS))
+
+
 class Sessions(RuleBasedStateMachine):
     """Model: each engine's fault and version.  Sessions are paused between two rules."""
 
@@ -207,23 +210,16 @@ class Sessions(RuleBasedStateMachine):
         return Ok()
 
     # --- rules ------------------------------------------------------------------------------------
-    @rule(number=st.integers(0, 1), fault=st.sampled_from(sorted(FAULTS)))
-    def fail(self, number: int, fault: str) -> None:
-        self.engines[number].fault = fault
-
-    @rule()
-    def heal(self) -> None:
-        for engine in self.engines:
-            engine.fault = "well"
-
     @rule(number=st.integers(0, 1))
     def restart(self, number: int) -> None:
         """A new server has the model folder's weights."""
         engine = self.engines[number]
         engine.version, engine.is_dirty, engine.staged = START, False, None
 
-    @rule()
-    def publish(self) -> None:
+    @rule(faults=st.tuples(FAULTY, FAULTY))
+    def publish(self, faults: tuple[str, str]) -> None:
+        for engine, fault in zip(self.engines, faults, strict=True):
+            engine.fault = fault
         before = [engine.version for engine in self.engines]
         for one in self.sessions:
             assert one.settle() is None, "a result is told twice"
@@ -256,11 +252,13 @@ class Sessions(RuleBasedStateMachine):
         assert engine.staged is None or engine.fault == "no answer", "no ABORT"
 
     @precondition(lambda self: self.version != START)
-    @rule(restarted=st.sampled_from([None, 0, 1]))
-    def look_again(self, restarted: int | None) -> None:
+    @rule(restarted=st.sampled_from([None, 0, 1]), heals=st.booleans())
+    def look_again(self, restarted: int | None, heals: bool) -> None:
         """Until the next publish: an engine that is behind, or was restarted, gets the version."""
         if restarted is not None:
             self.restart(restarted)
+        for engine in self.engines if heals else ():
+            engine.fault = "well"
         self.is_readable = not self.rehearses
         before = [engine.version for engine in self.engines]
         for one, attempts in zip(self.sessions, self.attempts, strict=True):
@@ -299,4 +297,4 @@ CLEAN = ("well", "a bucket arrives damaged once")
 
 
 def test_any_history() -> None:
-    explore(Sessions, 25, 15)
+    explore(Sessions, 25, 12)

@@ -38,13 +38,14 @@ def token(name: str, place: int) -> int:
 class Calls:
     """Requests of one engine, in place of `EngineCalls`; the machine answers them."""
 
-    check: Callable[[GenerateRequest], None]
+    index: int
+    check: Callable[[int, GenerateRequest], None]
     open: dict[str, tuple[GenerateRequest, Any]] = field(default_factory=dict)
     late: list[tuple[GenerateRequest, Any]] = field(default_factory=list)  # withdrawn
 
     def send(self, requests: Sequence[GenerateRequest], take: Any, on_tokens: Any = None) -> None:
         for request in requests:
-            self.check(request)
+            self.check(self.index, request)
             self.open[request.name] = (request, take)
 
     def cancel(self, names: Sequence[str], late: Any) -> None:
@@ -54,7 +55,7 @@ class Calls:
 class Turns(RuleBasedStateMachine):
     """Model: of each turn, its prompt; its tokens follow from its name."""
 
-    @initialize(engines=st.integers(1, 3))
+    @initialize(engines=st.sampled_from([1, 2, 2, 3]))
     def begin(self, engines: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="router-"))
         self.loop = asyncio.new_event_loop()
@@ -73,7 +74,7 @@ class Turns(RuleBasedStateMachine):
         self.context.pool.incarnation = 0
         self.context.lineage.restore([PolicyVersion(0, 0)])
         self.states = self.context.pool.engines
-        self.calls = [Calls(self.check_request) for _ in stubs]
+        self.calls = [Calls(i, self.check_request) for i in range(engines)]
         for state, calls in zip(self.states.values(), self.calls, strict=True):
             state.calls, state.version = calls, PolicyVersion(0, 0)  # type: ignore[assignment]
         self.running = asyncio.create_task(self.router.run())
@@ -109,9 +110,11 @@ class Turns(RuleBasedStateMachine):
         for name in [name for name, task in self.turns.items() if task.done()]:
             self.ended(name, self.turns.pop(name))
 
-    def check_request(self, request: GenerateRequest) -> None:
+    def check_request(self, index: int, request: GenerateRequest) -> None:
         """It feeds the prompt and every token so far, and asks for the rest."""
         prompt = self.prompts[request.rollout_id]
+        episode = self.episodes[request.rollout_id.rpartition(".t")[0]]
+        assert self.states[index].version >= episode.newest, "it would go back to older weights"
         sampled = [token(request.rollout_id, i) for i in range(request.num_sampled)]
         assert request.token_ids.tolist() == [*prompt, *sampled], "tokens are lost, or fed twice"
         assert request.sampling.max_new_tokens == LONGEST - request.num_sampled
@@ -218,9 +221,11 @@ class Turns(RuleBasedStateMachine):
             del self.calls[index].open[name]
             take(name, self.reply(index, request, count))
 
-    @rule(pick=st.integers(0, 2))
-    def lose(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 2), count=st.integers(0, 3))
+    def lose(self, pick: int, count: int) -> None:
+        """An engine dies behind its last replies."""
         index = pick % len(self.calls)
+        self.act(lambda: self.interrupt(index, count))
         self.states[index].phase = EnginePhase.LOST
         self.act(lambda: self.fail_all(index))
 
@@ -228,6 +233,14 @@ class Turns(RuleBasedStateMachine):
         for name, (_, take) in sorted(self.calls[index].open.items()):
             del self.calls[index].open[name]
             take(name, EngineError("it was killed"))
+
+    @rule(pick=st.integers(0, 2), count=st.integers(1, 3))
+    def lose_the_newest(self, pick: int, count: int) -> None:
+        """The only engine with the newest weights dies with turns that it has begun."""
+        self.come_back(pick)
+        self.update(pick, 0)
+        self.start(3)
+        self.lose(pick, count)
 
     @rule(pick=st.integers(0, 2))
     def come_back(self, pick: int) -> None:
