@@ -23,7 +23,7 @@ from moerl.controller.journal.recovered_state import RecoveredState
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.core.errors import JournalError
 from moerl.core.ids import ranges
-from moerl.core.types import EpisodeGroup, PolicyVersion
+from moerl.core.types import EpisodeGroup, PolicyVersion, Score
 from moerl.records import BlobStore
 from moerl.records.record_uris import group_uris
 from tests.helpers.journals import START, group_of
@@ -340,7 +340,11 @@ class Writes(RuleBasedStateMachine):
                 (self.folder / name).write_bytes(data)
         self.journal.close()
         self.left, self.given_up = set(), set()
+        half = self.root / "run" / ".10.group"
+        if self.copied:
+            half.write_bytes(b"half a copy")
         self.open(torn=keep < 1.0)
+        assert not half.exists()
 
     def open(self, *, torn: bool = False) -> None:
         FullDisk.is_full = False
@@ -350,6 +354,7 @@ class Writes(RuleBasedStateMachine):
         past = self.journal.load()
         self.check_blobs(past)
         seen = found(past)
+        assert past.controller_state.dp_size == (2 if seen.begins else 0)
         if torn:
             assert past.is_whole or not seen.begins
             self.go_back(seen)
@@ -421,6 +426,7 @@ class Writes(RuleBasedStateMachine):
             rollout, expected = group.rollouts()[0], group.group_id + _try(group)
             assert rollout.token_ids.tolist() == [1, 2, 3, 4]
             assert rollout.logprobs.dtype == np.float32
+            assert group.episodes[0].score == Score(float(group.group_id), errors=2.0)
             assert group.peers == ((0.5,) if group.group_id < 0 else ())
             assert rollout.logprobs.tolist() == [-0.5, -0.25]
             assert {*group_uris(group)} == {f"blob://n/{group.group_id}.0-s{_try(group)}"}
