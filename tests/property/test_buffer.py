@@ -272,6 +272,7 @@ class Buffer(RuleBasedStateMachine):
         self.ready, self.stale, self.engine = {}, 0, min(self.engine, step)
         if back:
             self.trainer_restarts(back, keeps=False)
+            self.start(3 * self.batch)
 
     # --- always -----------------------------------------------------------------------------------
     @invariant()
@@ -330,3 +331,11 @@ def test_the_age_of_a_ready_group_is_looked_for_once(monkeypatch: pytest.MonkeyP
     for _ in range(5):
         assert buffer.evict_stale() == []
     assert sorted(looked) == [0, 1, 2, 3]
+
+
+def test_an_id_starts_once_after_a_trainer_has_gone_back() -> None:
+    """A new controller without a journal; then the trainer's newest checkpoint is damaged."""
+    buffer = GroupBuffer(2, 4, 4)
+    buffer.restart(3, ranges(range(6)))
+    buffer.restart(1, ranges(range(2)))
+    assert [buffer.start() for _ in range(6)] == [2, 3, 4, 5, 6, 7]

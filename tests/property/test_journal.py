@@ -448,4 +448,4 @@ class Writes(RuleBasedStateMachine):
 
 
 def test_any_history() -> None:
-    explore(Writes, 100, 30)
+    explore(Writes, 75, 30)
