@@ -225,6 +225,41 @@ CRITIC_BLUNDERS = (
         "output_BS1.device)",
     ),
 )  # fmt: skip
+HEAD = "moerl.algorithms.head_logprob"
+HEAD_BLUNDERS = (
+    Blunder(
+        "owners of kept entries as many as the device counts", HEAD, "_List.make",
+        "lengths, output_size=len(ids))", "lengths)",
+    ),
+    Blunder(
+        "kept entries from pageable memory", HEAD, "_List.make",
+        "moved = upload(", "moved = (lambda tensor, place: tensor.to(place))(",
+    ),
+    Blunder(
+        "the first row of a piece read on the device", HEAD, "_List.logits",
+        "- rows.start", "- (rows.start + 0 * int(self.owner[0]))",
+    ),
+    Blunder(
+        "entries of a piece made unique", HEAD, "_Product._add_to_entries",
+        "some = ids[entries]", "some = ids[entries]\n        some.unique_consecutive()",
+    ),
+)  # fmt: skip
+PLUGIN = "moerl.engine.plugin"
+DECODE_BLUNDERS = (
+    Blunder(
+        "a value read in each sampling", f"{PLUGIN}.top_k_first", "_largest",
+        "torch.topk(probs, k)", "torch.topk(probs, k + int(probs.argmax() * 0))",
+    ),
+    Blunder(
+        "rows with a weight chosen on the device", f"{PLUGIN}.top_k_first", "_largest",
+        "torch.topk(probs, k)", "torch.topk(probs[(probs > -1).all(1)], k)",
+    ),
+    Blunder(
+        "a scheduler that waits before each output", f"{PLUGIN}.record_output", "to_files",
+        "replies = _replies()",
+        "__import__('torch').cuda.synchronize()\n    replies = _replies()",
+    ),
+)  # fmt: skip
 PARKED, SLEEPING = "moerl.trainer.learner.parked", "moerl.engine.plugin.sleep_hooks"
 TURN_BLUNDERS = (
     Blunder(
