@@ -7,7 +7,8 @@ import inspect
 import sys
 import textwrap
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import TypeGuard
 
 import pytest
 
@@ -31,7 +32,15 @@ class Blunder:
         ast.increment_lineno(tree, begin - 1)
         made: dict[str, object] = {}
         exec(compile(tree, str(module.__file__), "exec"), vars(module), made)
-        monkeypatch.setattr(owner, name, made[name])
+        old, new = getattr(owner, name), made[name]
+        if (
+            _is_plain(old)
+            and _is_plain(new)
+            and old.__code__.co_freevars == new.__code__.co_freevars
+        ):
+            monkeypatch.setattr(old, "__code__", new.__code__)  # also for modules that imported it
+        else:
+            monkeypatch.setattr(owner, name, new)
 
     def _owner(self, module: ModuleType) -> tuple[object, str]:
         owner, _, name = self.function.rpartition(".")
@@ -42,6 +51,10 @@ class Blunder:
         source = textwrap.dedent("".join(lines))
         assert source.count(self.old) == 1, f"{self.function} holds no {self.old!r}"
         return begin, source
+
+
+def _is_plain(function: object) -> TypeGuard[FunctionType]:
+    return isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
 
 
 REPLAY, COPIES = "moerl.trainer.model.replay", "moerl.algorithms.device_copies"
