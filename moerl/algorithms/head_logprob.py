@@ -6,9 +6,15 @@ its part of the gradients, so neither logits nor their gradient exist as [tokens
 
 Keep Sampling Mask: the engine recorded which vocabulary entries its truncation kept; the trainer
 scores `z_a / tau - logsumexp over the sampling mask of z_j / tau`, never a set derived again from
-its own logits.  Rows that keep few entries are taken some at a time, and the head projects onto the
-union of their entries.  Rows that keep more go through runs of the vocabulary, as rows without a
-mask do: a matrix product costs less than the copy of so many rows of the weight.
+its own logits.  Rows that keep few entries have no block: their logits are a flat list, one number
+per kept entry, as the mask is.  Rows that keep more go through runs of the vocabulary, as rows
+without a mask do: a matrix product costs less than the copy of so many rows of the weight.
+
+The flat list is computed some entries at a time.  Their rows of the weight are copied and
+multiplied with all rows of the piece: on a GPU the product of 16,384 entries with their 256 rows
+takes less time than the copy, and no kernel of torch has dot products alone with sums in fp32.  In
+backward the gradients are weighted sums of rows: of the weight for each token, of the hidden states
+for each entry of the vocabulary, in the order of the entries, so that sums have a fixed order.
 
 Support: the log-probabilities of some entries of each row, kept or not, come out as well,
 differentiable, so that sums over them (`moerl.algorithms.support_losses`) have exact gradients.  Of
@@ -22,9 +28,12 @@ gradient through its own entries only.
 With `Head.fp32` operands in bf16 are cast block by block, and products, sums and gradients are in
 fp32 until the gradients of hidden states and weight take their own dtype.
 
-Blocks are planned on the host, where the record is, so nothing here waits for the device.
-Rejected: a dense [S, V] mask; one dot product per kept entry (its gradient of the weight adds rows
-in no fixed order on CUDA); a kernel of its own (products of this size are the library's).
+Nothing here waits for the device.  The host, which has the record, checks it and cuts the list by
+the rows' numbers of entries; owners, orders and bounds of sums are computed where the list is.
+Runs are planned on the host, since the number of kept entries of a run depends on their ids.
+Rejected: a dense [S, V] mask; blocks of rows with the union of their entries (sorting the unions
+takes the host longer than the GPU's work); torch's gradient of `per_sample_weights` for the dot
+products (it rounds each product to bf16).
 The recomputation in backward follows Cut Cross-Entropy, Wijmans et al., arXiv 2411.09009.
 
 Legend: S sampled tokens, H hidden, V vocabulary entries of this shard, R rank of an adapter; of a
@@ -33,6 +42,7 @@ block: N rows, U entries of the vocabulary; Z kept entries, or entries of the su
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,12 +57,11 @@ from moerl.core.errors import RecordError
 
 _BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
 _ROWS = 1 << 15  # rows of a block, at most
-_UNION = 1 << 15  # kept entries of the rows that share a block
-_COPIED = 1 << 25  # most numbers of the weight that this block copies: 64 MiB in bf16
-_UNION_CPU = 1024  # there products with rows that keep other entries cost more than copies do
-_WIDTHS = 64  # widths of unions are multiples: a GPU has its fast products for aligned rows alone
-_WIDTHS_CPU = 256  # widths of those blocks are multiples: oneDNN caches a kernel for each shape
-_FEW = 256  # rows that keep at most 1 / 256 of the vocabulary share blocks
+_COPIED = 1 << 25  # numbers of the weight that are copied for a piece: 64 MiB in bf16
+_PIECE = 1 << 15  # kept entries of a piece, at most
+_PIECE_CPU = 1024  # there products with rows that keep other entries cost more than copies do
+_ALIGNED = 16  # rows of a piece are multiples: fast products of a GPU, few shapes for oneDNN
+_FEW = 256  # rows that keep at most 1 / 256 of the vocabulary have no block
 _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
 
 
@@ -124,17 +133,17 @@ def kept_logprobs(
     log-probabilities of all kept entries.
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`.
     """
-    sampled, offsets, ids = (t.cpu().long() for t in (sampled_S, mask.offsets, mask.ids))
+    sampled, offsets, ids = sampled_S.cpu().long(), mask.offsets.cpu().long(), mask.ids.cpu()
     _check_mask(sampled, offsets, ids)
     lengths = offsets.diff()
-    kept = _Kept.make(head, sampled, lengths, ids)
-    blocks = _kept_blocks(kept, head, hidden_SH.device)
-    scores = _score(hidden_SH, head, temperature_S, blocks, lengths if support else None)
+    few, many = _Kept.make(head, sampled, lengths, ids).by_size(head)
+    plan = _Plan(few, _many_blocks(many, head), lengths if support else None)
+    scores = _score(hidden_SH, head, temperature_S, plan)
     if not full_entropy:
         return scores
     with torch.no_grad():
         nowhere = _Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
-        every = _score(hidden_SH, head, temperature_S, _full_blocks(nowhere, head), None)
+        every = _score(hidden_SH, head, temperature_S, _Plan(None, _full_blocks(nowhere, head)))
     return scores._replace(full_entropy=every.entropy)
 
 
@@ -159,8 +168,8 @@ def full_logprobs(
     if support is not None:
         lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
     blocks = _full_blocks(_Kept.make(head, sampled, lengths, ids), head)
-    wanted = None if support is None else lengths
-    scores = _score(hidden_SH, head, temperature_S, blocks, wanted)
+    plan = _Plan(None, blocks, None if support is None else lengths)
+    scores = _score(hidden_SH, head, temperature_S, plan)
     return scores._replace(full_entropy=scores.entropy)
 
 
@@ -198,14 +207,22 @@ def top_logprobs(
     return ids, (best.double() - log_z_S[:, None]).to(tau_S.dtype)
 
 
-# --- blocks of logits -----------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 class _Block(NamedTuple):
     rows: Tensor  # [N] i64, sampled tokens
     columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
     places: Tensor  # [Z] i64, kept entries in the flattened block
-    entries: Tensor | slice  # [U] i64 ascending, on a CPU then copies of the first; or a run
+    entries: slice  # of the vocabulary
     support: Tensor | None  # [Z] i64, numbers of these entries in the support; None: not wanted
     is_masked: bool  # entries that are not kept are absent
+
+
+class _Plan(NamedTuple):
+    """Rows that keep few entries, blocks of the others; on the host until `_score` uploads it."""
+
+    few: _Kept | None
+    blocks: list[_Block]
+    support: Tensor | None = None  # [S] i64, entries of the support of each row; None: not wanted
 
 
 def _full_blocks(kept: _Kept, head: Head) -> list[_Block]:
@@ -217,57 +234,56 @@ def _full_blocks(kept: _Kept, head: Head) -> list[_Block]:
     ]
 
 
-def _kept_blocks(kept: _Kept, head: Head, device: torch.device) -> list[_Block]:
-    """The kept entries of this shard, each in one block."""
-    counts = torch.bincount(kept.owner, minlength=len(kept.sampled))
-    is_many = counts * _FEW > head.width
-    few, many = ((counts > 0) & ~is_many).nonzero()[:, 0], is_many.nonzero()[:, 0]
-    on_cpu = device.type == "cpu"
-    most = min(_UNION, _UNION_CPU if on_cpu else _COPIED // head.weight.shape[1])
-    blocks = kept.unions(few, counts, most, _WIDTHS_CPU if on_cpu else _WIDTHS)
-    for rows in many.split(_ROWS):
-        blocks += kept.runs(rows, _runs(head, len(rows)))
-    return blocks
+def _many_blocks(many: _Kept, head: Head) -> list[_Block]:
+    """Rows that keep many entries, with every entry of this shard."""
+    rows = many.lengths.nonzero()[:, 0]
+    return [
+        block
+        for some in (rows.split(_ROWS) if len(rows) else ())
+        for block in many.runs(some, _runs(head, len(some)))
+    ]
 
 
 class _Kept(NamedTuple):
     """Kept entries of this shard, in the order of their rows."""
 
-    owner: Tensor  # [nnz] i64, rising
-    ids: Tensor  # [nnz] i64, local, ascending in a row
-    numbers: Tensor  # [nnz] i64, among the entries of all shards
+    lengths: Tensor  # [S] i64
+    ids: Tensor  # [Z] i32 or i64, local, ascending in a row
+    numbers: Tensor | None  # [Z] i64, among the entries of all shards; None: the same
     sampled: Tensor  # [S] i64, local; others' tokens lie outside
 
     @classmethod
     def make(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
         """Take the entries of this shard.  lengths: of all rows; ids: of all rows, global."""
-        owner = torch.repeat_interleave(lengths)
-        mine = (ids >= head.start) & (ids < head.start + head.width)
-        numbers = mine.nonzero()[:, 0]
-        return cls(owner[mine], ids[mine] - head.start, numbers, sampled - head.start)
+        every = cls(lengths, ids - head.start if head.start else ids, None, sampled - head.start)
+        return every.where((every.ids >= 0) & (every.ids < head.width))
 
-    def unions(self, rows: Tensor, counts: Tensor, most: int, multiple: int) -> list[_Block]:
-        """Blocks of rows with all that any of them keeps: `most` entries, in full multiples."""
-        owner, ids, numbers = self._select(rows)
-        sizes = _sizes(counts[rows], most)
-        ends = counts[rows].cumsum(0)[torch.tensor(sizes, dtype=torch.long).cumsum(0) - 1]
-        lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
-        parts = (part.split(lengths) for part in (owner, ids, numbers))
-        return [
-            self._union(some, of - of[0], kept, which, multiple)
-            for some, of, kept, which in zip(rows.split(sizes), *parts, strict=True)
-        ]
+    def by_size(self, head: Head) -> tuple[_Kept, _Kept]:
+        """Rows that keep few entries of this shard, and rows that keep many; others are empty."""
+        is_many = self.lengths * _FEW > head.width
+        if not bool(is_many.any()):
+            return self, self._replace(lengths=self.lengths * 0, ids=self.ids[:0], numbers=None)
+        of_many = torch.repeat_interleave(is_many, self.lengths)
+        return self.where(~of_many), self.where(of_many)
 
-    def _union(
-        self, rows: Tensor, owner: Tensor, ids: Tensor, numbers: Tensor, multiple: int
-    ) -> _Block:
-        entries, columns = torch.unique(ids, return_inverse=True)
-        sampled = self.sampled[rows]
-        found = torch.searchsorted(entries, sampled).clamp(max=len(entries) - 1)
-        own = torch.where(entries[found] == sampled, found, -1)
-        # no row keeps the columns added here: their logits are absent, their gradients zeros
-        entries = torch.cat([entries, entries[:1].expand(-len(entries) % multiple)])
-        return _Block(rows, own, owner * len(entries) + columns, entries, numbers, True)
+    def where(self, keep: Tensor) -> _Kept:
+        """Some of the entries."""
+        if bool(keep.all()):
+            return self
+        ends = torch.nn.functional.pad(keep.cumsum(0), (1, 0))[self.lengths.cumsum(0)]
+        at = keep.nonzero()[:, 0]
+        numbers = at if self.numbers is None else self.numbers[at]
+        lengths = torch.diff(ends, prepend=ends.new_zeros(1))
+        return self._replace(lengths=lengths, ids=self.ids[at], numbers=numbers)
+
+    def pieces(self, most: int) -> list[_Piece]:
+        """All entries in turn: `most` at a time, and no more logits than in a block."""
+        ends, num_rows, found, begin = self.lengths.cumsum(0).tolist(), len(self.lengths), [], 0
+        while begin < len(self.ids):
+            piece = _piece(ends, num_rows, begin, min(begin + most, len(self.ids)))
+            found.append(piece)
+            begin = piece.entries.stop
+        return found
 
     def runs(self, rows: Tensor, parts: list[slice]) -> list[_Block]:
         """Blocks of rows with runs of equal length of the vocabulary."""
@@ -294,20 +310,25 @@ class _Kept(NamedTuple):
         """Entries of some rows: the number of its row among them, its id, its own number."""
         where = torch.full((len(self.sampled),), -1)
         where[rows] = torch.arange(len(rows))
-        number = where[self.owner]
-        return number[number >= 0], self.ids[number >= 0], self.numbers[number >= 0]
+        number = torch.repeat_interleave(where, self.lengths)
+        at = (number >= 0).nonzero()[:, 0]
+        numbers = at if self.numbers is None else self.numbers[at]
+        return number[at], self.ids[at].long(), numbers
 
 
-def _sizes(counts: Tensor, union: int) -> list[int]:
-    """Rows per group: at most `union` kept entries together, and at most a block of logits."""
-    sums, sizes, begin, before = counts.cumsum(0), [], 0, 0
-    while begin < len(counts):
-        end = int(torch.searchsorted(sums, before + union, right=True))
-        logits = (sums[begin:end] - before) * torch.arange(1, end - begin + 1)
-        end = begin + max(int(torch.searchsorted(logits, _BLOCK, right=True)), 1)
-        sizes.append(end - begin)
-        begin, before = end, int(sums[end - 1])
-    return sizes
+class _Piece(NamedTuple):
+    entries: slice  # of the list
+    rows: slice  # all that have an entry here, and others
+
+
+def _piece(ends: list[int], num_rows: int, begin: int, end: int) -> _Piece:
+    """A piece that ends there or before.  ends: of the entries of each row, rising."""
+    first = bisect_right(ends, begin)
+    num = -(-(bisect_right(ends, end - 1) + 1 - first) // _ALIGNED) * _ALIGNED
+    if end - begin > 1 and (end - begin) * num > _BLOCK:
+        return _piece(ends, num_rows, begin, (begin + end) // 2)
+    first = max(min(first, num_rows - num), 0)
+    return _Piece(slice(begin, end), slice(first, min(first + num, num_rows)))
 
 
 def _runs(head: Head, num_rows: int) -> list[slice]:
@@ -335,6 +356,42 @@ def _upload(blocks: list[_Block], device: torch.device) -> list[_Block]:
     ]
 
 
+class _List(NamedTuple):
+    """The flat list of kept entries, on the device of the head."""
+
+    lengths: Tensor  # [S] i64
+    ids: Tensor  # [Z] i64, local
+    owner: Tensor  # [Z] i64, rising
+    is_own: Tensor  # [Z] bool, the sampled token of its row
+    support: Tensor | None  # [Z] i64, numbers in the support; None: the same, or not wanted
+    pieces: list[_Piece]
+
+    @classmethod
+    def make(cls, few: _Kept, like_VH: Tensor) -> _List:
+        device, parts = like_VH.device, [few.lengths, few.sampled, few.ids]
+        parts += [] if few.numbers is None else [few.numbers]
+        moved = upload(torch.cat([part.to(few.ids.dtype) for part in parts]), device).long()
+        lengths, sampled, ids, *numbers = moved.split([len(part) for part in parts])
+        owner = torch.repeat_interleave(lengths, output_size=len(ids))
+        most = _PIECE_CPU if device.type == "cpu" else _COPIED // like_VH.shape[1]
+        pieces = few.pieces(max(min(most, _PIECE), 1))
+        support = numbers[0] if numbers else None
+        return cls(lengths, ids, owner, ids == sampled[owner], support, pieces)
+
+    def logits(self, hidden: Tensor, head: Head, tau_S: Tensor) -> Tensor:
+        """[Z] / temperature in the dtype of tau_S."""
+        z_Z, dtype = tau_S.new_empty(len(self.ids)), head.operand_dtype(hidden)
+        for entries, rows in self.pieces:
+            w_UH, x_NH = head.weight[self.ids[entries]].to(dtype), hidden[rows].to(dtype)
+            own = self.owner[entries, None] - rows.start
+            z_Z[entries] = (w_UH @ x_NH.T).gather(1, own)[:, 0]
+        return z_Z.div_(tau_S[self.owner])
+
+    def of_support(self, values_Z: Tensor) -> Tensor:
+        """The values of these entries, of those of the support."""
+        return values_Z if self.support is None else values_Z[self.support]
+
+
 def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
     """[S]: sums over the entries of each row, in a fixed order; differentiable."""
     sums: Tensor = torch.segment_reduce(values_Z, "sum", lengths=lengths_S, unsafe=True)
@@ -342,28 +399,26 @@ def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 # --- the head -------------------------------------------------------------------------------------
-def _score(
-    hidden: Tensor,
-    head: Head,
-    temperature: Tensor,
-    blocks: list[_Block],
-    lengths: Tensor | None,
-) -> Scores:
-    """Score rows.  lengths: [S] i64, entries of the support of each row; None: no support."""
-    if lengths is None:
+def _score(hidden: Tensor, head: Head, temperature: Tensor, plan: _Plan) -> Scores:
+    """Score rows."""
+    wanted, blocks, kept = plan.support, plan.blocks, None
+    if wanted is None:
         blocks = [block._replace(support=None) for block in blocks]
+    if plan.few is not None:
+        few = plan.few if wanted is not None else plan.few._replace(numbers=None)
+        kept = _List.make(few, head.weight)
     blocks = _upload(blocks, hidden.device)
-    lengths_S = None if lengths is None else upload(lengths, hidden.device)
-    num = 0 if lengths is None else int(lengths.sum())
+    lengths_S = None if wanted is None else upload(wanted, hidden.device)
+    num = 0 if wanted is None else int(wanted.sum())
     low = b = None
     if head.adapter is not None and torch.is_grad_enabled():
         dtype = head.operand_dtype(hidden)
         low = torch.nn.functional.linear(hidden.detach().to(dtype), head.adapter.a.to(dtype))
         b = head.adapter.b
     logprob_S, entropy_S, support_Z = _Score.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, low, b, temperature, lengths_S, num, head, blocks
+        hidden, head.weight, low, b, temperature, lengths_S, num, head, kept, blocks
     )
-    return Scores(logprob_S, entropy_S, None, None if lengths is None else support_Z)
+    return Scores(logprob_S, entropy_S, None, None if wanted is None else support_Z)
 
 
 class _Score(Function):
@@ -378,15 +433,19 @@ class _Score(Function):
         lengths_S: Tensor | None,
         num: int,
         head: Head,
+        kept: _List | None,
         blocks: list[_Block],
     ) -> tuple[Tensor, Tensor, Tensor]:
         tau_S = temperature.to(_compute_dtype(hidden))
-        sums = _RowSums(tau_S, num)
+        sums, z_Z = _RowSums(tau_S, num), None
+        if kept is not None:
+            z_Z = kept.logits(hidden, head, tau_S)
+            sums.start(kept, z_Z)
         for block in blocks:
             sums.add(block, _logits(hidden, head, tau_S, block))
         log_z_S, entropy_S = sums.join(head.group)
-        ctx.save_for_backward(hidden, low, tau_S, log_z_S.to(tau_S.dtype), lengths_S)
-        ctx.head, ctx.blocks = head, blocks
+        ctx.save_for_backward(hidden, low, tau_S, log_z_S.to(tau_S.dtype), lengths_S, z_Z)
+        ctx.head, ctx.kept, ctx.blocks = head, kept, blocks
         entropy_S = entropy_S.to(tau_S.dtype)
         ctx.mark_non_differentiable(entropy_S)
         support_Z = sums.support
@@ -396,13 +455,8 @@ class _Score(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, low, tau_S, log_z_S, lengths_S = ctx.saved_tensors
+        hidden, low, tau_S, log_z_S, lengths_S, z_Z = ctx.saved_tensors
         head: Head = ctx.head
-        scale_S = grads[0].to(tau_S.dtype) / tau_S
-        scale_Z, sum_S = grads[2].to(tau_S.dtype), torch.zeros_like(scale_S)
-        if lengths_S is not None:
-            scale_Z = scale_Z / tau_S.repeat_interleave(lengths_S, output_size=len(scale_Z))
-            sum_S = sum_of_rows(scale_Z, lengths_S)
         wants_hidden, wants_weight, wants_low, wants_b = ctx.needs_input_grad[:4]
         product = _Product(hidden, head.weight, tau_S.dtype, sides=(wants_hidden, wants_weight))
         products = [product]
@@ -411,25 +465,62 @@ class _Score(Function):
             products.append(
                 _Product(scaled, head.adapter.b, tau_S.dtype, sides=(wants_low, wants_b))
             )
-        for block in ctx.blocks:
-            grad = _logits(hidden, head, tau_S, block).sub_(log_z_S[block.rows, None]).exp_().neg_()
-            of_support = None
-            if block.support is not None:
-                of_support = grad * sum_S[block.rows, None]
-                of_support.view(-1).index_add_(0, block.places, scale_Z[block.support])
-            own = (block.columns >= 0).to(grad.dtype)[:, None]
-            grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
-            grad = grad.mul_(scale_S[block.rows, None])
-            if of_support is not None:
-                grad += of_support
-            grad = grad.to(head.operand_dtype(hidden))
+        of = _Gradients.make(grads, tau_S, log_z_S, lengths_S)
+        dtype = head.operand_dtype(hidden)
+        if ctx.kept is not None:
+            grad_Z = of.kept(ctx.kept, z_Z).to(dtype)
             for one in products:
-                one.add(block, grad)
+                one.add_kept(ctx.kept, grad_Z)
+        for block in ctx.blocks:
+            grad_NU = of.block(block, _logits(hidden, head, tau_S, block)).to(dtype)
+            for one in products:
+                one.add(block, grad_NU)
         d_low = d_b = None
         if head.adapter is not None and low is not None:
             d_low, d_b = products[1].gradients()
             d_low = None if d_low is None else (d_low * head.adapter.scale).to(low.dtype)
-        return *product.gradients(), d_low, d_b, None, None, None, None, None
+        return *product.gradients(), d_low, d_b, *(None,) * 6
+
+
+class _Gradients(NamedTuple):
+    """Gradients of logits, from those of the scores over their temperatures."""
+
+    log_z_S: Tensor
+    scale_S: Tensor  # of log-probabilities of the sampled tokens
+    scale_Z: Tensor  # of log-probabilities of the support
+    sum_S: Tensor | None  # of scale_Z by row; None: no support
+
+    @classmethod
+    def make(
+        cls, grads: tuple[Tensor, ...], tau_S: Tensor, log_z_S: Tensor, lengths_S: Tensor | None
+    ) -> _Gradients:
+        """grads: of the outputs of `_Score`."""
+        scale_S, scale_Z, sum_S = grads[0].to(tau_S.dtype) / tau_S, grads[2].to(tau_S.dtype), None
+        if lengths_S is not None:
+            scale_Z = scale_Z / tau_S.repeat_interleave(lengths_S, output_size=len(scale_Z))
+            sum_S = sum_of_rows(scale_Z, lengths_S)
+        return cls(log_z_S, scale_S, scale_Z, sum_S)
+
+    def kept(self, kept: _List, z_Z: Tensor) -> Tensor:
+        """[Z], of the flat list."""
+        grad_Z = (z_Z - self.log_z_S[kept.owner]).exp_().neg_()
+        of_support = None
+        if self.sum_S is not None:
+            of_support = grad_Z * self.sum_S[kept.owner] + kept.of_support(self.scale_Z)
+        grad_Z = grad_Z.add_(kept.is_own).mul_(self.scale_S[kept.owner])
+        return grad_Z if of_support is None else grad_Z + of_support
+
+    def block(self, block: _Block, z_NU: Tensor) -> Tensor:
+        """[N, U], of a block of logits, which is then used up."""
+        grad = z_NU.sub_(self.log_z_S[block.rows, None]).exp_().neg_()
+        of_support = None
+        if block.support is not None and self.sum_S is not None:
+            of_support = grad * self.sum_S[block.rows, None]
+            of_support.view(-1).index_add_(0, block.places, self.scale_Z[block.support])
+        own = (block.columns >= 0).to(grad.dtype)[:, None]
+        grad.scatter_add_(1, block.columns.clamp(min=0)[:, None], own)
+        grad = grad.mul_(self.scale_S[block.rows, None])
+        return grad if of_support is None else grad + of_support
 
 
 def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
@@ -453,6 +544,19 @@ class _RowSums:
         self.weighted = torch.zeros_like(self.top)  # sum of exp(z - top) * (z - top)
         self.picked = torch.zeros_like(self.top)  # z of the sampled token
         self.support = self.top.new_zeros(num_support)  # z of the entries of the support
+
+    def start(self, kept: _List, z_Z: Tensor) -> None:
+        """Begin with the flat list."""
+        z_Z, lengths = z_Z.double(), kept.lengths
+        if len(self.support):
+            places = slice(None) if kept.support is None else kept.support
+            self.support[places] = z_Z
+        self.top = torch.segment_reduce(z_Z, "max", lengths=lengths, initial=_ABSENT, unsafe=True)
+        self.picked = sum_of_rows(torch.where(kept.is_own, z_Z, 0), lengths)
+        shifted = z_Z - self.top[kept.owner]
+        e_Z = shifted.exp()
+        self.total = sum_of_rows(e_Z, lengths)
+        self.weighted = sum_of_rows(shifted.mul_(e_Z), lengths)
 
     def add(self, block: _Block, z_NU: Tensor) -> None:
         """Add a block of logits, which is then used up."""
@@ -516,16 +620,44 @@ class _Product:
             self._d_w = torch.zeros_like(weight, dtype=sum_dtype) if buffer is None else buffer
 
     def add(self, block: _Block, grad_NU: Tensor) -> None:
+        """From a block of logits."""
         rows, entries = block.rows, block.entries
         if self._d_x is not None:
             w_UH = self._weight[entries].to(grad_NU.dtype)
             self._d_x.index_add_(0, rows, (grad_NU @ w_UH).to(self._d_x.dtype))
         if self._d_w is not None:
-            part_UH = (grad_NU.T @ self._x[rows].to(grad_NU.dtype)).to(self._d_w.dtype)
-            if isinstance(entries, slice):
-                self._d_w[entries] += part_UH
-            else:
-                self._d_w.index_add_(0, entries, part_UH)
+            part_UH = grad_NU.T @ self._x[rows].to(grad_NU.dtype)
+            self._d_w[entries] += part_UH.to(self._d_w.dtype)
+
+    def add_kept(self, kept: _List, grad_Z: Tensor) -> None:
+        """From the flat list."""
+        if self._d_x is not None:
+            self._add_to_rows(kept, grad_Z, self._d_x)
+        if self._d_w is not None:
+            self._add_to_entries(kept, grad_Z, self._d_w)
+
+    def _add_to_rows(self, kept: _List, grad_Z: Tensor, d_x: Tensor) -> None:
+        weight, pieces = self._weight, kept.pieces
+        is_cast = weight.dtype != grad_Z.dtype
+        if not is_cast and pieces:  # the sums read the weight itself: no piece is copied
+            pieces = [_Piece(slice(0, len(grad_Z)), slice(0, len(d_x)))]
+        for entries, rows in pieces:
+            ids = kept.ids[entries]
+            every = torch.arange(len(ids), device=ids.device)
+            table, ids = (weight[ids].to(grad_Z.dtype), every) if is_cast else (weight, ids)
+            numbers = torch.arange(rows.start, rows.stop, device=ids.device)
+            begins = torch.searchsorted(kept.owner[entries], numbers)
+            d_x[rows] += _sums(table, ids, begins, grad_Z[entries])
+
+    def _add_to_entries(self, kept: _List, grad_Z: Tensor, d_w: Tensor) -> None:
+        """In the order of the entries.  The sum of equal ones stands at the last; others are 0."""
+        ids, order = kept.ids.sort(stable=True)
+        rows, grad_Z, x = kept.owner[order], grad_Z[order], self._x.to(grad_Z.dtype)
+        for entries, _ in kept.pieces:
+            some = ids[entries]
+            begins = torch.searchsorted(some, some)
+            part_UH = _sums(x, rows[entries], begins, grad_Z[entries])
+            d_w.index_add_(0, some, part_UH.to(d_w.dtype))
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Of x and of w, in their dtypes; of w a placeholder when the buffer has it already."""
@@ -536,6 +668,17 @@ class _Product:
         # an embedding's gradient is added to it where the two are one weight
         tied = getattr(self._weight, "zero_out_wgrad", False)
         return d_x, torch.zeros_like(self._weight) if tied else torch.empty_like(self._weight)
+
+
+def _sums(table_TH: Tensor, ids_Z: Tensor, begins_B: Tensor, scale_Z: Tensor) -> Tensor:
+    """[B, H]: weighted sums of rows of a table, of entries from each begin to the next one.
+
+    One kernel; sums in bf16 are in fp32 until they are complete.
+    """
+    sums: Tensor = torch.nn.functional.embedding_bag(
+        ids_Z, table_TH, begins_B, mode="sum", per_sample_weights=scale_Z
+    )
+    return sums
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -550,14 +693,15 @@ def _check_mask(sampled: Tensor, offsets: Tensor, ids: Tensor) -> None:
         )
     if not bool((offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()):
         raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {len(ids)}")
-    owner = torch.repeat_interleave(offsets.diff())
-    found = torch.bincount(owner[ids == sampled[owner]], minlength=len(sampled))
-    if not bool((found == 1).all()):
-        row = int((found != 1).long().argmax())
-        raise RecordError(
-            "mask_sampled", f"mask row {row} keeps its own token {int(found[row])} times, want once"
-        )
-    wrong = (ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])
-    if bool(wrong.any()):
-        row = int(owner[int(wrong.long().argmax())])
+    follows = ids[1:] > ids[:-1]
+    starts = offsets[1:-1]
+    follows[starts[(starts > 0) & (starts < len(ids))] - 1] = True  # of another row
+    if not bool(follows.all()):
+        row = int(torch.searchsorted(offsets, int(follows.int().argmin()), right=True)) - 1
         raise RecordError("mask_duplicate", f"mask row {row} is not ascending and unique")
+    is_own = ids == torch.repeat_interleave(sampled.to(ids.dtype), offsets.diff())
+    if int(is_own.sum()) != len(sampled):  # a row keeps its token at most once
+        has_own = torch.zeros(len(sampled), dtype=torch.bool)
+        has_own[torch.repeat_interleave(offsets.diff())[is_own]] = True
+        row = int(has_own.int().argmin())
+        raise RecordError("mask_sampled", f"mask row {row} does not keep its own token")

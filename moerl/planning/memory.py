@@ -68,8 +68,8 @@ RUNTIME = 3_000_000_000
 LOGITS_OF_A_BLOCK = 1 << 24
 """Logits in fp32 that exist at a time (`moerl/algorithms/head_logprob.py`)."""
 ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK = 1 << 15, 1 << 25
-"""Entries of the vocabulary that rows with sampling masks share; numbers of the weight that they
-copy.  Both are upper limits.
+"""Entries of sampling masks that are multiplied at a time; numbers of the weight copied for
+them.  Both are upper limits.
 """
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

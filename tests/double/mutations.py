@@ -7,7 +7,8 @@ import inspect
 import sys
 import textwrap
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import TypeGuard
 
 import pytest
 
@@ -31,7 +32,15 @@ class Blunder:
         ast.increment_lineno(tree, begin - 1)
         made: dict[str, object] = {}
         exec(compile(tree, str(module.__file__), "exec"), vars(module), made)
-        monkeypatch.setattr(owner, name, made[name])
+        old, new = getattr(owner, name), made[name]
+        if (
+            _is_plain(old)
+            and _is_plain(new)
+            and old.__code__.co_freevars == new.__code__.co_freevars
+        ):
+            monkeypatch.setattr(old, "__code__", new.__code__)  # also for modules that imported it
+        else:
+            monkeypatch.setattr(owner, name, new)
 
     def _owner(self, module: ModuleType) -> tuple[object, str]:
         owner, _, name = self.function.rpartition(".")
@@ -42,6 +51,10 @@ class Blunder:
         source = textwrap.dedent("".join(lines))
         assert source.count(self.old) == 1, f"{self.function} holds no {self.old!r}"
         return begin, source
+
+
+def _is_plain(function: object) -> TypeGuard[FunctionType]:
+    return isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
 
 
 REPLAY, COPIES = "moerl.trainer.model.replay", "moerl.algorithms.device_copies"
@@ -223,6 +236,41 @@ CRITIC_BLUNDERS = (
         VALUES, "values_of_output", "upload(batch.sampled_rows, output_BS1.device)",
         "upload(torch.zeros(output_BS1.numel()).index_fill(0, batch.sampled_rows, 1) > 0, "
         "output_BS1.device)",
+    ),
+)  # fmt: skip
+HEAD = "moerl.algorithms.head_logprob"
+HEAD_BLUNDERS = (
+    Blunder(
+        "owners of kept entries as many as the device counts", HEAD, "_List.make",
+        "lengths, output_size=len(ids))", "lengths)",
+    ),
+    Blunder(
+        "kept entries from pageable memory", HEAD, "_List.make",
+        "moved = upload(", "moved = (lambda tensor, place: tensor.to(place))(",
+    ),
+    Blunder(
+        "the first row of a piece read on the device", HEAD, "_List.logits",
+        "- rows.start", "- (rows.start + 0 * int(self.owner[0]))",
+    ),
+    Blunder(
+        "entries of a piece made unique", HEAD, "_Product._add_to_entries",
+        "some = ids[entries]", "some = ids[entries]\n        some.unique_consecutive()",
+    ),
+)  # fmt: skip
+PLUGIN = "moerl.engine.plugin"
+DECODE_BLUNDERS = (
+    Blunder(
+        "a value read in each sampling", f"{PLUGIN}.top_k_first", "_largest",
+        "torch.topk(probs, k)", "torch.topk(probs, k + int(probs.argmax() * 0))",
+    ),
+    Blunder(
+        "rows with a weight chosen on the device", f"{PLUGIN}.top_k_first", "_largest",
+        "torch.topk(probs, k)", "torch.topk(probs[(probs > -1).all(1)], k)",
+    ),
+    Blunder(
+        "a scheduler that waits before each output", f"{PLUGIN}.record_output", "to_files",
+        "replies = _replies()",
+        "__import__('torch').cuda.synchronize()\n    replies = _replies()",
     ),
 )  # fmt: skip
 PARKED, SLEEPING = "moerl.trainer.learner.parked", "moerl.engine.plugin.sleep_hooks"

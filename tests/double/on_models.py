@@ -203,6 +203,18 @@ def test_blunders_of_values_are_caught(
     check_caught(blunder, lambda: other_models.by_row(critic.values(plan)), monkeypatch)
 
 
+def test_a_blunder_is_in_every_module_that_imported_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moerl.trainer.learner import critic
+    from moerl.trainer.passes import values
+
+    assert critic.values_at is values.values_at
+    VALUE_BLUNDERS[0].apply(monkeypatch)
+    for module in (critic, values):
+        assert "enable_grad" in module.values_at.__code__.co_names
+
+
 @pytest.mark.parametrize("blunder", CRITIC_BLUNDERS, ids=[b.name for b in CRITIC_BLUNDERS])
 def test_blunders_of_a_critic_are_caught(
     blunder: Blunder, trained: Trained, monkeypatch: pytest.MonkeyPatch

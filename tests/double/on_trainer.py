@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ pytest_plugins = ("tests.double.trainer_fixtures",)
 # norm; none in a microbatch.
 PER_STEP = {"moerl/trainer/learner/step_sums.py": 1, "moerl/algorithms/device_copies.py": 1}
 PER_STEP |= {"moerl/trainer/learner/optimizer.py": 1}
+REPLAY_FILE = "moerl/trainer/model/replay.py"
 
 
 def test_the_model_and_its_gradients_are_on_the_device(trained: Trained) -> None:
@@ -90,12 +92,21 @@ def test_the_budget_of_host_waits(here: Numbers, trained: Trained) -> None:
     assert trained.plan.num_microbatches > 1
     print("own:", seen.own_lines(*WAITS, PAGEABLE), "all:", seen.count(*WAITS, PAGEABLE))
     assert not seen.own_lines(PAGEABLE), "copies from pageable memory"
-    over = {
-        file: times
-        for file, times in seen.own_files(*WAITS).items()
-        if times > PER_STEP.get(file, 0)
-    }
-    assert not over, f"waits beyond {PER_STEP}: {over}; by line {seen.own_lines(*WAITS)}"
+    assert dict(seen.own_files(*WAITS)) == PER_STEP, seen.own_lines(*WAITS)
+
+
+def test_a_value_read_in_each_layer_exceeds_the_budget(
+    here: Numbers, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: one wait for each layer and microbatch."""
+    assert here
+    (blunder,) = (one for one in BLUNDERS if one.name == "a value read in each layer")
+    blunder.apply(monkeypatch)
+    with watch() as seen:
+        trained.learner.step(trained.plan)
+    more = Counter(seen.own_files(*WAITS)) - Counter(PER_STEP)
+    layers = len(trained.learner.model.spec.moe_layers)
+    assert more == {REPLAY_FILE: layers * trained.plan.num_microbatches}
 
 
 # --- the weight snapshot of a publish -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The device double finds the blunders of GPU code that it is made for (tests/double)."""
+"""The device double finds blunders of GPU code (tests/double); the head and decode hooks on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.double.process import Module
 
-ITSELF = Module("on_itself.py")
+ITSELF = Module("on_itself.py", others=("on_head.py", "on_decode.py"))
 RECORDS = Module("on_records.py")  # beside SGLang's capturer
 
 

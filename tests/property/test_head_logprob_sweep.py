@@ -16,7 +16,7 @@ from moerl.algorithms.head_logprob import Head, SamplingMask, full_logprobs, kep
 # hidden [S, H], weight [V, H], keep [S, V], sampled [S], tau [S]
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 blocks = st.fixed_dictionaries(
-    {"_BLOCK": st.integers(1, 300), "_ROWS": st.integers(1, 9), "_UNION": st.integers(1, 40)}
+    {"_BLOCK": st.integers(1, 300), "_ROWS": st.integers(1, 9), "_PIECE": st.integers(1, 40)}
 )
 
 

@@ -228,7 +228,7 @@ def largest_tensor(vocab: int, *, masked: bool) -> tuple[int, int]:
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             for t in result if isinstance(result, tuple) else (result,):
-                if isinstance(t, Tensor) and t.shape[0:1] == (64,):
+                if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] != 4:
                     made[0] = max(made[0], t.numel())
             return result
 
@@ -254,7 +254,6 @@ def largest_tensor(vocab: int, *, masked: bool) -> tuple[int, int]:
 def test_logits_exist_by_blocks(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved does not depend on the vocabulary, nor what is made beyond a block's size."""
     monkeypatch.setattr(head_logprob, "_BLOCK", 64 * 32)
-    monkeypatch.setattr(head_logprob, "_WIDTHS_CPU", 32)  # columns, as of a block of 64 rows
     saved, made = largest_tensor(4096, masked=masked)
     assert saved == 64 * 4
     assert made <= 64 * 32
@@ -276,19 +275,46 @@ def test_no_sampled_token_gives_empty_results_and_a_zero_gradient(masked: bool) 
     assert not weight.grad.any()
 
 
-def test_columns_of_no_row_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU unions are as wide as a multiple; results are those of unions as they are."""
+def test_rows_without_an_entry_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces have multiples of rows; results are those of pieces with their own rows alone."""
     hidden, weight, keep, sampled, tau = case
-    monkeypatch.setattr(head_logprob, "_FEW", 1)  # every row shares a block
+    monkeypatch.setattr(head_logprob, "_FEW", 1)  # every row is in the flat list
+    monkeypatch.setattr(head_logprob, "_PIECE_CPU", 5)  # rows are cut
     found = []
     for multiple in (1, 7, 256):
-        monkeypatch.setattr(head_logprob, "_WIDTHS_CPU", multiple)
+        monkeypatch.setattr(head_logprob, "_ALIGNED", multiple)
         h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         scores = kept_logprobs(h, Head(w, V), sampled, csr(keep), temperature_S=tau)
         scores.logprob.sum().backward()
         found.append((scores.logprob.detach(), scores.entropy, h.grad, w.grad))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-6)
+
+
+class Adds(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most rows, other than zeros, that one `index_add_` adds to a row of a weight."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten.index_add_.default and len(args[0]) == V:
+            _, _, index, source = args
+            self.most = max(self.most, int(torch.bincount(index[source.any(1)]).max()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_of_one_entry_are_summed_in_a_fixed_order(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA adds rows of one `index_add_` in any order; only zeros may come beside a sum."""
+    hidden, weight, keep, sampled, tau = case
+    assert int(keep.sum(0).max()) > 2, "rows share an entry"
+    monkeypatch.setattr(head_logprob, "_FEW", 1)
+    for size in (1024, 7):
+        monkeypatch.setattr(head_logprob, "_PIECE_CPU", size)
+        with Adds() as seen:
+            score(hidden, Head(weight, V), keep, sampled, tau).logprob.sum().backward()
+        assert seen.most == 1
 
 
 def test_entropy_over_the_whole_vocabulary_beside_the_mask(case: Case) -> None:

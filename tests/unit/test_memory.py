@@ -101,7 +101,7 @@ def test_recompute_and_sharding_save_what_they_should() -> None:
 
 
 def test_the_size_of_a_block_is_that_of_the_head() -> None:
-    assert (head_logprob._BLOCK, head_logprob._UNION, head_logprob._COPIED) == (
+    assert (head_logprob._BLOCK, head_logprob._PIECE, head_logprob._COPIED) == (
         LOGITS_OF_A_BLOCK, ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK,
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def _may_share(req: Any, tree_cache: Any) -> bool:
     first, end = req.kv.cache_protected_len, min(len(theirs), len(own))
     if end <= first:
         return True
-    own, theirs = own[first:end].cpu().long(), theirs[first:end].cpu().long()
+    own, theirs = torch.stack([own[first:end].long(), theirs[first:end].long()]).cpu()
     other = own != theirs
     return not bool(other.any()) or (
         # rows of a chunk in the middle may still be on their way from the device

@@ -19,7 +19,7 @@ Legend: N sampled tokens of a microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.corrections import m2_bound
-from moerl.algorithms.device_copies import to_host, upload
+from moerl.algorithms.device_copies import Download, to_host, upload
 from moerl.config.algorithms import exact_distillation, needed, teachers_of, weight_for
 from moerl.config.schema import AlgorithmConfig, Config
 from moerl.core.types import Array, BatchPlan
@@ -39,7 +39,7 @@ from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
 from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import RouteReplay
+from moerl.trainer.model.replay import RouteReplay, RouterTopK
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.over_support import TeacherSupport, of_tasks
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score
@@ -115,12 +115,16 @@ def proximal_pass(model: Model, config: Config, batches: Batches) -> ReferenceLo
     if config.replay.routing != "R2":
         load = recorded_routes(model, batches.parallel)
         return ReferenceLogprobs({"proximal": score(model, batches, Mode.REPLAY, load=load)})
-    replay, routes = model.replay, Routes()
+    replay, taken = model.replay, list[_Taken]()
 
     def keep(turn: ScheduledPass) -> None:
-        routes.update(_taken(replay, turn))
+        if live := replay.take_live(turn.microbatch, turn.chunk.index):
+            taken.append(_Taken.of(live, _id_dtype(replay)))
 
     found = score(model, batches, Mode.RECORD, after=keep)
+    for last in taken[-1:]:  # copies end in order: one wait for the whole pass
+        last.ids.wait()
+    routes = {key: ids for one in taken for key, ids in one.by_key()}
     return ReferenceLogprobs({"proximal": found}, routes)
 
 
@@ -162,13 +166,21 @@ def own_routes(model: Model, parallel: Parallel, routes: Routes) -> LoadRoutes:
     return LoadRoutes(load)
 
 
-def _taken(replay: RouteReplay, turn: ScheduledPass) -> Routes:
-    live = replay.take_live(turn.microbatch, turn.chunk.index)
-    if not live:
-        return {}
-    # one copy for all layers: the host waits for each
-    every = torch.stack([choice.ids for choice in live.values()]).to(_id_dtype(replay)).cpu()
-    return dict(zip(live, every, strict=True))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taken:
+    """Routes of one forward call, on their way to the host in one copy."""
+
+    keys: tuple[Key, ...]
+    ids: Download  # [layers, rows, top_k]
+
+    @classmethod
+    def of(cls, live: Mapping[Key, RouterTopK], dtype: torch.dtype) -> _Taken:
+        every = torch.stack([choice.ids for choice in live.values()])
+        return cls(tuple(live), Download(every.to(dtype)))
+
+    def by_key(self) -> Iterator[tuple[Key, Tensor]]:
+        """Each layer's; rubbish before the copy was waited for."""
+        return zip(self.keys, self.ids.get(), strict=True)
 
 
 def _id_dtype(replay: RouteReplay) -> torch.dtype:

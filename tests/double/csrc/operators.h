@@ -112,10 +112,21 @@ class Call {
     const auto& arguments = op_.schema().arguments();
     const size_t begin = stack_->size() - arguments.size();
     waits_ = kWaits.count(name_) || (name_ == "aten::repeat_interleave" && stack_->back().isNone());
+    const bool fills = fills_a_mask(begin);
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto* alias = arguments[i].alias_info();
       swap_value((*stack_)[begin + i], alias && alias->isWrite());
     }
+    waits_ = waits_ && !fills;
+  }
+  // `x[mask] = 0`: torch calls masked_fill_, which counts nothing
+  bool fills_a_mask(size_t begin) const {
+    if (name_ != "aten::index_put_" && name_ != "aten::_index_put_impl_") return false;
+    const Tensor& values = (*stack_)[begin + 2].toTensor();
+    size_t masks = 0, others = 0;
+    for (const auto& t : (*stack_)[begin + 1].toOptionalTensorVector())
+      if (t) ++(t->scalar_type() == at::kBool ? masks : others);
+    return !(*stack_)[begin + 3].toBool() && !values.is_cuda() && values.numel() == 1 && masks == 1 && !others;
   }
   void swap_value(c10::IValue& value, bool writes) {
     if (value.isTensor()) {
