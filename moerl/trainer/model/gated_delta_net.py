@@ -15,6 +15,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moerl.trainer.model.packed_rows import lengths
+
 
 class OutputNorm(torch.nn.RMSNorm):
     """The norm before the gate of a delta net; it scales by its weight, where others add one."""
@@ -45,11 +47,11 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
                 hidden_states, attention_mask, packed_seq_params=packed_seq_params, **kwargs
             )
             return found
-        lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
-        assert sum(lengths) == len(hidden_states), f"{lengths} of {len(hidden_states)} tokens"
+        sizes = lengths(packed_seq_params)
+        assert sum(sizes) == len(hidden_states), f"{sizes} of {len(hidden_states)} tokens"
         parts = [
             super(DeltaNet, self).forward(part, None, **kwargs)[0]
-            for part in hidden_states.split(lengths)
+            for part in hidden_states.split(sizes)
         ]
         return torch.cat(parts), None
 
