@@ -42,8 +42,6 @@ block: N rows, U entries of the vocabulary; Z kept entries, or entries of the su
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +51,36 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.device_copies import upload
+from moerl.algorithms.head_plan import (
+    Block,
+    Head,
+    HeadFactors,
+    Kept,
+    KeptList,
+    Piece,
+    Plan,
+    SamplingMask,
+    check_mask,
+    compute_dtype,
+    full_blocks,
+    many_blocks,
+    row_blocks,
+    upload_blocks,
+    vocab_runs,
+)
 from moerl.core.errors import RecordError
 
-_BLOCK = 1 << 24  # logits of a block: 64 MiB in fp32
-_ROWS = 1 << 15  # rows of a block, at most
-_COPIED = 1 << 25  # numbers of the weight that are copied for a piece: 64 MiB in bf16
-_PIECE = 1 << 15  # kept entries of a piece, at most
-_PIECE_CPU = 1024  # there products with rows that keep other entries cost more than copies do
-_ALIGNED = 16  # rows of a piece are multiples: fast products of a GPU, few shapes for oneDNN
-_FEW = 256  # rows that keep at most 1 / 256 of the vocabulary have no block
+__all__ = [
+    "Head",
+    "HeadFactors",
+    "SamplingMask",
+    "Scores",
+    "full_logprobs",
+    "kept_logprobs",
+    "sum_of_rows",
+    "top_logprobs",
+]
+
 _ABSENT = -1e30  # a logit outside of the mask; finite, so that its products are zeros
 
 
@@ -75,44 +94,6 @@ class Scores(NamedTuple):
     entropy: Tensor  # of the distribution the log-probability belongs to
     full_entropy: Tensor | None  # over the whole vocabulary, when asked for
     support: Tensor | None = None  # [Z] log-probabilities in the order of its ids, when asked for
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingMask:
-    """Entries of the vocabulary of each sampled token, as CSR: its sampling mask or a support."""
-
-    offsets: Tensor  # [S + 1] i64, rising from 0 to nnz
-    ids: Tensor  # [nnz] i64 or i32, global vocabulary ids, ascending in a row
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadFactors:
-    """An adapter of the head, which its weight already contains: a way for gradients alone."""
-
-    a: Tensor  # [R, H]
-    b: Tensor  # [V, R], padding excluded
-    scale: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Head:
-    """The output layer's entries on this rank."""
-
-    weight: Tensor  # [V, H], padding included
-    vocab_size: int  # of the model, padding excluded
-    start: int = 0  # global id of the first entry
-    group: ProcessGroup | None = None  # the tensor-parallel ranks; None: this rank has all entries
-    adapter: HeadFactors | None = None
-    fp32: bool = False  # multiply bf16 hidden states and weight in fp32
-
-    def operand_dtype(self, hidden: Tensor) -> torch.dtype:
-        """Dtype in which hidden states and weight are multiplied."""
-        return _compute_dtype(hidden) if self.fp32 else hidden.dtype
-
-    @property
-    def width(self) -> int:
-        """Entries of this rank without padding."""
-        return min(max(self.vocab_size - self.start, 0), len(self.weight))
 
 
 def kept_logprobs(
@@ -134,16 +115,16 @@ def kept_logprobs(
     Raises RecordError `mask_rows`, `mask_sampled` (also an empty row) or `mask_duplicate`.
     """
     sampled, offsets, ids = sampled_S.cpu().long(), mask.offsets.cpu().long(), mask.ids.cpu()
-    _check_mask(sampled, offsets, ids)
+    check_mask(sampled, offsets, ids)
     lengths = offsets.diff()
-    few, many = _Kept.make(head, sampled, lengths, ids).by_size(head)
-    plan = _Plan(few, _many_blocks(many, head), lengths if support else None)
+    few, many = Kept.make(head, sampled, lengths, ids).by_size(head)
+    plan = Plan(few, many_blocks(many, head), lengths if support else None)
     scores = _score(hidden_SH, head, temperature_S, plan)
     if not full_entropy:
         return scores
     with torch.no_grad():
-        nowhere = _Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
-        every = _score(hidden_SH, head, temperature_S, _Plan(None, _full_blocks(nowhere, head)))
+        nowhere = Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
+        every = _score(hidden_SH, head, temperature_S, Plan(None, full_blocks(nowhere, head)))
     return scores._replace(full_entropy=every.entropy)
 
 
@@ -167,8 +148,8 @@ def full_logprobs(
     lengths, ids = torch.zeros_like(sampled), sampled[:0]
     if support is not None:
         lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
-    blocks = _full_blocks(_Kept.make(head, sampled, lengths, ids), head)
-    plan = _Plan(None, blocks, None if support is None else lengths)
+    blocks = full_blocks(Kept.make(head, sampled, lengths, ids), head)
+    plan = Plan(None, blocks, None if support is None else lengths)
     scores = _score(hidden_SH, head, temperature_S, plan)
     return scores._replace(full_entropy=scores.entropy)
 
@@ -182,13 +163,13 @@ def top_logprobs(
     """
     assert 0 < k <= head.vocab_size, f"{k} of {head.vocab_size} vocabulary entries"
     num, device = len(hidden_SH), hidden_SH.device
-    tau_S = temperature_S.to(_compute_dtype(hidden_SH))
+    tau_S = temperature_S.to(compute_dtype(hidden_SH))
     sums = _RowSums(tau_S, 0)
     best = torch.full((num, k), _ABSENT, dtype=tau_S.dtype, device=device)
     ids = torch.zeros((num, k), dtype=torch.long, device=device)
-    for rows in torch.arange(num, device=device).split(_ROWS):
-        for part in _runs(head, len(rows)):
-            block = _Block(rows, torch.full_like(rows, -1), rows[:0], part, rows[:0], False)
+    for rows in row_blocks(num, device):
+        for part in vocab_runs(head, len(rows)):
+            block = Block(rows, torch.full_like(rows, -1), rows[:0], part, rows[:0], False)
             z_NU = _logits(hidden_SH, head, tau_S, block)
             top, columns = z_NU.topk(min(k, z_NU.shape[1]), dim=1)
             merged = torch.cat([best[rows], top], 1).topk(k, dim=1)
@@ -207,191 +188,6 @@ def top_logprobs(
     return ids, (best.double() - log_z_S[:, None]).to(tau_S.dtype)
 
 
-# --- the plan -------------------------------------------------------------------------------------
-class _Block(NamedTuple):
-    rows: Tensor  # [N] i64, sampled tokens
-    columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
-    places: Tensor  # [Z] i64, kept entries in the flattened block
-    entries: slice  # of the vocabulary
-    support: Tensor | None  # [Z] i64, numbers of these entries in the support; None: not wanted
-    is_masked: bool  # entries that are not kept are absent
-
-
-class _Plan(NamedTuple):
-    """Rows that keep few entries, blocks of the others; on the host until `_score` uploads it."""
-
-    few: _Kept | None
-    blocks: list[_Block]
-    support: Tensor | None = None  # [S] i64, entries of the support of each row; None: not wanted
-
-
-def _full_blocks(kept: _Kept, head: Head) -> list[_Block]:
-    """Every row with every entry of this shard."""
-    return [
-        block._replace(is_masked=False)
-        for rows in torch.arange(len(kept.sampled)).split(_ROWS)
-        for block in kept.runs(rows, _runs(head, len(rows)))
-    ]
-
-
-def _many_blocks(many: _Kept, head: Head) -> list[_Block]:
-    """Rows that keep many entries, with every entry of this shard."""
-    rows = many.lengths.nonzero()[:, 0]
-    return [
-        block
-        for some in (rows.split(_ROWS) if len(rows) else ())
-        for block in many.runs(some, _runs(head, len(some)))
-    ]
-
-
-class _Kept(NamedTuple):
-    """Kept entries of this shard, in the order of their rows."""
-
-    lengths: Tensor  # [S] i64
-    ids: Tensor  # [Z] i32 or i64, local, ascending in a row
-    numbers: Tensor | None  # [Z] i64, among the entries of all shards; None: the same
-    sampled: Tensor  # [S] i64, local; others' tokens lie outside
-
-    @classmethod
-    def make(cls, head: Head, sampled: Tensor, lengths: Tensor, ids: Tensor) -> _Kept:
-        """Take the entries of this shard.  lengths: of all rows; ids: of all rows, global."""
-        every = cls(lengths, ids - head.start if head.start else ids, None, sampled - head.start)
-        return every.where((every.ids >= 0) & (every.ids < head.width))
-
-    def by_size(self, head: Head) -> tuple[_Kept, _Kept]:
-        """Rows that keep few entries of this shard, and rows that keep many; others are empty."""
-        is_many = self.lengths * _FEW > head.width
-        if not bool(is_many.any()):
-            return self, self._replace(lengths=self.lengths * 0, ids=self.ids[:0], numbers=None)
-        of_many = torch.repeat_interleave(is_many, self.lengths)
-        return self.where(~of_many), self.where(of_many)
-
-    def where(self, keep: Tensor) -> _Kept:
-        """Some of the entries."""
-        if bool(keep.all()):
-            return self
-        ends = torch.nn.functional.pad(keep.cumsum(0), (1, 0))[self.lengths.cumsum(0)]
-        at = keep.nonzero()[:, 0]
-        numbers = at if self.numbers is None else self.numbers[at]
-        lengths = torch.diff(ends, prepend=ends.new_zeros(1))
-        return self._replace(lengths=lengths, ids=self.ids[at], numbers=numbers)
-
-    def pieces(self, most: int) -> list[_Piece]:
-        """All entries in turn: `most` at a time, and no more logits than in a block."""
-        ends, num_rows, found, begin = self.lengths.cumsum(0).tolist(), len(self.lengths), [], 0
-        while begin < len(self.ids):
-            piece = _piece(ends, num_rows, begin, min(begin + most, len(self.ids)))
-            found.append(piece)
-            begin = piece.entries.stop
-        return found
-
-    def runs(self, rows: Tensor, parts: list[slice]) -> list[_Block]:
-        """Blocks of rows with runs of equal length of the vocabulary."""
-        if not parts:
-            return []
-        owner, ids, numbers = self._select(rows)
-        number = ids // (parts[0].stop - parts[0].start)
-        order = number.argsort(stable=True)
-        lengths = torch.bincount(number, minlength=len(parts)).tolist()
-        pieces = (one[order].split(lengths) for one in (owner, ids, numbers))
-        return [
-            _Block(
-                rows,
-                _columns(self.sampled[rows], part),
-                of * (part.stop - part.start) + kept - part.start,
-                part,
-                which,
-                True,
-            )
-            for part, of, kept, which in zip(parts, *pieces, strict=True)
-        ]
-
-    def _select(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of some rows: the number of its row among them, its id, its own number."""
-        where = torch.full((len(self.sampled),), -1)
-        where[rows] = torch.arange(len(rows))
-        number = torch.repeat_interleave(where, self.lengths)
-        at = (number >= 0).nonzero()[:, 0]
-        numbers = at if self.numbers is None else self.numbers[at]
-        return number[at], self.ids[at].long(), numbers
-
-
-class _Piece(NamedTuple):
-    entries: slice  # of the list
-    rows: slice  # all that have an entry here, and others
-
-
-def _piece(ends: list[int], num_rows: int, begin: int, end: int) -> _Piece:
-    """A piece that ends there or before.  ends: of the entries of each row, rising."""
-    first = bisect_right(ends, begin)
-    num = -(-(bisect_right(ends, end - 1) + 1 - first) // _ALIGNED) * _ALIGNED
-    if end - begin > 1 and (end - begin) * num > _BLOCK:
-        return _piece(ends, num_rows, begin, (begin + end) // 2)
-    first = max(min(first, num_rows - num), 0)
-    return _Piece(slice(begin, end), slice(first, min(first + num, num_rows)))
-
-
-def _runs(head: Head, num_rows: int) -> list[slice]:
-    """Runs of the vocabulary; a cast part of the weight is no larger than a block of logits."""
-    if not num_rows:
-        return []
-    size = max(1, _BLOCK // (max(num_rows, head.weight.shape[1]) if head.fp32 else num_rows))
-    return [slice(begin, min(begin + size, head.width)) for begin in range(0, head.width, size)]
-
-
-def _columns(local: Tensor, part: slice) -> Tensor:
-    """Where tokens are in a run of the vocabulary; -1: outside of it."""
-    inside = (local >= part.start) & (local < part.stop)
-    return torch.where(inside, local - part.start, -1)
-
-
-def _upload(blocks: list[_Block], device: torch.device) -> list[_Block]:
-    """All of them in one copy."""
-    parts = [t for block in blocks for t in block if isinstance(t, Tensor)]
-    if device.type == "cpu" or not parts:
-        return blocks
-    moved = iter(upload(torch.cat(parts), device).split([len(part) for part in parts]))
-    return [
-        _Block._make(next(moved) if isinstance(t, Tensor) else t for t in block) for block in blocks
-    ]
-
-
-class _List(NamedTuple):
-    """The flat list of kept entries, on the device of the head."""
-
-    lengths: Tensor  # [S] i64
-    ids: Tensor  # [Z] i64, local
-    owner: Tensor  # [Z] i64, rising
-    is_own: Tensor  # [Z] bool, the sampled token of its row
-    support: Tensor | None  # [Z] i64, numbers in the support; None: the same, or not wanted
-    pieces: list[_Piece]
-
-    @classmethod
-    def make(cls, few: _Kept, like_VH: Tensor) -> _List:
-        device, parts = like_VH.device, [few.lengths, few.sampled, few.ids]
-        parts += [] if few.numbers is None else [few.numbers]
-        moved = upload(torch.cat([part.to(few.ids.dtype) for part in parts]), device).long()
-        lengths, sampled, ids, *numbers = moved.split([len(part) for part in parts])
-        owner = torch.repeat_interleave(lengths, output_size=len(ids))
-        most = _PIECE_CPU if device.type == "cpu" else _COPIED // like_VH.shape[1]
-        pieces = few.pieces(max(min(most, _PIECE), 1))
-        support = numbers[0] if numbers else None
-        return cls(lengths, ids, owner, ids == sampled[owner], support, pieces)
-
-    def logits(self, hidden: Tensor, head: Head, tau_S: Tensor) -> Tensor:
-        """[Z] / temperature in the dtype of tau_S."""
-        z_Z, dtype = tau_S.new_empty(len(self.ids)), head.operand_dtype(hidden)
-        for entries, rows in self.pieces:
-            w_UH, x_NH = head.weight[self.ids[entries]].to(dtype), hidden[rows].to(dtype)
-            own = self.owner[entries, None] - rows.start
-            z_Z[entries] = (w_UH @ x_NH.T).gather(1, own)[:, 0]
-        return z_Z.div_(tau_S[self.owner])
-
-    def of_support(self, values_Z: Tensor) -> Tensor:
-        """The values of these entries, of those of the support."""
-        return values_Z if self.support is None else values_Z[self.support]
-
-
 def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
     """[S]: sums over the entries of each row, in a fixed order; differentiable."""
     sums: Tensor = torch.segment_reduce(values_Z, "sum", lengths=lengths_S, unsafe=True)
@@ -399,15 +195,15 @@ def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 # --- the head -------------------------------------------------------------------------------------
-def _score(hidden: Tensor, head: Head, temperature: Tensor, plan: _Plan) -> Scores:
+def _score(hidden: Tensor, head: Head, temperature: Tensor, plan: Plan) -> Scores:
     """Score rows."""
     wanted, blocks, kept = plan.support, plan.blocks, None
     if wanted is None:
         blocks = [block._replace(support=None) for block in blocks]
     if plan.few is not None:
         few = plan.few if wanted is not None else plan.few._replace(numbers=None)
-        kept = _List.make(few, head.weight)
-    blocks = _upload(blocks, hidden.device)
+        kept = KeptList.make(few, head.weight)
+    blocks = upload_blocks(blocks, hidden.device)
     lengths_S = None if wanted is None else upload(wanted, hidden.device)
     num = 0 if wanted is None else int(wanted.sum())
     low = b = None
@@ -433,10 +229,10 @@ class _Score(Function):
         lengths_S: Tensor | None,
         num: int,
         head: Head,
-        kept: _List | None,
-        blocks: list[_Block],
+        kept: KeptList | None,
+        blocks: list[Block],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tau_S = temperature.to(_compute_dtype(hidden))
+        tau_S = temperature.to(compute_dtype(hidden))
         sums, z_Z = _RowSums(tau_S, num), None
         if kept is not None:
             z_Z = kept.logits(hidden, head, tau_S)
@@ -501,7 +297,7 @@ class _Gradients(NamedTuple):
             sum_S = sum_of_rows(scale_Z, lengths_S)
         return cls(log_z_S, scale_S, scale_Z, sum_S)
 
-    def kept(self, kept: _List, z_Z: Tensor) -> Tensor:
+    def kept(self, kept: KeptList, z_Z: Tensor) -> Tensor:
         """[Z], of the flat list."""
         grad_Z = (z_Z - self.log_z_S[kept.owner]).exp_().neg_()
         of_support = None
@@ -510,7 +306,7 @@ class _Gradients(NamedTuple):
         grad_Z = grad_Z.add_(kept.is_own).mul_(self.scale_S[kept.owner])
         return grad_Z if of_support is None else grad_Z + of_support
 
-    def block(self, block: _Block, z_NU: Tensor) -> Tensor:
+    def block(self, block: Block, z_NU: Tensor) -> Tensor:
         """[N, U], of a block of logits, which is then used up."""
         grad = z_NU.sub_(self.log_z_S[block.rows, None]).exp_().neg_()
         of_support = None
@@ -523,7 +319,7 @@ class _Gradients(NamedTuple):
         return grad if of_support is None else grad + of_support
 
 
-def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: _Block) -> Tensor:
+def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: Block) -> Tensor:
     """[N, U] / temperature in the dtype of tau_S; _ABSENT outside of the mask."""
     dtype = head.operand_dtype(hidden)
     z_NU = hidden[block.rows].to(dtype) @ head.weight[block.entries].to(dtype).T
@@ -545,7 +341,7 @@ class _RowSums:
         self.picked = torch.zeros_like(self.top)  # z of the sampled token
         self.support = self.top.new_zeros(num_support)  # z of the entries of the support
 
-    def start(self, kept: _List, z_Z: Tensor) -> None:
+    def start(self, kept: KeptList, z_Z: Tensor) -> None:
         """Begin with the flat list."""
         z_Z, lengths = z_Z.double(), kept.lengths
         if len(self.support):
@@ -558,7 +354,7 @@ class _RowSums:
         self.total = sum_of_rows(e_Z, lengths)
         self.weighted = sum_of_rows(shifted.mul_(e_Z), lengths)
 
-    def add(self, block: _Block, z_NU: Tensor) -> None:
+    def add(self, block: Block, z_NU: Tensor) -> None:
         """Add a block of logits, which is then used up."""
         rows, columns = block.rows, block.columns
         own = z_NU.gather(1, columns.clamp(min=0)[:, None])[:, 0]
@@ -619,7 +415,7 @@ class _Product:
             buffer = getattr(weight, "main_grad", None) if self._in_buffer else None
             self._d_w = torch.zeros_like(weight, dtype=sum_dtype) if buffer is None else buffer
 
-    def add(self, block: _Block, grad_NU: Tensor) -> None:
+    def add(self, block: Block, grad_NU: Tensor) -> None:
         """From a block of logits."""
         rows, entries = block.rows, block.entries
         if self._d_x is not None:
@@ -629,18 +425,18 @@ class _Product:
             part_UH = grad_NU.T @ self._x[rows].to(grad_NU.dtype)
             self._d_w[entries] += part_UH.to(self._d_w.dtype)
 
-    def add_kept(self, kept: _List, grad_Z: Tensor) -> None:
+    def add_kept(self, kept: KeptList, grad_Z: Tensor) -> None:
         """From the flat list."""
         if self._d_x is not None:
             self._add_to_rows(kept, grad_Z, self._d_x)
         if self._d_w is not None:
             self._add_to_entries(kept, grad_Z, self._d_w)
 
-    def _add_to_rows(self, kept: _List, grad_Z: Tensor, d_x: Tensor) -> None:
+    def _add_to_rows(self, kept: KeptList, grad_Z: Tensor, d_x: Tensor) -> None:
         weight, pieces = self._weight, kept.pieces
         is_cast = weight.dtype != grad_Z.dtype
         if not is_cast and pieces:  # the sums read the weight itself: no piece is copied
-            pieces = [_Piece(slice(0, len(grad_Z)), slice(0, len(d_x)))]
+            pieces = [Piece(slice(0, len(grad_Z)), slice(0, len(d_x)))]
         for entries, rows in pieces:
             ids = kept.ids[entries]
             every = torch.arange(len(ids), device=ids.device)
@@ -649,7 +445,7 @@ class _Product:
             begins = torch.searchsorted(kept.owner[entries], numbers)
             d_x[rows] += _sums(table, ids, begins, grad_Z[entries])
 
-    def _add_to_entries(self, kept: _List, grad_Z: Tensor, d_w: Tensor) -> None:
+    def _add_to_entries(self, kept: KeptList, grad_Z: Tensor, d_w: Tensor) -> None:
         """In the order of the entries.  The sum of equal ones stands at the last; others are 0."""
         ids, order = kept.ids.sort(stable=True)
         rows, grad_Z, x = kept.owner[order], grad_Z[order], self._x.to(grad_Z.dtype)
@@ -679,29 +475,3 @@ def _sums(table_TH: Tensor, ids_Z: Tensor, begins_B: Tensor, scale_Z: Tensor) ->
         ids_Z, table_TH, begins_B, mode="sum", per_sample_weights=scale_Z
     )
     return sums
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-# --- the record -----------------------------------------------------------------------------------
-def _check_mask(sampled: Tensor, offsets: Tensor, ids: Tensor) -> None:
-    if len(offsets) != len(sampled) + 1:
-        raise RecordError(
-            "mask_rows", f"{len(offsets) - 1} mask rows for {len(sampled)} sampled tokens"
-        )
-    if not bool((offsets[0] == 0) & (offsets[-1] == len(ids)) & (offsets.diff() >= 0).all()):
-        raise RecordError("mask_rows", f"mask offsets do not rise from 0 to {len(ids)}")
-    follows = ids[1:] > ids[:-1]
-    starts = offsets[1:-1]
-    follows[starts[(starts > 0) & (starts < len(ids))] - 1] = True  # of another row
-    if not bool(follows.all()):
-        row = int(torch.searchsorted(offsets, int(follows.int().argmin()), right=True)) - 1
-        raise RecordError("mask_duplicate", f"mask row {row} is not ascending and unique")
-    is_own = ids == torch.repeat_interleave(sampled.to(ids.dtype), offsets.diff())
-    if int(is_own.sum()) != len(sampled):  # a row keeps its token at most once
-        has_own = torch.zeros(len(sampled), dtype=torch.bool)
-        has_own[torch.repeat_interleave(offsets.diff())[is_own]] = True
-        row = int(has_own.int().argmin())
-        raise RecordError("mask_sampled", f"mask row {row} does not keep its own token")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms import head_logprob
+from moerl.algorithms import head_plan
 from moerl.algorithms.head_logprob import Head, SamplingMask, kept_logprobs
 from tests.double.mutations import HEAD_BLUNDERS, Blunder
 from tests.double.outcome import caught, check_repeats, outcome, stop_streams
@@ -31,7 +31,7 @@ def work(device: str, *, pieces: int = 1) -> dict[str, Tensor]:
     x, w = (t.to(device).requires_grad_() for t in (hidden, weight))
     tau = torch.full((ROWS,), 0.8, device=device)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(head_logprob, "_PIECE", ROWS * KEPT // pieces)
+        patched.setattr(head_plan, "_PIECE", ROWS * KEPT // pieces)
         found = kept_logprobs(x, Head(w, VOCAB), sampled, mask, temperature_S=tau, support=True)
         assert found.support is not None
         (found.logprob.sum() + found.support.square().mean()).backward()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from moerl.algorithms import head_logprob
+from moerl.algorithms import head_plan
 from moerl.algorithms.head_logprob import (
     Head,
     HeadFactors,
@@ -212,8 +212,8 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     for size in SHARDS:
         group = dist.new_group(range(size))
         for blocks, sizes in BLOCKS.items():
-            before = {name: getattr(head_logprob, name) for name in sizes}
-            vars(head_logprob).update(sizes)
+            before = {name: getattr(head_plan, name) for name in sizes}
+            vars(head_plan).update(sizes)
             for kind in KINDS if rank < size else ():
                 found[size, blocks, kind] = by_blocks(kind, rank, size, group)
             for over, term in product(OVER, TERMS) if rank < size else ():
@@ -222,7 +222,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
                 )
             for kind in ("few", "full") if rank < size else ():
                 found[size, f"{FP32}, {blocks}", kind] = in_half(kind, rank, size, group, fp32=True)
-            vars(head_logprob).update(before)
+            vars(head_plan).update(before)
         if rank < size:
             found[size, "rounded", "full"] = in_half("full", rank, size, group, fp32=False)
             found[size, "broken", "mask reverse"] = terms_by_blocks(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moerl.algorithms import head_logprob
+from moerl.algorithms import head_plan
 from moerl.algorithms.head_logprob import Head, SamplingMask, full_logprobs, kept_logprobs
 
 # hidden [S, H], weight [V, H], keep [S, V], sampled [S], tau [S]
@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn) -> Case:
 def patched(sizes: dict[str, int], vocab: int) -> Any:
     """The head with these sizes and about 40 blocks at most: blocks of one are for few entries."""
     block = max(sizes["_BLOCK"], vocab // 40)
-    return mock.patch.multiple(head_logprob, **sizes | {"_BLOCK": block})
+    return mock.patch.multiple(head_plan, **sizes | {"_BLOCK": block})
 
 
 def csr(keep: Tensor) -> SamplingMask:

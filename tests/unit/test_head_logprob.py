@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moerl.algorithms import head_logprob
+from moerl.algorithms import head_plan
 from moerl.algorithms.head_logprob import (
     Head,
     HeadFactors,
@@ -253,11 +253,11 @@ def largest_tensor(vocab: int, *, masked: bool) -> tuple[int, int]:
 @each
 def test_logits_exist_by_blocks(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved does not depend on the vocabulary, nor what is made beyond a block's size."""
-    monkeypatch.setattr(head_logprob, "_BLOCK", 64 * 32)
+    monkeypatch.setattr(head_plan, "_BLOCK", 64 * 32)
     saved, made = largest_tensor(4096, masked=masked)
     assert saved == 64 * 4
     assert made <= 64 * 32
-    monkeypatch.setattr(head_logprob, "_BLOCK", 64 * 4096)  # control: one block
+    monkeypatch.setattr(head_plan, "_BLOCK", 64 * 4096)  # control: one block
     if not masked:
         assert largest_tensor(4096, masked=masked) == (64 * 4, 64 * 4096)
 
@@ -278,11 +278,11 @@ def test_no_sampled_token_gives_empty_results_and_a_zero_gradient(masked: bool) 
 def test_rows_without_an_entry_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces have multiples of rows; results are those of pieces with their own rows alone."""
     hidden, weight, keep, sampled, tau = case
-    monkeypatch.setattr(head_logprob, "_FEW", 1)  # every row is in the flat list
-    monkeypatch.setattr(head_logprob, "_PIECE_CPU", 5)  # rows are cut
+    monkeypatch.setattr(head_plan, "_FEW", 1)  # every row is in the flat list
+    monkeypatch.setattr(head_plan, "_PIECE_CPU", 5)  # rows are cut
     found = []
     for multiple in (1, 7, 256):
-        monkeypatch.setattr(head_logprob, "_ALIGNED", multiple)
+        monkeypatch.setattr(head_plan, "_ALIGNED", multiple)
         h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         scores = kept_logprobs(h, Head(w, V), sampled, csr(keep), temperature_S=tau)
         scores.logprob.sum().backward()
@@ -309,9 +309,9 @@ def test_rows_of_one_entry_are_summed_in_a_fixed_order(
     """CUDA adds rows of one `index_add_` in any order; only zeros may come beside a sum."""
     hidden, weight, keep, sampled, tau = case
     assert int(keep.sum(0).max()) > 2, "rows share an entry"
-    monkeypatch.setattr(head_logprob, "_FEW", 1)
+    monkeypatch.setattr(head_plan, "_FEW", 1)
     for size in (1024, 7):
-        monkeypatch.setattr(head_logprob, "_PIECE_CPU", size)
+        monkeypatch.setattr(head_plan, "_PIECE_CPU", size)
         with Adds() as seen:
             score(hidden, Head(weight, V), keep, sampled, tau).logprob.sum().backward()
         assert seen.most == 1

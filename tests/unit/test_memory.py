@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moerl.algorithms import head_logprob
+from moerl.algorithms import head_plan
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import ParallelConfig, TrainerConfig
 from moerl.layout import ModelSpec, hf_shapes, model_spec
@@ -101,7 +101,7 @@ def test_recompute_and_sharding_save_what_they_should() -> None:
 
 
 def test_the_size_of_a_block_is_that_of_the_head() -> None:
-    assert (head_logprob._BLOCK, head_logprob._PIECE, head_logprob._COPIED) == (
+    assert (head_plan._BLOCK, head_plan._PIECE, head_plan._COPIED) == (
         LOGITS_OF_A_BLOCK, ENTRIES_OF_A_BLOCK, COPIED_BY_A_BLOCK,
     )  # fmt: skip
 
