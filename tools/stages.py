@@ -259,9 +259,10 @@ def run_tests(stage: Stage, files: str) -> Result:
     python = str(ROOT / f"build/{stage.environment}/bin/python") if own else PYTHON
     libraries = {"LD_LIBRARY_PATH": f"{ROOT}/build/{stage.environment}/lib/system"} if own else {}
     command = [python, "-m", "pytest", "-m", stage.marks, f"--junitxml={junit}"]
-    if stage.workers > 1:  # groups of tests/conftest.py, in the order of the paths
-        command += ["-n", str(stage.workers), "--dist=loadfile", "--no-loadscope-reorder"]
-    code = call([*command, *stage.paths()], libraries)
+    if stage.workers > 1:
+        command += ["-p", "tests.helpers.fork_workers", "--forks", str(stage.workers)]
+    # Some hundred processes import moerl: what one has compiled is kept for the others.
+    code = call([*command, *stage.paths()], libraries | {"PYTHONDONTWRITEBYTECODE": ""})
     if not junit.exists():
         return Result(files, "failed", why=f"pytest ended with {code} and no report")
     suite = ElementTree.parse(junit).getroot()[0]
