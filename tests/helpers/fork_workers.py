@@ -31,7 +31,8 @@ from typing import Any, cast
 import pytest
 
 Group = deque[int]  # places in session.items
-SHARED = ("short_run", "engine_world")  # fixtures of a session that several files use
+# Fixtures of a session that several files use, and the group of these files.
+SHARED = {"short_run": "short_run", "engine_world": "engines", "warm_engines": "engines"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +65,8 @@ def groups_of(items: list[pytest.Item]) -> deque[Group]:
 def group_of(file: Path) -> str:
     """Files whose tests run in one worker: those that share a run or a server; else one file."""
     text = file.read_text(encoding="utf-8")
-    return next((name for name in SHARED if re.search(rf"[ (]{name}: ", text)), str(file))
+    groups = (group for name, group in SHARED.items() if re.search(rf"[ (]{name}: ", text))
+    return next(groups, str(file))
 
 
 @dataclass(slots=True, eq=False)
