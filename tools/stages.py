@@ -75,8 +75,8 @@ _SHARED = (
     " pyproject.toml requirements patches csrc tools"
 )
 
-# Three workers: a server that starts and a run that ends leave cores idle.
-DEFAULT = Stage("default", 11, "e2e security multi unit property", ".", DEFAULT_MARKS, 3)
+# Four workers: a server that starts and a run that ends leave cores idle, and some tests wait.
+DEFAULT = Stage("default", 11, "e2e security multi unit property", ".", DEFAULT_MARKS, 4)
 CHECKS = Stage("checks", 2, "", ".", marks="")
 STAGES = (
     CHECKS,
