@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="of the recipe")
     parser.add_argument("--part", choices=("engine", "trainer", "both"), default="both")
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--model", type=Path, help="model folder; default: the recipe's")
@@ -107,7 +108,7 @@ def make_plan(asked: argparse.Namespace, folder: Path) -> RunContext:
         settings.append(f"sampling.max_new_tokens={asked.tokens}")
     if asked.groups is not None:
         settings.append(f"rollout.groups_per_step={asked.groups}")
-    config = load_config(asked.recipe, settings)
+    config = load_config(asked.recipe, [*settings, *asked.settings])
     set_ray_environment(config)
     run = RunDir(folder / "bare")
     run.create()

@@ -85,7 +85,7 @@ def make_steps(
     """A step of each arm, from equal weights."""
     config, spec = plan.config, plan.spec()
     torch.set_num_threads(config.trainer.cpu_threads)
-    ranks = one_rank()
+    ranks = one_rank(config.trainer.transformer_impl)
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model.gpt import build

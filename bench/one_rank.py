@@ -13,7 +13,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.helpers of its importers
 
-from moerl.config.schema import ParallelConfig
+from moerl.config.schema import ParallelConfig, TransformerImpl
 from moerl.distributed.store_server import StoreServer
 from moerl.distributed.token_store import store_variable
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from moerl.trainer.model.parallel import Parallel
 
 
-def one_rank() -> Parallel:
+def one_rank(impl: TransformerImpl = "auto") -> Parallel:
     """Join a trainer of one rank.  Import Megatron after this call, not before."""
     from moerl.trainer.model import parallel
     from moerl.trainer.model.platform import prepare
 
-    platform = prepare("auto")
+    platform = prepare("auto", impl=impl)
     os.environ |= store_variable(_store().server_address, 0) | {"RANK": "0", "WORLD_SIZE": "1"}
     return parallel.start(ParallelConfig(), platform, timeout_s=600)
 

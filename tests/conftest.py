@@ -7,6 +7,8 @@ torch-free layers must stay fast.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import socket
 import sys
@@ -40,6 +42,16 @@ os.environ.update(
 @pytest.fixture(autouse=True)
 def _processes_before() -> None:
     left_processes.remember()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run on an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Size = Literal["parts", "full", "loop"]
 _FOLDER = "tests/gpu/"
 
 
@@ -15,9 +17,11 @@ class Check:
     about: str
     file: str
     tests: tuple[str, ...]  # functions, or one case of a function
-    parts: bool = True  # torch, megatron-core and a compiler are enough
+    size: Size = "parts"  # torch, megatron-core and a compiler are enough; full: all but `loop`
     on_double: tuple[str, ...] | None = None  # other cases on the double; () = it cannot
+    absent: str = "it cannot"  # why it is not on the double
     limit_s: int = 600
+    least_s: int = 20  # with less time left it is not begun
 
     def nodes(self, *, double: bool = False) -> list[str]:
         """For pytest."""
@@ -57,12 +61,13 @@ CHECKS = (
           ("test_bytes_cast_on_the_way_arrive",
            "test_a_dead_receiver_is_an_error_and_a_stopped_one_is_not_needed",
            "test_memory_is_given_back_after_the_last_mapping"), on_double=()),
-    Check("step", "a MoE of 1.8e9 parameters, an expert at a time: tokens/s, speed, memory",
+    Check("step", "a MoE of 1.8e9 parameters, local layers: tokens/s, speed, memory",
           "test_trainer_gpu.py", ("test_step[none]",)),
     Check("step-replay", "the same with routes and sampling masks replayed",
           "test_trainer_gpu.py", ("test_step[both]",)),
-    Check("step-control", "routes of other tokens change the step",
-          "test_trainer_gpu.py", ("test_routes_of_other_tokens_change_the_step",)),
+    Check("step-control", "routes of other tokens change the step; grouped experts are the loop",
+          "test_trainer_gpu.py",
+          ("test_routes_of_other_tokens_change_the_step", "test_grouped_experts_are_the_loop")),
     Check("fusions", "each fusion against none; two of the four need Transformer Engine",
           "test_fusions_gpu.py", ("test_fusion_agrees",),
           on_double=("test_fusion_agrees[bias_activation_fusion]",
@@ -74,31 +79,31 @@ CHECKS = (
     Check("delta", "the next version as a delta of one step", "test_publish_gpu.py",
           ("test_delta",)),
     Check("te-step", "a step with Transformer Engine against the CPU's",
-          "test_te_gpu.py", ("test_step_with_transformer_engine",), parts=False, on_double=()),
+          "test_te_gpu.py", ("test_step_with_transformer_engine",), size="full", on_double=()),
     Check("te-lora", "adapters on Transformer Engine's layers against transformers",
-          "test_te_gpu.py", ("test_adapters_on_transformer_engine",), parts=False, on_double=()),
+          "test_te_gpu.py", ("test_adapters_on_transformer_engine",), size="full", on_double=()),
     Check("te-replay", "a record through Megatron-core: executed experts, ablation, controls",
-          "test_replay_gpu.py", ("test_megatron_replays_a_record",), parts=False, on_double=()),
+          "test_replay_gpu.py", ("test_megatron_replays_a_record",), size="full", on_double=()),
     Check("samplers", "kept sets of the samplers pytorch and flashinfer, ties included",
-          "test_samplers_gpu.py", ("test_kept_sets_are_equal", "test_draws_are_kept"), parts=False,
+          "test_samplers_gpu.py", ("test_kept_sets_are_equal", "test_draws_are_kept"), size="full",
           on_double=()),
     Check("engine", "start with CUDA graphs and capture; routes against transformers; backends",
           "test_engine_gpu.py",
           ("test_graphs_record_what_eager_passes_record", "test_routes_are_those_of_transformers",
-           "test_attention_backends_agree"), parts=False, on_double=(), limit_s=1800),
+           "test_attention_backends_agree"), size="full", on_double=(), limit_s=1800),
     Check("engine-ranks", "two ranks, with and without expert parallelism: the same experts",
-          "test_engine_gpu.py", ("test_all_ranks_choose_the_recorded_experts",), parts=False,
+          "test_engine_gpu.py", ("test_all_ranks_choose_the_recorded_experts",), size="full",
           on_double=(), limit_s=1800),
     Check("transports", "a whole run over each transport of one node: seconds, pause",
-          "test_runs_gpu.py", ("test_publishes_over",), parts=False, on_double=(), limit_s=3600),
+          "test_runs_gpu.py", ("test_publishes_over",), size="full", on_double=(), limit_s=3600),
     Check("colocated", "engine and trainer in turns on one GPU: tokens/s, share of switches",
-          "test_runs_gpu.py", ("test_turns_with_one_gpu",), parts=False, on_double=(),
+          "test_runs_gpu.py", ("test_turns_with_one_gpu",), size="full", on_double=(),
           limit_s=3600),
     Check("two-engines", "two engines on GPUs of their own, one trainer: both are published to",
-          "test_runs_gpu.py", ("test_two_engines_on_one_node",), parts=False, on_double=(),
+          "test_runs_gpu.py", ("test_two_engines_on_one_node",), size="full", on_double=(),
           limit_s=1800),
     Check("resume", "a run that continues from its checkpoint", "test_runs_gpu.py",
-          ("test_a_run_resumes",), parts=False, on_double=(), limit_s=1800),
+          ("test_a_run_resumes",), size="full", on_double=(), limit_s=1800),
     Check("ablation", "moerl mismatch in bf16: none, routes, masks, both", "test_runs_gpu.py",
-          ("test_ablation",), parts=False, on_double=(), limit_s=1800),
+          ("test_ablation",), size="full", on_double=(), limit_s=1800),
 )  # fmt: skip

@@ -149,7 +149,9 @@ link_cuda() {
     fail "$packaged/bin/nvcc is missing: requirements/gpu.lock needs nvidia-cuda-nvcc"
   rm -rf "${home:?}/lib64"
   mkdir -p "$home/lib64/stubs"
-  for part in bin include nvvm; do ln -sfnr "$packaged/$part" "$home/$part"; done
+  for part in "$packaged"/*; do  # nvcc.profile may name any, such as `targets`
+    [[ ${part##*/} == lib ]] || ln -sfnr "$part" "$home/${part##*/}"
+  done
   for library in "$packaged"/lib/lib*.so.*; do
     name=$(basename "$library")
     ln -sr "$library" "$home/lib64/$name"

@@ -32,7 +32,8 @@ PROMISED_S = 720  # the default selection, on two free cores
 OPTIONAL = ("gpu", "gpu_profile", "mooncake", "smollm2", "clients")  # marks of optional stages
 PLAIN = " and ".join(f"not {mark}" for mark in OPTIONAL)
 DEFAULT_MARKS, FULL_MARKS = f"not full and {PLAIN}", f"full and {PLAIN}"
-SCRIPTS = ("tools/test", "tools/quickstart", "tools/gpu-check", "tools/*.sh", "tools/launch/*")
+PROGRAMS = ("tools/test", "tools/quickstart", "tools/gpu-check", "tools/gpu-bundle")
+SCRIPTS = (*PROGRAMS, "tools/*.sh", "tools/launch/*")
 LINES = ("ruff check .", "ruff format --check .", "mypy", f"shellcheck {' '.join(SCRIPTS)}")
 
 _WEIGHTS = (
@@ -96,8 +97,8 @@ STAGES = (
         "trainer",
         18,
         "multi/test_bad_steps.py multi/test_checkpoint_writer.py multi/test_critic.py"
-        " multi/test_dither*.py multi/test_lora_*.py multi/test_minibatch_training.py"
-        " multi/test_mismatch_dump.py"
+        " multi/test_dither*.py multi/test_grouped_experts.py multi/test_lora_*.py"
+        " multi/test_minibatch_training.py multi/test_mismatch_dump.py"
         " multi/test_processes.py multi/test_re[fps]*.py multi/test_second_model.py"
         " multi/test_sglang_lora_pool.py multi/test_shared_prompts.py"
         " multi/test_support_training.py multi/test_teacher_training.py multi/test_train*.py"
@@ -128,8 +129,8 @@ STAGES = (
         "variants",
         19,
         "e2e/test_agent_*_run.py e2e/test_agent_long_episode.py e2e/test_agent_run.py"
-        " e2e/test_long_contexts.py e2e/test_main_job.py e2e/test_scoring_run.py e2e/test_turns.py"
-        " e2e/test_variants.py",
+        " e2e/test_gpu_loop.py e2e/test_long_contexts.py e2e/test_main_job.py"
+        " e2e/test_scoring_run.py e2e/test_turns.py e2e/test_variants.py",
     ),
     Stage(
         "faults",

@@ -142,6 +142,7 @@ def make_job(
         dtypes=list(dtypes),
         ep=trainer.parallel.ep,
         platform=trainer.platform,
+        transformer_impl=trainer.transformer_impl,
         dispatcher=trainer.dispatcher,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         version=version,

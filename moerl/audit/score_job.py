@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from moerl.config.schema import Dispatcher, Precision
+from moerl.config.schema import Dispatcher, Precision, TransformerImpl
 from moerl.core.errors import ConfigError
 
 # name: (routes of the forward pass, recorded sampling masks used)
@@ -42,6 +42,7 @@ class ScoreJob:
     dtypes: list[Precision] = field(default_factory=lambda: ["fp32"])
     ep: int = 1
     platform: str = "auto"
+    transformer_impl: TransformerImpl = "auto"
     dispatcher: Dispatcher = "alltoall"
     max_tokens_per_microbatch: int = 8192
     version: str = ""  # score only segments of this version, each with its own audit rows

@@ -106,7 +106,8 @@ def main() -> None:
 
 def _score(jobs: list[ScoreJob]) -> None:
     """Run all jobs in one trainer, started with the first job's settings."""
-    platform = prepare(jobs[0].platform, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    platform = prepare(jobs[0].platform, local_rank=rank, impl=jobs[0].transformer_impl)
     from moerl.trainer.model import parallel
 
     sizes = ParallelConfig(dp=int(os.environ.get("WORLD_SIZE", "1")), ep=jobs[0].ep)

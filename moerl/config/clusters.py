@@ -36,6 +36,7 @@ from moerl.config.schema import (
     NodeGroup,
     ParallelConfig,
     Role,
+    TrainerConfig,
 )
 from moerl.core.errors import ConfigError
 
@@ -43,6 +44,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
 _WITHOUT_COPIES: tuple[MovedPart, ...] = ("gradients", "kv_cache", "engine_weights")
 _ALONE = 0.95  # of what is free: in turns engine.max_total_tokens alone bounds an engine
+_OF_TRANSFORMER_ENGINE = {  # by section of the trainer
+    "megatron": (
+        *("fp8", "fp4", "fp8_param", "use_te_activation_func", "use_transformer_engine_op_fuser"),
+        *("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion", "tp_comm_overlap"),
+    ),
+    "optimizer_args": ("use_precision_aware_optimizer",),
+}
 _BESIDE = 0.1  # of a shared GPU: an engine's context, graphs, activations and buckets
 
 
@@ -209,6 +217,12 @@ def _cluster(config: Config) -> Rows:
         if cluster.launcher == "hosts" and not group.hosts:
             allowed = "cluster.launcher = hosts needs the address of each node"
             yield f"{field}.hosts", group.hosts, allowed
+    on_gpus = any(group.devices for group in cluster.nodes.values() if "trainer" in group.roles)
+    if config.trainer.platform == "cpu" or not on_gpus:
+        if config.trainer.transformer_impl == "transformer_engine":
+            yield "trainer.transformer_impl", "the trainer has no GPU: use auto or local"
+    elif config.trainer.transformer_impl == "local":
+        yield from _without_transformer_engine(config.trainer)
     if is_shared(cluster):
         yield from _shared(config)
     if takes_turns(cluster):
@@ -225,6 +239,14 @@ def _cluster(config: Config) -> Rows:
         if on_cuda and not any(group.devices for group in groups):
             allowed = "cluster.nodes.*.devices names no GPU: name their number, or use cluster=gpu1"
             yield f"{side}.platform", allowed
+
+
+def _without_transformer_engine(trainer: TrainerConfig) -> Rows:
+    """Settings whose kernels are Transformer Engine's; megatron-core's layers lack them."""
+    for section, names in _OF_TRANSFORMER_ENGINE.items():
+        for name in names:
+            if getattr(trainer, section).get(name) not in (None, False):
+                yield f"trainer.{section}.{name}", "it needs trainer.transformer_impl=auto"
 
 
 def _shared(config: Config) -> Rows:

@@ -32,6 +32,7 @@ from moerl.config.task_programs import AgentConfig, TaskLimits, ToolName
 Role = Literal["controller", "engine", "trainer", "ref_models"]
 Precision = Literal["fp32", "bf16"]
 Dispatcher = Literal["alltoall", "allgather"]
+TransformerImpl = Literal["auto", "transformer_engine", "local"]
 Column = Literal["prompt", "messages", "tools", "answer", "chat_template_kwargs"]
 
 
@@ -350,6 +351,8 @@ class OptimizerConfig:
 class TrainerConfig:
     dtype: Precision = "fp32"
     platform: Literal["auto", "cpu", "cuda"] = "auto"
+    # Whose layers: megatron-core's own, or on CUDA Transformer Engine's; auto: those on CUDA
+    transformer_impl: TransformerImpl = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_microbatch: Count = 8192  # per data-parallel rank, padding counted

@@ -99,7 +99,8 @@ class GroupBuffer:
         for group in twice:
             self._remove(group.group_id)
         self._again = [group_id for group_id in self._again if group_id not in spent]
-        self._redo(one for one in self._consumed.without(consumed) if one not in self._ready)
+        void = self._consumed.without(consumed)  # ids from the cursor on start in their turn
+        self._redo(one for one in void if one < self._cursor and one not in self._ready)
         self._consumed = spent
         return twice
 

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS
 SETUP = "run tools/setup.sh --gpu there"
 _ANSWER_S, _LINK_S = 25.0, 25.0
 _SKEW_S = 2.0  # clock difference that is a fault
+_FREE = 0.95  # of a GPU's memory, at least, before a start
 _SHARED, _JOURNAL, _BLOBS = "runs (shared)", "journal (local)", "records (local)"
 _TRIES_SANDBOX = True  # takes about a second
 _SHELLS = ("ssh", "gsissh")  # programs that hand a line to a shell
@@ -228,14 +229,33 @@ def _interface(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Fin
     yield Finding("interface", answer.node.name, what, remedy)
 
 
-def _gpus(_config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
+def _gpus(config: Config, answer: Answer, facts: NodeFacts) -> Iterator[Finding]:
     node, wanted = answer.node.name, answer.node.group.devices
     if facts.gpus < wanted:
         remedy = "see nvidia-smi there, or lower cluster.nodes.*.devices"
         yield Finding("GPUs", node, f"{facts.gpus} of {wanted}", remedy)
     if facts.gpu is not None:
-        for part, what, remedy in check_gpu(facts.gpu):
+        libraries = facts.gpu.libraries
+        if config.trainer.transformer_impl == "local":
+            libraries = {n: v for n, v in libraries.items() if not n.startswith("Transformer")}
+        for part, what, remedy in check_gpu(replace(facts.gpu, libraries=libraries)):
             yield Finding(part, node, what, remedy)
+        for what, remedy in check_memory(facts.gpu, answer.node.group.device_gb):
+            yield Finding("GPU memory", node, what, remedy)
+
+
+def check_memory(facts: GpuFacts, device_gb: float) -> Iterator[tuple[str, str]]:
+    """Shares of engine and trainer are planned for `device_gb`, and SGLang takes its of what is
+    free.
+    """
+    for number, (free, total) in enumerate(facts.memory):
+        what = f"GPU {number}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        remedy = ""
+        if total < 0.95 * device_gb * 1e9:
+            remedy = f"set cluster.nodes.*.device_gb={total // 10**9}, which is {device_gb:g}"
+        elif free < _FREE * total:
+            remedy = "end what else holds it (nvidia-smi)"
+        yield what, remedy
 
 
 def check_gpu(facts: GpuFacts) -> Iterator[tuple[str, str, str]]:
@@ -252,13 +272,18 @@ def check_gpu(facts: GpuFacts) -> Iterator[tuple[str, str, str]]:
         yield "CUDA", "torch is missing or built for the CPU", SETUP
         return
     for name in (name for name, version in libraries.items() if not version):
-        yield name, f"missing for CUDA {cuda}", SETUP
+        is_layers = name.startswith("Transformer")
+        remedy = f"{SETUP}, or set trainer.transformer_impl=local" if is_layers else SETUP
+        yield name, f"missing for CUDA {cuda}", remedy
     present = [f"{name} {version}" for name, version in libraries.items() if version]
     parts = {name: v for name, v in libraries.items() if name.startswith("Transformer") and v}
     if len(set(parts.values())) > 1:
         named = ", ".join(f"{name} {version}" for name, version in parts.items())
         yield "Transformer Engine", f"versions differ: {named}", SETUP
     yield "libraries", f"torch for CUDA {cuda}, {', '.join(present)}", ""
+    if facts.missing_header:
+        remedy = "install the headers of this Python (python3-dev): Triton compiles with them"
+        yield "Python.h", f"{facts.missing_header} is missing", remedy
     if facts.compile_error:  # engines compile at their start
         yield "CUDA compiler", facts.compile_error, f"{SETUP}, or install CUDA's compiler"
     elif _major(facts.nvcc) != _major(cuda):

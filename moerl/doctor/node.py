@@ -29,6 +29,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -98,6 +99,8 @@ class GpuFacts:
     torch_cuda: str = ""  # CUDA that torch is built for; empty for a CPU build
     nvcc: str = ""
     compile_error: str = ""  # why a kernel could not be compiled and linked
+    missing_header: str = ""  # path of Python.h, with which Triton compiles its launchers
+    memory: list[tuple[int, int]] = field(default_factory=list)  # free, total of each GPU; bytes
     libraries: dict[str, str] = field(default_factory=dict)  # by purpose
 
 
@@ -208,6 +211,7 @@ def _try_sandbox() -> str:
 # --- GPU parts -----------------------------------------------------------------------------------
 def gpu_facts() -> GpuFacts:
     smi, built_for, home = _output("nvidia-smi"), torch_cuda(), _cuda_home()
+    header = Path(sysconfig.get_path("include"), "Python.h")
     major = built_for.partition(".")[0]
     libraries = {use: _version(name.format(major=major)) for use, name in GPU_PACKAGES.items()}
     return GpuFacts(
@@ -216,8 +220,16 @@ def gpu_facts() -> GpuFacts:
         torch_cuda=built_for,
         nvcc=_match(r"release ([\d.]+)", _output(f"{home}/bin/nvcc", "--version")),
         compile_error=compile_error(home),
+        missing_header="" if header.is_file() else str(header),
+        memory=_memory(),
         libraries=libraries,
     )
+
+
+def _memory() -> list[tuple[int, int]]:
+    told = _output("nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader")
+    pairs = re.findall(r"^(\d+) MiB, (\d+) MiB$", told, re.MULTILINE)
+    return [(int(free) * 2**20, int(total) * 2**20) for free, total in pairs]
 
 
 def _cuda_home() -> str:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 OPERATORS = ("nms", "qnms")  # of torchvision
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def arm() -> None:
@@ -48,5 +48,5 @@ def _declare() -> Any:
         return "not needed"
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in OPERATORS:
-        library.define(operator + _SCHEMA)
+        library.define(operator + SCHEMA)
     return library

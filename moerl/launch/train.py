@@ -39,6 +39,7 @@ from moerl.core.json_files import read_model_config
 from moerl.core.rpc import Keys
 from moerl.data.shared_prefix import check_shared
 from moerl.engine.host.server_args import check_args, check_planned_layout
+from moerl.launch.bundle_check import check_bundle
 from moerl.launch.folder_checks import check_folders
 from moerl.launch.line_checks import line_checks
 from moerl.launch.model_folders import (
@@ -404,6 +405,7 @@ def _checked(
         )
     config = with_start(with_tiny_model(config, run), run)
     hf_config = check_model(config)
+    check_bundle(config, hf_config)
     check_folders(config)
     check_trainer(config, hf_config)
     for tp in {config.engine.tp, *config.engine.tp_each}:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from moerl.config.mesh import check_divides, check_mesh, stage_layers
-from moerl.config.schema import ParallelConfig
+from moerl.config.schema import ParallelConfig, TransformerImpl
 from moerl.core.errors import ConfigError, LayoutError
 from moerl.layout.common_parts import (
     EMBED,
@@ -32,6 +32,12 @@ from moerl.layout.tiles import Box, Local, Named, Tile, full_box
 
 LayerSpec = Literal["local", "te"]
 """Layer spec of the live GPTModel: megatron-core's own modules, or Transformer Engine's."""
+
+
+def layers_of(impl: TransformerImpl, *, gpu: bool) -> LayerSpec:
+    """Layers that `trainer.transformer_impl` chooses for ranks with or without a GPU."""
+    return "te" if gpu and impl != "local" else "local"
+
 
 SGLANG_VOCAB_MULTIPLE = 64
 SGLANG_SHARES_HEAD = (

@@ -41,6 +41,7 @@ from moerl.config.validate import read_section
 from moerl.data.shared_prefix import check_shared
 from moerl.engine import feature_table
 from moerl.engine.host.server_args import check_planned_layout
+from moerl.launch.bundle_check import check_bundle
 from moerl.launch.cluster.node_commands import host_of, node_commands, torchrun
 from moerl.launch.folder_checks import check_folders
 from moerl.launch.line_checks import line_checks, model_tokenizer
@@ -66,6 +67,7 @@ def describe(config: Config, recipe: Sequence[str]) -> str:
     placed, shapes = placement(config), model_shapes(config)
     max_positions = model_spec(shapes).max_positions
     check_context(config, max_positions)
+    check_bundle(config, shapes)
     if config.trainer.share_prompts:
         for spec in (model_spec(shapes), *ref_model_specs(config)):
             check_shared(spec)

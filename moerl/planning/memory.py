@@ -15,6 +15,8 @@ Legend (of one rank; bytes unless stated otherwise)
     counterpart with the distributed optimizer, or 1
     activations  with full recompute, the input of each layer for each microbatch in flight (pp -
     stage of them, 1F1B), and the activations inside one layer; without it inside every layer
+    and, where local layers on a GPU multiply experts in groups, the widest weights of a layer's
+    experts stacked, and their gradients
     head         on the last stage (3 b + 4) t h, hidden states of tokens, as if all were sampled,
     and their gradient; b h V / tp, a placeholder for the gradient of a trained head; three blocks
     of logits; an fp32 head of bf16 weights (2 b + 8) t h, and two blocks of the weight in fp32
@@ -52,7 +54,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.optimizer_settings import optimizer_args
 from moerl.config.schema import ParallelConfig, TeacherConfig, TrainerConfig
 from moerl.layout.adapters import projections
-from moerl.layout.shards import chunk_layers, hf_shapes, megatron_tiles
+from moerl.layout.shards import LayerSpec, chunk_layers, hf_shapes, layers_of, megatron_tiles
 from moerl.layout.spec import ModelSpec, padded_vocab
 from moerl.planning.layout_check import ITEMSIZE, stage_bytes
 from moerl.weight_sync.held_shards import EngineLayout
@@ -114,6 +116,7 @@ class Training:
     optimizer: OptimizerBytes = OptimizerBytes()
     bucket: int = 0  # bytes of a publish's bucket, sync.bucket_bytes
     gpu: bool = True
+    layers: LayerSpec = "te"
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp32_head: bool = False  # model.fp32_lm_head
 
@@ -134,6 +137,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         optimizer=optimizer_bytes(config.trainer),
         bucket=config.sync.bucket_bytes,
         gpu=gpu,
+        layers=layers_of(config.trainer.transformer_impl, gpu=gpu),
         lora=config.lora,
         fp32_head=config.model.fp32_lm_head,
     )
@@ -209,7 +213,7 @@ def trainer_memory(
     ConfigError or LayoutError when sizes do not divide.
     """
     spec = replace(spec, mtp_layers=0)  # as the trainer builds it
-    dense, expert = stage_bytes(spec, layout, "te" if training.gpu else "local")
+    dense, expert = stage_bytes(spec, layout, training.layers)
     itemsize = ITEMSIZE.get(spec.dtype, 2)
     ranks = [
         _stage(
@@ -257,7 +261,8 @@ def ref_model_memory(
             weights=rank.weights,
             gradients=0,
             optimizer=0,
-            activations=max(_insides(spec, layout, training, rank.stage), default=0),
+            activations=max(_insides(spec, layout, training, rank.stage), default=0)
+            + _stacked(spec, layout, training) // 2,
             head=rank.head,
             runtime=rank.runtime,
         )
@@ -309,7 +314,7 @@ def _stage(
         weights=weights,
         gradients=4 * sum(trained),
         optimizer=held.device * own,
-        activations=_activations(spec, layout, training, stage),
+        activations=_activations(spec, layout, training, stage) + _stacked(spec, layout, training),
         head=_head(spec, training, tokens, vocab) if last else 0,
         replay=_num_routers(spec, layout, stage)
         * (8 * (tokens // layout.tp) * spec.experts_per_token),
@@ -363,6 +368,21 @@ def _factors(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig, stage: i
             adapted, largest[chunk] = adapted + size, max(largest[chunk], size)
     factors = sum(outside.values()), sum(inside.values())
     return _Adapted(*factors, adapted, sum(largest.values()))
+
+
+def _stacked(spec: ModelSpec, layout: ParallelConfig, training: Training) -> int:
+    """Bytes of a layer's widest expert weights, stacked for a grouped product, and gradients."""
+    if training.layers == "te" or not (training.gpu and training.width == 2):
+        return 0
+    return (
+        2
+        * training.width
+        * 2
+        * spec.moe_ffn
+        * spec.hidden
+        * spec.experts
+        // (layout.ep * layout.etp)
+    )
 
 
 def _num_routers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:

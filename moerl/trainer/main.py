@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NO_ATTENTION = "No dot product attention backend"  # of Transformer Engine
+_LOCAL = "cuDNN has no kernel for these rows: use trainer.transformer_impl=local"
+
 
 def main() -> None:
     """Train as one rank until the controller stops the run."""
@@ -52,6 +55,7 @@ def main() -> None:
         place = platform.prepare(
             config.trainer.platform,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            impl=config.trainer.transformer_impl,
             share=1.0 if args.ref_models else trainer_share(config),
         )
     except MoerlError as error:
@@ -111,11 +115,17 @@ def _find_context(args: argparse.Namespace, run: RunDir, config: Config) -> tupl
     return context, ""
 
 
+def cause_with_remedy(error: BaseException) -> str:
+    if _NO_ATTENTION in str(error) and _LOCAL not in getattr(error, "__notes__", ()):
+        error.add_note(_LOCAL)
+    return cause_of(error)
+
+
 def _tell(error: BaseException, context: RankContext, job: str) -> None:
     """Report the error in one sentence to the log, to torchrun and to the controller."""
     from moerl.trainer.train_loop import report_failure
 
-    cause = cause_of(error)
+    cause = cause_with_remedy(error)
     log.error("this rank ends: %s", cause, exc_info=error)
     rank = os.environ.get("RANK")
     print(f"TrainerError: {job} rank {rank}: {cause}", file=sys.stderr, flush=True)

@@ -77,7 +77,9 @@ def main() -> None:
 
 def _train(config: Config, run: RunDir) -> None:
     place = platform.prepare(
-        config.trainer.platform, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+        config.trainer.platform,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        impl=config.trainer.transformer_impl,
     )
     torch.set_num_threads(platform.rank_threads(config.trainer, place))
     # `prepare` must run before any import of megatron

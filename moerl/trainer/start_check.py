@@ -17,7 +17,7 @@ from moerl.config.lora_settings import LoraConfig
 from moerl.config.schema import TrainerConfig
 from moerl.config.validate import read_section
 from moerl.core.errors import ConfigError, MoerlError
-from moerl.layout import ModelSpec, model_spec
+from moerl.layout import ModelSpec, layers_of, model_spec
 
 if TYPE_CHECKING:
     from moerl.trainer.model.platform import Platform
@@ -67,7 +67,8 @@ def _try_fields(spec: ModelSpec, job: Job, place: Platform) -> str:
     from moerl.trainer.model.transformer import fused_fields, transformer_config
 
     if job.gpu:
-        place = Platform("cuda", place.device, "nccl", "te")
+        layers = layers_of(job.trainer.transformer_impl, gpu=True)
+        place = Platform("cuda", place.device, "nccl", layers)
     if not spec.sinks and (place.layers == "local" or job.trainer.share_prompts):
         check_attention(job.trainer.megatron)
     spec, asked = replace(spec, mtp_layers=0), job.trainer.megatron  # as `gpt.build`
@@ -77,7 +78,7 @@ def _try_fields(spec: ModelSpec, job: Job, place: Platform) -> str:
         try:
             transformer_config(spec, trainer, place, with_replay=job.replays)
         except ConfigError as error:
-            if has_te or not job.gpu or not _OF_TE.search(str(error)):
+            if has_te or place.layers == "local" or not _OF_TE.search(str(error)):
                 raise
             said = f"trainer.megatron was tried without Transformer Engine: {error.allowed}"
         else:

@@ -47,7 +47,7 @@ class Found:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    place = platform.prepare("cuda", local_rank=rank, layers="local")
+    place = platform.prepare("cuda", local_rank=rank, impl="local")
     from moerl.trainer.model import parallel
 
     ranks = parallel.start(TWO_RANKS.parallel, place, timeout_s=patience(60))

@@ -22,7 +22,7 @@ from moerl.trainer.model import platform
 
 NAME, WHERE, *NAMES = sys.argv[1:]
 RANK = int(os.environ["RANK"])
-PLACE = platform.prepare(NAME, local_rank=RANK, layers="local")
+PLACE = platform.prepare(NAME, local_rank=RANK, impl="local")
 
 import torch  # noqa: E402
 

@@ -86,7 +86,7 @@ def small_spec(config: Config) -> ModelSpec:
 def ranks() -> Parallel:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     config = configured("olmoe-1gpu")
-    place = platform.prepare("cuda", layers="local", share=trainer_share(config))
+    place = platform.prepare("cuda", impl="local", share=trainer_share(config))
     import torch.distributed as dist
 
     from moerl.trainer.model import parallel

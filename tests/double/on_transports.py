@@ -24,6 +24,7 @@ from moerl.weight_sync.transports import pair_pipes, process_group
 from moerl.weight_sync.transports.base import Transport
 from moerl.weight_sync.transports.factory import make
 from moerl.weight_sync.transports.pair_pipes import BUCKET_BYTES
+from tests.double import cuda_driver
 from tests.double.watch import PAGEABLE, WAITS, memory, watch
 from tests.helpers import transport_checks as checks
 from tests.helpers.patience import until
@@ -273,6 +274,22 @@ def test_a_gpu_that_the_sender_does_not_see_is_refused(
     error = raised(lambda: transport.connect(endpoint, soon()))
     assert error.reason == "refused"
     assert "GPU-0 is not visible here, ['GPU-1'] are" in error.detail
+
+
+@IPC
+@pytest.mark.parametrize("call", ["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuMemAlloc_v2"])
+def test_a_driver_that_refuses_is_an_error_with_its_remedy(
+    call: str, transport: Transport, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without CUDA IPC.  Control: without the refusal both ends meet."""
+    endpoint = spawn().do("open", MIB)
+    transport.connect(endpoint, soon()).close()
+    monkeypatch.setattr(cuda_driver.DriverDouble, call, lambda *_: 801)
+    opens = call != "cuIpcOpenMemHandle_v2"
+    work = (lambda: transport.open(MIB)) if opens else lambda: transport.connect(endpoint, soon())
+    error = raised(work)
+    assert error.detail.startswith(f"{call} answered 801: ")
+    assert error.detail.endswith("; sync.transport=shm does without it")
 
 
 @IPC

@@ -77,7 +77,7 @@ def prepare(
 ) -> Trained:
     """Load the model of the folder and plan a batch of random records."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    place = platform.prepare(where, layers=layers)
+    place = platform.prepare(where, impl="local" if layers == "local" else "auto")
     from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import gpt, parallel

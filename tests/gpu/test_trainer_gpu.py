@@ -118,6 +118,30 @@ def test_routes_of_other_tokens_change_the_step(
     assert differs_by(gradients_of(learner, plan), right) > 0.1
 
 
+def test_grouped_experts_are_the_loop(
+    tmp_path: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same weights and records in bf16.  Control: each expert has a row of the next one."""
+    loop, grouped = (make_learner(TINY, tmp_path, grouped=how) for how in (False, True))
+    pairs = zip(loop.model.gpt.parameters(), grouped.model.gpt.parameters(), strict=True)
+    for one, other in pairs:
+        other.data.copy_(one.data)
+    plan = make_plan(TINY, loop)
+    want = gradients_of(loop, plan)
+    worst = differs_by(gradients_of(grouped, plan), want)
+    figure("gradients, from the loop's", worst, "of a tensor's largest")
+    assert worst < 2e-2
+    from moerl.trainer.model import grouped_experts
+
+    right = grouped_experts.grouped_mm
+
+    def moved(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        return right(a, b, offs=torch.minimum(offs + 1, offs[-1]))
+
+    monkeypatch.setattr(grouped_experts, "grouped_mm", moved)
+    assert differs_by(gradients_of(grouped, plan), want) > 0.1
+
+
 def _product_speed(size: int) -> float:
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     return 2 * size**3 / _seconds(lambda: a @ a)

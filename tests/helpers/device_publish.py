@@ -83,8 +83,8 @@ class OneRank:
             PolicyVersion(0, 0),
         )
 
-    def publish(self) -> Published:
-        """Send the stored version and serve it."""
+    def publish(self, *, damage: bool = False) -> Published:
+        """Send the stored version and serve it.  damage: a byte of it changes on the way."""
         version, deadline = self.snapshot.version, time.monotonic() + _LATE_S
         assert version is not None, "store a version first"
         prepared = self.receiver.handle(self._prepare(version))
@@ -93,6 +93,8 @@ class OneRank:
         begin = time.perf_counter()
         moved = self._sender.send({0: there}, deadline)[0]
         sent = time.perf_counter()
+        if damage:
+            self._damage()
         deltas = (moved.deltas,) if self._delta else ()
         verified = self.receiver.handle(VerifyUpdate(0, version, (moved.digests,), _LATE_S, deltas))
         assert isinstance(verified, UpdateVerified)
@@ -104,6 +106,12 @@ class OneRank:
         return Published(
             sent - begin, checked - sent, time.perf_counter() - checked, moved.num_bytes
         )
+
+    def _damage(self) -> None:
+        session = self.receiver._session
+        assert session is not None
+        session.staging.fetch(time.monotonic() + _LATE_S)
+        session.staging.buffer[0] ^= 1
 
     def _prepare(self, version: PolicyVersion) -> PrepareUpdate:
         return PrepareUpdate(

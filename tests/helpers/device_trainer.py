@@ -102,7 +102,7 @@ def ranks(layers: LayerSpec, where: str = "cuda") -> Parallel:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     from moerl.trainer.model import platform
 
-    place = platform.prepare(where, layers=layers)
+    place = platform.prepare(where, impl="local" if layers == "local" else "auto")
     import torch.distributed as dist
 
     from moerl.trainer.model import parallel
@@ -119,9 +119,13 @@ def make_learner(
     dtype: Literal["bf16", "fp32"] = "bf16",
     layers: LayerSpec = "local",
     where: str = "cuda",
+    grouped: bool = True,
 ) -> Learner:
-    """Random weights; sums and moments are fp32."""
+    """Random weights; sums and moments are fp32.  grouped: False = experts one by one."""
     parallel = ranks(layers, where)
+    if not grouped:
+        place = replace(parallel.platform, grouped=False)
+        parallel = replace(parallel, platform=place)
     from moerl.trainer.learner.step import Learner
     from moerl.trainer.model import gpt
 
@@ -179,6 +183,7 @@ def make_plan(size: Size, learner: Learner) -> BatchPlan:
 def planned(size: Size) -> TrainerMemory:
     """What a dry run says of this rank."""
     training = Training(dtype="bf16", tokens=size.per_microbatch, distributed_optimizer=False)
+    training = replace(training, layers="local")
     (rank,) = trainer_memory(size.spec(), ParallelConfig(), training)
     return rank
 

@@ -71,6 +71,7 @@ def load(folder: Path) -> torch.nn.Module:
 @torch.no_grad()
 def forward(model: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, np.ndarray]:
     """Logits [T, V] and the experts of every fed-in token, [L, T, K], most probable first."""
-    out = model(torch.tensor([ids]), output_router_logits=True)
+    where = next(model.parameters()).device
+    out = model(torch.tensor([ids], device=where), output_router_logits=True)
     routes = [r.view(-1, EXPERTS).topk(TOP_K).indices for r in out.router_logits]
-    return out.logits[0].float(), torch.stack(routes).numpy()
+    return out.logits[0].float().cpu(), torch.stack(routes).cpu().numpy()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +30,15 @@ from moerl.records import BlobStore
 START = PolicyVersion(0, 0)
 
 
-def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion = START) -> EpisodeGroup:
-    """One episode of two prompt and two sampled tokens, its routes sealed."""
-    (ref,) = blobs.seal(f"{group_id}.0-s0", [np.full((2, 3, 2), group_id % 256, np.uint8)])
+def group_of(
+    group_id: int, blobs: BlobStore, version: PolicyVersion = START, *, number: int = 0
+) -> EpisodeGroup:
+    """One episode of two prompt and two sampled tokens, its routes sealed.
+
+    number: of its try, which is in its text and in the name of its blob.
+    """
+    rows = np.full((2, 3, 2), (group_id + number) % 256, np.uint8)
+    (ref,) = blobs.seal(f"{group_id}.0-s{number}", [rows])
     rollout = Rollout(
         rollout_id=f"{group_id}.0",
         token_ids=np.array([1, 2, 3, 4], np.int32),
@@ -42,7 +51,7 @@ def group_of(group_id: int, blobs: BlobStore, version: PolicyVersion = START) ->
         sampling=SamplingParams(2),
         engine=0,
     )
-    prompt = Prompt(group_id, (1, 2), "p", {"a": 1}, {})
+    prompt = Prompt(group_id, (1, 2), f"try {number}", {"a": 1}, {})
     episode = Episode(f"{group_id}.0", (Turn(rollout),), Score(float(group_id), errors=2.0))
     return EpisodeGroup(group_id, prompt, (episode,))
 
@@ -54,10 +63,18 @@ class JournalWorld:
         self.folder = folder
         self.blobs = BlobStore(folder / "blobs", "n")
         self.segments = SharedGroups(folder / "run") if shared else None
+        self._opened: list[Journal] = []  # SQLite writes back the log of one that is freed
         self.open()
+
+    def read(self, sql: str) -> tuple[Any, ...]:
+        """The first row, from the files."""
+        with contextlib.closing(sqlite3.connect(self.database)) as db:
+            found: tuple[Any, ...] = db.execute(sql).fetchone()
+            return found
 
     def open(self) -> RecoveredState:
         self.journal = Journal(self.folder / "journal", self.blobs, self.segments)
+        self._opened.append(self.journal)
         self.past = self.journal.load()
         return self.past
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,8 +60,14 @@ def gaps_of(
     model: Path,
     blob_dir: Path,
     variants: Sequence[str],
+    *,
+    through: str = "",
+    **more: Any,
 ) -> dict[str, np.ndarray]:
-    """Trainer in fp32 minus engine, log-probability of each sampled token, by variant."""
+    """Trainer in fp32 minus engine, log-probability of each sampled token, by variant.
+
+    through: a module that runs the trainer's; more: fields of its job.
+    """
     (folder / "rollouts").write_bytes(encode_value(list(rollouts)))
     ScoreJob(
         model=str(model),
@@ -71,7 +78,9 @@ def gaps_of(
         variants=list(variants),
         dtypes=["fp32"],
         platform="auto",
+        **more,
     ).save(folder / "job.json")
-    torchrun(1, ["-m", "moerl.audit.score_ranks", "--job", str(folder / "job.json")], timeout_s=300)
+    program = ["-m", *filter(None, [through]), "moerl.audit.score_ranks"]
+    torchrun(1, [*program, "--job", str(folder / "job.json")], timeout_s=300)
     found = dict(np.load(folder / "found.npz"))
     return {name: found[f"fp32/{name}"] - found["engine"] for name in variants}

@@ -187,7 +187,7 @@ def _load(name: str = "cpu") -> None:
     """What worker programs import, in their order; without threads, or forking is not safe."""
     from moerl.trainer.model import platform
 
-    platform.prepare(name, layers="local")
+    platform.prepare(name, impl="local")
     import megatron.core
 
     from moerl.trainer.checkpoints import checkpoint  # noqa: F401

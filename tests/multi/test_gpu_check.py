@@ -19,7 +19,7 @@ from tools.gpu_check_list import CHECKS
 pytestmark = pytest.mark.full  # the double's own tests and a step on it are in the default suite
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = [check for check in CHECKS if check.parts]
+PARTS = [check for check in CHECKS if check.size == "parts"]
 ABSENT = ("cuda-ipc",)  # the double has no memory of another process
 RESULT = """<testsuites><testsuite><properties><property name="machine" value="{}"/></properties>
 <testcase name="test_a[x]" time="1.5"><properties>
@@ -27,6 +27,20 @@ RESULT = """<testsuites><testsuite><properties><property name="machine" value="{
 <testcase name="test_b" time="0.5"><failure message="AssertionError: 3 != 4&#10;more">text</failure>
 </testcase><testcase name="test_c" time="0"><skipped message="no GPU"/></testcase>
 </testsuite></testsuites>"""
+
+
+Called = tuple[int | None, str]
+
+
+def stand_in(command: list[str], _environment: Any, _limit_s: float) -> Called:
+    """pytest's process: of test_delta one that dies, of test_commit one that hangs."""
+    node = command[-1]
+    if node.endswith("test_commit"):
+        return None, "begun\n"
+    if not node.endswith("test_delta"):
+        (file,) = [word for word in command if word.startswith("--junitxml=")]
+        Path(file.partition("=")[2]).write_text(RESULT)
+    return 1, "collected\nCUDA error: misaligned\n"
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +96,7 @@ def test_tables_for_the_readme_have_every_figure(report: dict[str, Any]) -> None
 def test_a_failed_check_hides_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Processes stand in for pytest's: one that dies, one that hangs, one whose test fails."""
-
-    def stand_in(command: list[str], **limits: Any) -> subprocess.CompletedProcess[str]:
-        node = command[-1]
-        if node.endswith("test_commit"):
-            raise subprocess.TimeoutExpired(command, limits["timeout"])
-        if not node.endswith("test_delta"):
-            (file,) = [word for word in command if word.startswith("--junitxml=")]
-            Path(file.partition("=")[2]).write_text(RESULT)
-        return subprocess.CompletedProcess(command, 1, "collected\n", "CUDA error: misaligned\n")
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", stand_in)
+    monkeypatch.setattr(gpu_check, "call", stand_in)
     words = ["--only", "speed", "--only", "delta", "--only", "commit"]
     assert gpu_check.main([*words, "--json", str(tmp_path / "x.json")]) == 1
     checks = json.loads((tmp_path / "x.json").read_text())["checks"]
@@ -132,8 +135,8 @@ def test_names_and_tests_of_checks_exist() -> None:
         for name in (*check.tests, *(check.on_double or ())):
             assert f"def {name.partition('[')[0]}(" in text, f"{check.name}: {name}"
     with pytest.raises(SystemExit, match="no check 'engine'; there are speed"):
-        gpu_check.chosen(["engine"], parts=True)
-    assert [check.name for check in gpu_check.chosen(["delta"], parts=True)] == ["delta"]
+        gpu_check.chosen(["engine"], "parts")
+    assert [check.name for check in gpu_check.chosen(["delta"], "parts")] == ["delta"]
 
 
 def test_a_parts_check_sees_only_what_it_brings() -> None:

@@ -10,7 +10,9 @@ from tests.double.process import Module
 
 pytestmark = pytest.mark.full
 
-TRAINER = Module("on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py"))
+TRAINER = Module(
+    "on_trainer.py", others=("on_models.py", "on_audit.py", "on_settings.py", "on_grouped.py")
+)
 OFFLOAD = Module("on_offload.py")
 PARKED = Module("on_parked.py")
 ADAPTERS = Module("on_lora.py")

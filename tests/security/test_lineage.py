@@ -6,7 +6,6 @@ B; its start comes with the checkpoint.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -47,28 +46,25 @@ def node_a(folder: Path) -> BlobStore:
     ],
     ids=["checkpoint", "journal", "unknown"],
 )
-def test_there_and_back(
+async def test_there_and_back(
     tmp_path: Path, begins: tuple[PolicyVersion, ...], kept: set[int], refused: int, branch: int
 ) -> None:
-    async def body() -> None:
-        blobs = node_a(tmp_path)
-        controller, _ = make(tmp_path, StubEngine(), blobs=blobs)
-        context = controller.context
+    blobs = node_a(tmp_path)
+    controller, _ = make(tmp_path, StubEngine(), blobs=blobs)
+    context = controller.context
 
-        async def work() -> None:
-            assert {group.group_id for group in context.buffer.ready()} == {300, 301, 302, 303}
-            said = Hello(1, 1, BEGINS[-1], ((0, 200),), begins)
-            assert await controller.handle(said) == Ok()
-            assert {group.group_id for group in context.buffer.ready()} == kept
-            assert context.step_metrics["refused/lineage"] == refused
-            assert context.step_metrics["async/dropped_branch_groups"] == branch
+    async def work() -> None:
+        assert {group.group_id for group in context.buffer.ready()} == {300, 301, 302, 303}
+        said = Hello(1, 1, BEGINS[-1], ((0, 200),), begins)
+        assert await controller.handle(said) == Ok()
+        assert {group.group_id for group in context.buffer.ready()} == kept
+        assert context.step_metrics["refused/lineage"] == refused
+        assert context.step_metrics["async/dropped_branch_groups"] == branch
 
-        await running(controller, work())
-        past = Journal(tmp_path / "journal", blobs).load()
-        assert {group.group_id for group in past.ready} == kept
-        assert past.controller_state.begins == begins
-
-    asyncio.run(body())
+    await running(controller, work())
+    past = Journal(tmp_path / "journal", blobs).load()
+    assert {group.group_id for group in past.ready} == kept
+    assert past.controller_state.begins == begins
 
 
 def test_starts_that_only_this_controller_saw_stay_known() -> None:

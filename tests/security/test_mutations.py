@@ -68,7 +68,8 @@ def test_every_mutation_fits_and_names_tests_that_exist() -> None:
         for test in mutation.tests:
             file, _, name = test.partition("::")
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-            functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+            functions = {node.name for node in tree.body if isinstance(node, kinds)}
             assert name in functions, test
 
 

@@ -203,14 +203,11 @@ def test_only_our_own_server_gets_the_token(
         assert "/server_info" not in seen.read_text()
 
 
-def test_a_client_without_a_server_it_knows_sends_nothing() -> None:
-    async def work() -> None:
-        client = EngineClient("http://127.0.0.1:9")
-        with pytest.raises(EngineError, match="nobody has checked who listens"):
-            await client.server_info()
-        await client.close()
-
-    asyncio.run(work())
+async def test_a_client_without_a_server_it_knows_sends_nothing() -> None:
+    client = EngineClient("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="nobody has checked who listens"):
+        await client.server_info()
+    await client.close()
 
 
 def wait_until(condition: object) -> None:

@@ -52,28 +52,25 @@ class Client:
 
 
 # --- the host -------------------------------------------------------------------------------------
-def test_a_slot_is_free_when_its_last_request_ended_and_a_newer_version_is_served() -> None:
-    async def scenario() -> None:
-        slots, client = AdapterSlots(2), Client()
-        await slots.make_room(client, 0.0)
-        slots.add(V1)
-        assert slots.enter(V1, 2) == "moerl-v1.0"
-        await slots.make_room(client, 0.0)
-        slots.add(V2)
-        slots.leave(V1, 1)
-        with pytest.raises(EngineError, match=r"all 2 adapters \(1.0, 1.1\); raise lora.slots"):
-            await slots.make_room(client, 0.01)
-        assert client.unloaded == [], "V1 has a request, V2 is the newest"
-        waits = asyncio.create_task(slots.make_room(client, 60.0))
-        await asyncio.sleep(0)
-        assert not waits.done()
-        slots.leave(V1, 1)
-        await waits
-        assert client.unloaded == ["moerl-v1.0"]
-        slots.add(V3)
-        assert slots.loaded == (V2, V3)
-
-    asyncio.run(scenario())
+async def test_a_slot_is_free_when_its_last_request_ended_and_a_newer_version_is_served() -> None:
+    slots, client = AdapterSlots(2), Client()
+    await slots.make_room(client, 0.0)
+    slots.add(V1)
+    assert slots.enter(V1, 2) == "moerl-v1.0"
+    await slots.make_room(client, 0.0)
+    slots.add(V2)
+    slots.leave(V1, 1)
+    with pytest.raises(EngineError, match=r"all 2 adapters \(1.0, 1.1\); raise lora.slots"):
+        await slots.make_room(client, 0.01)
+    assert client.unloaded == [], "V1 has a request, V2 is the newest"
+    waits = asyncio.create_task(slots.make_room(client, 60.0))
+    await asyncio.sleep(0)
+    assert not waits.done()
+    slots.leave(V1, 1)
+    await waits
+    assert client.unloaded == ["moerl-v1.0"]
+    slots.add(V3)
+    assert slots.loaded == (V2, V3)
 
 
 def test_a_version_that_the_server_has_not_is_refused() -> None:

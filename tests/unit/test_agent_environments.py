@@ -577,15 +577,11 @@ def test_the_end_of_an_episode_reaches_an_environment_that_waits() -> None:
     assert asyncio.run(body()).failure == ENDED
 
 
-def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
+async def test_an_episode_that_begins_behind_the_end_is_cancelled() -> None:
     """Not an error: the controller may start a group just before it stops."""
-
-    async def body() -> None:
-        episodes = environment_runner(task_of("a:B"), LocalEnvironments())
-        await episodes.start()
-        await episodes.close()
-        episodes.end("7.1")
-        with pytest.raises(asyncio.CancelledError):
-            await play(episodes, ScriptedEngine(), "7.1")
-
-    asyncio.run(body())
+    episodes = environment_runner(task_of("a:B"), LocalEnvironments())
+    await episodes.start()
+    await episodes.close()
+    episodes.end("7.1")
+    with pytest.raises(asyncio.CancelledError):
+        await play(episodes, ScriptedEngine(), "7.1")

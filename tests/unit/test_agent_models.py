@@ -323,30 +323,27 @@ def test_no_turn_of_a_failed_episode_is_trained(failure: str, reason: str) -> No
     assert [turn.left_out for turn in done.graph] == [reason, "other_model"] * 2
 
 
-def test_a_turn_that_nobody_waits_for_has_no_age() -> None:
-    async def body() -> None:
-        engine = ScriptedEngine(version=1)
-        engine.say([3, END], [4, END], [5, 6, END])
-        episode = open_episode(engine, "7.0", SamplingParams(9, stop_token_ids=(END,)))
-        request = TurnRequest(np.asarray([1, 2], np.int32))
-        first = await episode.sample(request)
-        engine.version = 4
-        await episode.sample(request)
-        assert episode.oldest_step(runs_through_updates=False) == 1
-        episode.leave_out(first.name, "cancelled")
-        assert episode.oldest_step(runs_through_updates=False) == 4
-        engine.version, engine.goes_on = 1, asyncio.Event()
-        asking = asyncio.create_task(episode.sample(replace(request, on_tokens=lambda _: None)))
-        while not engine.told:
-            await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        engine.goes_on.set()
-        await asyncio.sleep(0.01)
-        assert episode.oldest_step(runs_through_updates=False) == 4, "what arrives later, too"
-        assert episode.newest == PolicyVersion(0, 4)
-
-    asyncio.run(body())
+async def test_a_turn_that_nobody_waits_for_has_no_age() -> None:
+    engine = ScriptedEngine(version=1)
+    engine.say([3, END], [4, END], [5, 6, END])
+    episode = open_episode(engine, "7.0", SamplingParams(9, stop_token_ids=(END,)))
+    request = TurnRequest(np.asarray([1, 2], np.int32))
+    first = await episode.sample(request)
+    engine.version = 4
+    await episode.sample(request)
+    assert episode.oldest_step(runs_through_updates=False) == 1
+    episode.leave_out(first.name, "cancelled")
+    assert episode.oldest_step(runs_through_updates=False) == 4
+    engine.version, engine.goes_on = 1, asyncio.Event()
+    asking = asyncio.create_task(episode.sample(replace(request, on_tokens=lambda _: None)))
+    while not engine.told:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    engine.goes_on.set()
+    await asyncio.sleep(0.01)
+    assert episode.oldest_step(runs_through_updates=False) == 4, "what arrives later, too"
+    assert episode.newest == PolicyVersion(0, 4)
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -299,50 +299,45 @@ def request(**fields: Any) -> TurnRequest:
     return TurnRequest(np.asarray([1, 2], np.int32), **fields)
 
 
-def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = StubEngine()
-        engine.open.clear()
-        controller, _ = make(tmp_path, engine)
-        episode, router = opened(controller)
-        asking = asyncio.create_task(episode.sample(request()))
-        await until(lambda: any(call.engine for call in episode.calls))
-        assert not router.waiting
-        assert episode.oldest_step(runs_through_updates=True) == 0
-        assert episode.oldest_step(runs_through_updates=False) is None, "an update ends it first"
-        engine.open.set()
-        await asking
-        assert not episode.calls
-        await controller.stop()
+async def test_a_running_request_is_known_with_the_weights_that_it_was_sent_to(
+    tmp_path: Path,
+) -> None:
+    engine = StubEngine()
+    engine.open.clear()
+    controller, _ = make(tmp_path, engine)
+    episode, router = opened(controller)
+    asking = asyncio.create_task(episode.sample(request()))
+    await until(lambda: any(call.engine for call in episode.calls))
+    assert not router.waiting
+    assert episode.oldest_step(runs_through_updates=True) == 0
+    assert episode.oldest_step(runs_through_updates=False) is None, "an update ends it first"
+    engine.open.set()
+    await asking
+    assert not episode.calls
+    await controller.stop()
 
-    asyncio.run(body())
 
-
-def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
+async def test_a_failed_episode_ends_its_siblings_and_another_group_replaces_theirs(
     tmp_path: Path,
 ) -> None:
     agents = FakeRunner("0.1")
+    controller = faked(tmp_path, agents)
+    deleted: list[str] = []
+    controller.context.ref_counts.release = lambda uris: deleted.extend(uris)  # type: ignore[method-assign]
+    lanes: list[dict[str, float]] = []
 
-    async def body() -> None:
-        controller = faked(tmp_path, agents)
-        deleted: list[str] = []
-        controller.context.ref_counts.release = lambda uris: deleted.extend(uris)  # type: ignore[method-assign]
-        lanes: list[dict[str, float]] = []
+    def both_play_again() -> bool:
+        lanes.append(controller.status())
+        return len(agents.names) == 4
 
-        def both_play_again() -> bool:
-            lanes.append(controller.status())
-            return len(agents.names) == 4
-
-        await running(controller, until(both_play_again))
-        assert {"agent/open/program", "agent/open/siblings"} <= lanes[-1].keys()
-        assert lanes[-1]["agent/open/program"] == 2
-        assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
-        assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
-        counts = controller.context.step_metrics
-        assert (counts["agent/failed/exit"], counts["agent/failed/ended"]) == (1, 1)
-        assert counts["scorer/failed"] == 1
-
-    asyncio.run(body())
+    await running(controller, until(both_play_again))
+    assert {"agent/open/program", "agent/open/siblings"} <= lanes[-1].keys()
+    assert lanes[-1]["agent/open/program"] == 2
+    assert agents.names == ["0.0", "0.1", "1.0", "1.1"]
+    assert sorted(deleted) == ["blob://n/0.0", "blob://n/0.1"]
+    counts = controller.context.step_metrics
+    assert (counts["agent/failed/exit"], counts["agent/failed/ended"]) == (1, 1)
+    assert counts["scorer/failed"] == 1
 
 
 class Asking(FakeRunner):
@@ -361,79 +356,62 @@ class Asking(FakeRunner):
 @pytest.mark.parametrize(
     ("mode", "hangs"), [("abort_resume", never), ("in_place", always), ("retract", always)]
 )
-def test_a_group_that_is_too_old_is_played_again(tmp_path: Path, mode: Any, hangs: Any) -> None:
+async def test_a_group_that_is_too_old_is_played_again(
+    tmp_path: Path, mode: Any, hangs: Any
+) -> None:
     """A request that runs through updates may have tokens of the weights that it was sent to."""
     agents = Asking()
+    controller = faked(tmp_path, agents, StubEngine(hangs=hangs), in_flight_mode=mode)
+    through = mode != "abort_resume"
 
-    async def body() -> None:
-        controller = faked(tmp_path, agents, StubEngine(hangs=hangs), in_flight_mode=mode)
-        through = mode != "abort_resume"
+    async def work() -> None:
+        await until(lambda: len(agents.names) == 2)
+        old = agents.episodes["0.1"]
+        await until(lambda: old.oldest_step(runs_through_updates=through) == 0)
+        assert bool(old.turns) != through
+        controller.context.buffer.next_step = 2
+        controller.producer.cancel_stale()
+        assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
+        controller.context.buffer.next_step = 3
+        controller.producer.cancel_stale()
+        assert all(end.is_set() for end in agents.ends.values())
+        controller.context.pool.engines[0].version = PolicyVersion(0, 3)
+        await until(lambda: len(agents.names) == 4)
 
-        async def work() -> None:
-            await until(lambda: len(agents.names) == 2)
-            old = agents.episodes["0.1"]
-            await until(lambda: old.oldest_step(runs_through_updates=through) == 0)
-            assert bool(old.turns) != through
-            controller.context.buffer.next_step = 2
-            controller.producer.cancel_stale()
-            assert not any(end.is_set() for end in agents.ends.values()), "max_lag = 2"
-            controller.context.buffer.next_step = 3
-            controller.producer.cancel_stale()
-            assert all(end.is_set() for end in agents.ends.values())
-            controller.context.pool.engines[0].version = PolicyVersion(0, 3)
-            await until(lambda: len(agents.names) == 4)
-
-        await running(controller, work())
-        assert [name.partition(".r")[0] for name in agents.names] == ["0.0", "0.1"] * 2
-        assert len(set(agents.names)) == 4, "blobs of the first try may still be there"
-        assert controller.context.step_metrics["async/cancelled_groups"] == 1
-
-    asyncio.run(body())
+    await running(controller, work())
+    assert [name.partition(".r")[0] for name in agents.names] == ["0.0", "0.1"] * 2
+    assert len(set(agents.names)) == 4, "blobs of the first try may still be there"
+    assert controller.context.step_metrics["async/cancelled_groups"] == 1
 
 
-def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path) -> None:
-    async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine(), more_engines=[StubEngine()])
-        pool = controller.context.pool
-        episode, router = opened(controller)
-        await episode.sample(request())
-        home = episode.engine
-        await episode.sample(request())
-        assert episode.engine == home
-        pool.engines[home].leaving = True
-        await episode.sample(request())
-        assert episode.engine == 1 - home
-        episode.newest = V1
-        waiting = asyncio.create_task(episode.sample(request()))
-        await asyncio.sleep(0.05)
-        assert not waiting.done(), "engines have older weights"
-        assert router.waiting == {"8.0"}
-        assert not any(call.engine for call in episode.calls)
-        episode.end()
-        with pytest.raises(EpisodeEnded):
-            await waiting
-        assert not router.waiting
-        await controller.stop()
-
-    asyncio.run(body())
+async def test_turns_stay_on_their_engine_and_never_meet_older_weights(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, StubEngine(), more_engines=[StubEngine()])
+    pool = controller.context.pool
+    episode, router = opened(controller)
+    await episode.sample(request())
+    home = episode.engine
+    await episode.sample(request())
+    assert episode.engine == home
+    pool.engines[home].leaving = True
+    await episode.sample(request())
+    assert episode.engine == 1 - home
+    episode.newest = V1
+    waiting = asyncio.create_task(episode.sample(request()))
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "engines have older weights"
+    assert router.waiting == {"8.0"}
+    assert not any(call.engine for call in episode.calls)
+    episode.end()
+    with pytest.raises(EpisodeEnded):
+        await waiting
+    assert not router.waiting
+    await controller.stop()
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
+async def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
     tmp_path: Path, is_pinned: bool
 ) -> None:
-    async def body() -> None:
-        engine = StubEngine(streams=True)
-        controller, _ = make(tmp_path, engine)
-        episode, _ = opened(controller, pin=EnginePin(0, V0) if is_pinned else None)
-        far = CrossLoopEpisode(episode, asyncio.get_running_loop())
-        found = await asyncio.to_thread(
-            asyncio.run, streamed(far, asyncio.get_running_loop(), engine)
-        )
-        assert found == [([3, 3], "another thread"), [3, 3, 3, 3]]
-        assert not controller.context.pool.engines[0].calls._listeners
-        await controller.stop()
-
     async def streamed(
         far: CrossLoopEpisode, loop: asyncio.AbstractEventLoop, engine: StubEngine
     ) -> list[Any]:
@@ -449,50 +427,52 @@ def test_tokens_are_heard_on_the_loop_of_the_agents_before_the_reply(
         await far.sample(request())
         return [*found, turn.output_ids.tolist()]
 
-    asyncio.run(body())
+    engine = StubEngine(streams=True)
+    controller, _ = make(tmp_path, engine)
+    episode, _ = opened(controller, pin=EnginePin(0, V0) if is_pinned else None)
+    far = CrossLoopEpisode(episode, asyncio.get_running_loop())
+    found = await asyncio.to_thread(asyncio.run, streamed(far, asyncio.get_running_loop(), engine))
+    assert found == [([3, 3], "another thread"), [3, 3, 3, 3]]
+    assert not controller.context.pool.engines[0].calls._listeners
+    await controller.stop()
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_stream_whose_tokens_died_with_their_engine_fails(tmp_path: Path, is_heard: bool) -> None:
+async def test_a_stream_whose_tokens_died_with_their_engine_fails(
+    tmp_path: Path, is_heard: bool
+) -> None:
     """Control: a request that tells nothing is sampled again."""
-
-    async def body() -> None:
-        engine = StubEngine(streams=is_heard, hangs=lambda _: len(engine.requests) == 1)
-        controller, _ = make(tmp_path, engine)
-        episode, _ = opened(controller)
-        told: list[list[int]] = []
-        asking = asyncio.create_task(
-            episode.sample(request(on_tokens=lambda ids: told.append(ids.tolist())))
-        )
-        await until(lambda: bool(told if is_heard else engine.requests))
-        engine.heard.set()
-        engine.killed.set()  # the call that hangs raises
-        if is_heard:
-            with pytest.raises(EngineError, match="has heard are lost"):
-                await asking
-            assert told == [[3, 3]]
-        else:
-            assert (await asking).output_ids.tolist() == [3, 3, 3, 3]
-            assert len(engine.requests) == 2
-        await controller.stop()
-
-    asyncio.run(body())
+    engine = StubEngine(streams=is_heard, hangs=lambda _: len(engine.requests) == 1)
+    controller, _ = make(tmp_path, engine)
+    episode, _ = opened(controller)
+    told: list[list[int]] = []
+    asking = asyncio.create_task(
+        episode.sample(request(on_tokens=lambda ids: told.append(ids.tolist())))
+    )
+    await until(lambda: bool(told if is_heard else engine.requests))
+    engine.heard.set()
+    engine.killed.set()  # the call that hangs raises
+    if is_heard:
+        with pytest.raises(EngineError, match="has heard are lost"):
+            await asking
+        assert told == [[3, 3]]
+    else:
+        assert (await asking).output_ids.tolist() == [3, 3, 3, 3]
+        assert len(engine.requests) == 2
+    await controller.stop()
 
 
-def test_an_error_of_a_client_that_is_asked_for_an_end_costs_its_turn(tmp_path: Path) -> None:
+async def test_an_error_of_a_client_that_is_asked_for_an_end_costs_its_turn(tmp_path: Path) -> None:
     async def broken(output_ids: np.ndarray) -> bool:
         raise ValueError(f"{len(output_ids)} tokens")
 
-    async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine(lengths=[4]))
-        episode, _ = opened(controller)
-        with pytest.raises(ValueError, match="4 tokens"):
-            await episode.sample(request(ends=broken))
-        assert (await episode.sample(request())).num_sampled == 4
-        assert not controller.context.tasks.failure.done()
-        await controller.stop()
-
-    asyncio.run(body())
+    controller, _ = make(tmp_path, StubEngine(lengths=[4]))
+    episode, _ = opened(controller)
+    with pytest.raises(ValueError, match="4 tokens"):
+        await episode.sample(request(ends=broken))
+    assert (await episode.sample(request())).num_sampled == 4
+    assert not controller.context.tasks.failure.done()
+    await controller.stop()
 
 
 def test_the_report_shows_each_turn_behind_what_it_answers() -> None:

@@ -59,68 +59,55 @@ def cut(segment: Segment) -> Segment:
     ],
     ids=["nan", "positive", "short", "tokens", "id", "version", "cut_version", "routes"],
 )
-def test_a_bad_reply_is_refused_and_generated_again(
+async def test_a_bad_reply_is_refused_and_generated_again(
     tmp_path: Path, spoil: Callable[[Segment], object], reason: str
 ) -> None:
-    async def body() -> None:
-        controller, reports = make(tmp_path, StubEngine(spoil=spoil))
-        plans = await running(controller, train(controller, 4))
-        assert trained_once(plans)
-        assert reports[-1].metrics[f"refused/{reason}"] == 2
-        for rollout in (r for p in plans for g in p.groups for r in g.rollouts()):
-            assert np.isfinite(rollout.logprobs).all()
-            assert rollout.versions[-1].version.incarnation == 0
-
-    asyncio.run(body())
+    controller, reports = make(tmp_path, StubEngine(spoil=spoil))
+    plans = await running(controller, train(controller, 4))
+    assert trained_once(plans)
+    assert reports[-1].metrics[f"refused/{reason}"] == 2
+    for rollout in (r for p in plans for g in p.groups for r in g.rollouts()):
+        assert np.isfinite(rollout.logprobs).all()
+        assert rollout.versions[-1].version.incarnation == 0
 
 
-def test_a_bad_reply_to_a_late_sibling_costs_the_late_ones_only(tmp_path: Path) -> None:
-    async def body() -> None:
-        rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
-        rollout = replace(rollout, late_siblings="carry", max_lag=100)
-        sampling = replace(CONFIG.sampling, max_new_tokens=4000)
-        config = replace(CONFIG, rollout=rollout, sampling=sampling)
-        refused: list[str] = []
+async def test_a_bad_reply_to_a_late_sibling_costs_the_late_ones_only(tmp_path: Path) -> None:
+    rollout = replace(CONFIG.rollout, group_size=4, group_quorum=2, slice_tokens=4)
+    rollout = replace(rollout, late_siblings="carry", max_lag=100)
+    sampling = replace(CONFIG.sampling, max_new_tokens=4000)
+    config = replace(CONFIG, rollout=rollout, sampling=sampling)
+    refused: list[str] = []
 
-        def late_one(request: GenerateRequest) -> RecordError | None:
-            """Refuse the first reply to a sibling that was carried: its group has closed."""
-            if request.num_sampled < 8 or refused:
-                return None
-            refused.append(request.rollout_id)
-            return RecordError("nan", "the engine sampled from NaN logits")
+    def late_one(request: GenerateRequest) -> RecordError | None:
+        """Refuse the first reply to a sibling that was carried: its group has closed."""
+        if request.num_sampled < 8 or refused:
+            return None
+        refused.append(request.rollout_id)
+        return RecordError("nan", "the engine sampled from NaN logits")
 
-        engine = StubEngine(lengths=(4, 8, 12, 16), refuses=late_one)
-        controller, reports = make(tmp_path, engine, config)
-        plans = await running(controller, train(controller, 4))
-        ids = [group.group_id for plan in plans for group in plan.groups]
-        assert len(ids) == len(set(ids)) == 4 * CONFIG.rollout.groups_per_step
-        assert reports[-1].metrics["refused/nan"] == len(refused) == 1
-
-    asyncio.run(body())
+    engine = StubEngine(lengths=(4, 8, 12, 16), refuses=late_one)
+    controller, reports = make(tmp_path, engine, config)
+    plans = await running(controller, train(controller, 4))
+    ids = [group.group_id for plan in plans for group in plan.groups]
+    assert len(ids) == len(set(ids)) == 4 * CONFIG.rollout.groups_per_step
+    assert reports[-1].metrics["refused/nan"] == len(refused) == 1
 
 
-def test_replies_that_are_missing_are_a_failed_call(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = StubEngine(spoil=lambda segment: None, num_spoiled=1)
-        controller, _ = make(tmp_path, engine)
-        plans = await running(controller, train(controller, 4))
-        assert trained_once(plans)
-
-    asyncio.run(body())
+async def test_replies_that_are_missing_are_a_failed_call(tmp_path: Path) -> None:
+    engine = StubEngine(spoil=lambda segment: None, num_spoiled=1)
+    controller, _ = make(tmp_path, engine)
+    plans = await running(controller, train(controller, 4))
+    assert trained_once(plans)
 
 
-def test_an_engine_that_hangs_is_given_up(tmp_path: Path) -> None:
+async def test_an_engine_that_hangs_is_given_up(tmp_path: Path) -> None:
     """Its groups go on when it answers again."""
-
-    async def body() -> None:
-        engine = StubEngine()
-        engine.open.clear()
-        rollout = replace(CONFIG.rollout, progress_timeout_s=0.2)
-        controller, _ = make(tmp_path, engine, replace(CONFIG, rollout=rollout))
-        asyncio.get_running_loop().call_later(0.5, engine.open.set)
-        assert trained_once(await running(controller, train(controller, 4)))
-
-    asyncio.run(body())
+    engine = StubEngine()
+    engine.open.clear()
+    rollout = replace(CONFIG.rollout, progress_timeout_s=0.2)
+    controller, _ = make(tmp_path, engine, replace(CONFIG, rollout=rollout))
+    asyncio.get_running_loop().call_later(0.5, engine.open.set)
+    assert trained_once(await running(controller, train(controller, 4)))
 
 
 class BadScorer(StubScorer):
@@ -151,20 +138,17 @@ def raise_error(scores: list[Score]) -> list[Score]:
     ],
     ids=["infinite", "nan", "raises"],
 )
-def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Score]]) -> None:
-    async def body() -> None:
-        config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
-        controller, reports = make(tmp_path, StubEngine(), config, scorer=BadScorer(bad))
-        plans = await running(controller, train(controller, 4))
-        rewards = [e.score.reward for p in plans for g in p.groups for e in g.episodes]
-        assert np.isfinite(rewards).all()
-        assert len(rewards) == 16
-        assert sum(r.metrics["scorer/failed"] for r in reports) == 2
-
-    asyncio.run(body())
+async def test_a_bad_score_drops_its_group(tmp_path: Path, bad: Callable[..., list[Score]]) -> None:
+    config = replace(CONFIG, task=replace(CONFIG.task, on_score_error="drop"))
+    controller, reports = make(tmp_path, StubEngine(), config, scorer=BadScorer(bad))
+    plans = await running(controller, train(controller, 4))
+    rewards = [e.score.reward for p in plans for g in p.groups for e in g.episodes]
+    assert np.isfinite(rewards).all()
+    assert len(rewards) == 16
+    assert sum(r.metrics["scorer/failed"] for r in reports) == 2
 
 
-def test_a_scorer_that_hangs_is_asked_again(
+async def test_a_scorer_that_hangs_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moerl.controller.scorer_queue._START_S", 0.0)
@@ -180,28 +164,20 @@ def test_a_scorer_that_hangs_is_asked_again(
                 await asyncio.sleep(60)
             return await super().rewards(prompt, episodes)
 
-    async def body() -> None:
-        task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.5)
-        controller, reports = make(
-            tmp_path, StubEngine(), replace(CONFIG, task=task), scorer=Hangs()
-        )
-        plans = await running(controller, train(controller, 4))
-        assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
-        assert sum(r.metrics["scorer/failed"] for r in reports) == 0
-        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) >= 2
-
-    asyncio.run(body())
+    task = replace(CONFIG.task, on_score_error="drop", score_timeout_s=0.5)
+    controller, reports = make(tmp_path, StubEngine(), replace(CONFIG, task=task), scorer=Hangs())
+    plans = await running(controller, train(controller, 4))
+    assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
+    assert sum(r.metrics["scorer/failed"] for r in reports) == 0
+    assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) >= 2
 
 
-def test_a_message_with_too_few_scores_is_asked_again(tmp_path: Path) -> None:
-    async def body() -> None:
-        scorer = BadScorer(lambda scores: scores[:-1])
-        controller, reports = make(tmp_path, StubEngine(), scorer=scorer)
-        plans = await running(controller, train(controller, 4))
-        assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
-        assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) > 0
-
-    asyncio.run(body())
+async def test_a_message_with_too_few_scores_is_asked_again(tmp_path: Path) -> None:
+    scorer = BadScorer(lambda scores: scores[:-1])
+    controller, reports = make(tmp_path, StubEngine(), scorer=scorer)
+    plans = await running(controller, train(controller, 4))
+    assert {g.group_id for p in plans for g in p.groups} == set(range(8)), "none was lost"
+    assert sum(r.metrics.get("scorer/repeated/reward", 0) for r in reports) > 0
 
 
 def fill_after_hello(controller: Controller) -> Callable[[], None]:
@@ -216,44 +192,36 @@ def fill_after_hello(controller: Controller) -> Callable[[], None]:
     return lambda: controller.context.services.journal._db.execute("pragma query_only = off")
 
 
-def test_a_journal_without_room_admits_nothing_until_there_is_some(
+async def test_a_journal_without_room_admits_nothing_until_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_wait, "PAUSE_S", 0.01)
+    controller, reports = make(tmp_path, StubEngine())
+    make_room = fill_after_hello(controller)
+    failed = WriteRetry.failed
 
-    async def body() -> None:
-        controller, reports = make(tmp_path, StubEngine())
-        make_room = fill_after_hello(controller)
-        failed = WriteRetry.failed
+    def seen(*args) -> None:
+        assert not controller.context.buffer.num_ready
+        failed(*args)
+        make_room()
 
-        def seen(*args) -> None:
-            assert not controller.context.buffer.num_ready
-            failed(*args)
-            make_room()
-
-        monkeypatch.setattr(WriteRetry, "failed", seen)
-        assert trained_once(await running(controller, train(controller, 4)))
-        assert sum(r.metrics["journal/failed_writes"] for r in reports) >= 1
-
-    asyncio.run(body())
+    monkeypatch.setattr(WriteRetry, "failed", seen)
+    assert trained_once(await running(controller, train(controller, 4)))
+    assert sum(r.metrics["journal/failed_writes"] for r in reports) >= 1
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+async def test_a_disk_that_stays_full_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     """The trainer asks for a batch as long as it may wait, and is told what is in the way."""
+    controller, reports = make(tmp_path, StubEngine())
+    fill_after_hello(controller)
 
-    async def body() -> None:
-        controller, reports = make(tmp_path, StubEngine())
-        fill_after_hello(controller)
+    async def work() -> None:
+        await controller.handle(hello(PolicyVersion(0, 0)))
+        await controller.handle(TakePlan(0, 0.5, 0))
 
-        async def work() -> None:
-            await controller.handle(hello(PolicyVersion(0, 0)))
-            await controller.handle(TakePlan(0, 0.5, 0))
-
-        with pytest.raises(ProtocolError, match=r"no batch of 2.*group .* not be written.*journal"):
-            await running(controller, work())
-        assert reports == []
-
-    asyncio.run(body())
+    with pytest.raises(ProtocolError, match=r"no batch of 2.*group .* not be written.*journal"):
+        await running(controller, work())
+    assert reports == []
 
 
 def test_a_blob_that_finds_no_room_leaves_nothing(

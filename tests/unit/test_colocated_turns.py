@@ -180,14 +180,11 @@ def test_groups_do_not_begin_on_a_sleeping_engine(tmp_path: Path) -> None:
     play(tmp_path, [engine], work)
 
 
-def test_without_turns_no_engine_is_asked_to_sleep(tmp_path: Path) -> None:
-    async def whole() -> None:
-        controller, _ = make(tmp_path, engine := StubEngine())
-        assert controller.context.memory_turns is None
-        await running(controller, controller.close_turn())
-        assert engine.moved == {}
-
-    asyncio.run(whole())
+async def test_without_turns_no_engine_is_asked_to_sleep(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, engine := StubEngine())
+    assert controller.context.memory_turns is None
+    await running(controller, controller.close_turn())
+    assert engine.moved == {}
 
 
 # --- deaths ---------------------------------------------------------------------------------------
@@ -287,42 +284,38 @@ def test_a_trainer_and_its_only_engine_die_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["generate", "train", "handing", "half asleep", "half awake"])
-def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: str) -> None:
+async def test_a_controller_that_takes_over_asks_the_engines(tmp_path: Path, point: str) -> None:
     engines = [StubEngine(), StubEngine()]
-
-    async def whole() -> None:
-        first, _ = make(tmp_path, engines[0], TURNS, more_engines=engines[1:])
-        loops = asyncio.create_task(first.run())
-        trainer = Trainer(first, engines)
-        await trainer.start()
-        await trainer.run(1)
-        turns = first.context.memory_turns
-        assert turns is not None
-        if point in ("generate", "half awake"):
-            await turns.open()
-        else:
-            await trainer.plan()
-        if point == "half asleep":
-            await engines[0].move_memory(WakeEngine(0, ("weights",), 1.0))
-        if point == "half awake":
-            await engines[0].move_memory(SleepEngine(0, ALL, 1.0))
-        loops.cancel()
-        second, _ = successor(
-            tmp_path, engines[0], first, config=TURNS, more_engines=engines[1:], trainer_alive=True
-        )
-        await second.rejoin([])
-        after = second.context.memory_turns
-        assert after is not None
-        assert (after.phase == MemoryPhase.GENERATE) == (point == "generate")
-        trainer.controller = second
-        if point == "handing":
-            trainer.step = 2
-            await second.handle(StepDone(1, trainer.version, {}, ""))
-            await trainer.hand_over()
-        await running(second, trainer.run(4))
-        assert len(trainer.trained) == len(set(trainer.trained))
-
-    asyncio.run(whole())
+    first, _ = make(tmp_path, engines[0], TURNS, more_engines=engines[1:])
+    loops = asyncio.create_task(first.run())
+    trainer = Trainer(first, engines)
+    await trainer.start()
+    await trainer.run(1)
+    turns = first.context.memory_turns
+    assert turns is not None
+    if point in ("generate", "half awake"):
+        await turns.open()
+    else:
+        await trainer.plan()
+    if point == "half asleep":
+        await engines[0].move_memory(WakeEngine(0, ("weights",), 1.0))
+    if point == "half awake":
+        await engines[0].move_memory(SleepEngine(0, ALL, 1.0))
+    loops.cancel()
+    second, _ = successor(
+        tmp_path, engines[0], first, config=TURNS, more_engines=engines[1:], trainer_alive=True
+    )
+    await second.rejoin([])
+    after = second.context.memory_turns
+    assert after is not None
+    assert (after.phase == MemoryPhase.GENERATE) == (point == "generate")
+    trainer.controller = second
+    if point == "handing":
+        trainer.step = 2
+        await second.handle(StepDone(1, trainer.version, {}, ""))
+        await trainer.hand_over()
+    await running(second, trainer.run(4))
+    assert len(trainer.trained) == len(set(trainer.trained))
 
 
 class SlowToSay(StubEngine):
@@ -364,29 +357,25 @@ def test_a_death_that_is_reported_while_the_engine_is_asked_is_not_forgotten(
     play(tmp_path, [engine], work)
 
 
-def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
+async def test_an_engine_that_does_not_answer_a_new_controller_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sleeps, so nothing would ever wake it."""
     monkeypatch.setattr(engine_calls, "ANSWER_S", 0.2)
     monkeypatch.setattr(engine_pool, "_REST_S", 0.05)
     engine = StubEngine()
-
-    async def whole() -> None:
-        first, _ = make(tmp_path, engine, TURNS)
-        loops = asyncio.create_task(first.run())
-        trainer = Trainer(first, [engine])
-        await trainer.start()
-        loops.cancel()
-        engine.is_hung = True
-        second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
-        await second.rejoin([])
-        assert second.context.pool.engines[0].phase == EnginePhase.RESTING
-        engine.is_hung = False
-        trainer.controller = second
-        await running(second, trainer.run(3))
-
-    asyncio.run(whole())
+    first, _ = make(tmp_path, engine, TURNS)
+    loops = asyncio.create_task(first.run())
+    trainer = Trainer(first, [engine])
+    await trainer.start()
+    loops.cancel()
+    engine.is_hung = True
+    second, _ = successor(tmp_path, engine, first, config=TURNS, trainer_alive=True)
+    await second.rejoin([])
+    assert second.context.pool.engines[0].phase == EnginePhase.RESTING
+    engine.is_hung = False
+    trainer.controller = second
+    await running(second, trainer.run(3))
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -440,29 +429,25 @@ def test_an_engine_that_refuses_for_now_is_asked_again(tmp_path: Path) -> None:
     assert engine.refusals == 0
 
 
-def test_late_turns_are_counted(tmp_path: Path) -> None:
+async def test_late_turns_are_counted(tmp_path: Path) -> None:
     """A budget that passes without a batch ends nothing: generation goes on."""
     engine = StubEngine(holds=lambda request: not released.is_set())
     released = asyncio.Event()
     config = replace(TURNS, turn=replace(TURNS.turn, budget_s=0.2))
+    controller, reports = make(tmp_path, engine, config)
+    trainer = Trainer(controller, [engine])
 
-    async def whole() -> None:
-        controller, reports = make(tmp_path, engine, config)
-        trainer = Trainer(controller, [engine])
+    async def work() -> None:
+        await trainer.start()
+        planned = asyncio.create_task(trainer.train())
+        await asyncio.sleep(2.2)
+        assert not planned.done()
+        released.set()
+        engine.interrupted.set()
+        await planned
 
-        async def work() -> None:
-            await trainer.start()
-            planned = asyncio.create_task(trainer.train())
-            await asyncio.sleep(2.2)
-            assert not planned.done()
-            released.set()
-            engine.interrupted.set()
-            await planned
-
-        await running(controller, work())
-        assert reports[0].metrics["turn/late"] >= 2
-
-    asyncio.run(whole())
+    await running(controller, work())
+    assert reports[0].metrics["turn/late"] >= 2
 
 
 @pytest.mark.parametrize(("drops", "batches"), [(0, 1), (10**6, 3)])

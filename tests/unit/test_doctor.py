@@ -158,6 +158,8 @@ def test_healthy_nodes_have_no_finding_with_a_remedy(ward: Ward) -> None:
         ({"0": {"mount": "nfs4"}}, "disk", "engine-0", "network file system", "of the node"),
         ({"1": {"localflock": True}}, "locks", "engine-0 -> trainer-0", "both nodes", "localflock"),
         ({"0": {"free": 1000}}, "disk", "engine-0", "0.00 GB free", "remove"),
+        # /dev/shm of a container, as it is by default
+        ({"0": {"free": 64 * 2**20}}, "disk", "engine-0", "0.07 GB free", "cluster.blob_dir"),
         ({"1": {"unreachable": True}}, "answers", "trainer-0", "No route", "try by hand"),
     ],
 )

@@ -119,32 +119,29 @@ def test_a_full_disk_refuses_the_record(play: Any, monkeypatch: pytest.MonkeyPat
         (b'data: {"output_ids": [1', "it ends within a reply"),
     ],
 )
-def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> None:
+async def test_garbage_instead_of_an_answer_is_an_error(answer: bytes, says: str) -> None:
     """Over a real socket: nothing of it is taken for a reply."""
 
-    async def body() -> None:
-        async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
-            await writer.drain()
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+        await writer.drain()
 
-        server = await asyncio.start_server(answers, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        client = EngineClient(f"http://127.0.0.1:{port}")
-        client.authenticate("t")
-        asked = {"rid": ["a", "b"], "sampling_params": SHORT if answer[:1] == b"[" else LONG}
-        try:
-            with pytest.raises(EngineError, match=says):
-                await client.generate(asked, lambda place, reply: None)
-        finally:
-            await client.close()
-            server.close()
-
-    asyncio.run(body())
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = EngineClient(f"http://127.0.0.1:{port}")
+    client.authenticate("t")
+    asked = {"rid": ["a", "b"], "sampling_params": SHORT if answer[:1] == b"[" else LONG}
+    try:
+        with pytest.raises(EngineError, match=says):
+            await client.generate(asked, lambda place, reply: None)
+    finally:
+        await client.close()
+        server.close()
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_replies_are_taken_as_they_come(streams: bool) -> None:
+async def test_replies_are_taken_as_they_come(streams: bool) -> None:
     """Over a real socket, cut anywhere; the first token of a reply is not taken for the reply.
 
     A part is taken where it was asked for.
@@ -157,38 +154,35 @@ def test_replies_are_taken_as_they_come(streams: bool) -> None:
     first = part + whole % (b"x" * 300_000)
     go_on = asyncio.Event()
 
-    async def body() -> None:
-        async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(head)
-            for begin in range(0, len(first), 7919):
-                piece = first[begin : begin + 7919]
-                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                await writer.drain()
-            await go_on.wait()
-            last = whole.replace(b'"index": 1', b'"index": 0') % b"" + b"data: [DONE]\n\n"
-            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last))
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        for begin in range(0, len(first), 7919):
+            piece = first[begin : begin + 7919]
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             await writer.drain()
+        await go_on.wait()
+        last = whole.replace(b'"index": 1', b'"index": 0') % b"" + b"data: [DONE]\n\n"
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last))
+        await writer.drain()
 
-        server = await asyncio.start_server(answers, "127.0.0.1", 0)
-        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        client.authenticate("t")
-        taken: list[tuple[int, int]] = []
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client.authenticate("t")
+    taken: list[tuple[int, int]] = []
 
-        def take(place: int, reply: dict[str, Any]) -> None:
-            taken.append((place, len(reply.get("text", ""))))
-            go_on.set()
+    def take(place: int, reply: dict[str, Any]) -> None:
+        taken.append((place, len(reply.get("text", ""))))
+        go_on.set()
 
-        try:
-            given = [LONG[0] | ({"stream_interval": 8} if streams else {}), LONG[1]]
-            asked = {"rid": ["a", "b"], "sampling_params": given}
-            await asyncio.wait_for(client.generate(asked, take), patience(10))
-            assert taken == [*([(0, 0)] if streams else []), (1, 300_000), (0, 0)]
-        finally:
-            await client.close()
-            server.close()
-
-    asyncio.run(body())
+    try:
+        given = [LONG[0] | ({"stream_interval": 8} if streams else {}), LONG[1]]
+        asked = {"rid": ["a", "b"], "sampling_params": given}
+        await asyncio.wait_for(client.generate(asked, take), patience(10))
+        assert taken == [*([(0, 0)] if streams else []), (1, 300_000), (0, 0)]
+    finally:
+        await client.close()
+        server.close()
 
 
 def test_tokens_of_a_request_that_streams_come_before_its_reply(play: Any) -> None:
@@ -260,19 +254,16 @@ def test_replies_are_handed_back_one_by_one(play: Any) -> None:
     play(scenario)
 
 
-def test_replies_are_not_given_to_a_controller_that_is_gone() -> None:
-    async def body() -> None:
-        box = Mailbox()
-        dead = asyncio.create_task(box.collect())
-        await asyncio.sleep(0)
-        box.clear()
-        new = asyncio.create_task(box.collect())
-        await asyncio.sleep(0)
-        box.put("a", EngineError("b"))
-        assert (await dead).replies == ()
-        assert [name for name, _ in (await new).replies] == ["a"]
-
-    asyncio.run(body())
+async def test_replies_are_not_given_to_a_controller_that_is_gone() -> None:
+    box = Mailbox()
+    dead = asyncio.create_task(box.collect())
+    await asyncio.sleep(0)
+    box.clear()
+    new = asyncio.create_task(box.collect())
+    await asyncio.sleep(0)
+    box.put("a", EngineError("b"))
+    assert (await dead).replies == ()
+    assert [name for name, _ in (await new).replies] == ["a"]
 
 
 def test_a_batch_that_the_server_fails_is_sent_one_by_one(play: Any) -> None:
@@ -506,37 +497,34 @@ class Asked:
 @pytest.mark.parametrize(
     "how", ["silent", "commits", "tries again", "suspended", "refuses", "broken"]
 )
-def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
-    async def body() -> None:
-        server = Asked()
-        pulse = gate_module.Heartbeat(server.ask, 120.0, lambda: server.clock)
-        assert await server.pass_time(pulse, 12) is None
-        assert server.asked == 1
-        if how == "silent":
-            cause = await server.pass_time(pulse, 200)
-            assert cause == "the server hangs: it answered nothing for 120 s"
-        elif how == "commits":  # each has a deadline of its own
-            assert await server.pass_time(pulse, 200, attempt=1) is None
-            assert await server.pass_time(pulse, 100, answers=1) is None
-            assert await server.pass_time(pulse, 200, attempt=2, answers=1) is None
-            # it was not answered: no sign of life
-            assert await server.pass_time(pulse, 1, answers=1)
-        elif how == "tries again":  # at once, so that no look falls between two attempts
-            assert await server.pass_time(pulse, 60, attempt=1) is None
-            assert await server.pass_time(pulse, 80, attempt=2) is None
-            cause = await server.pass_time(pulse, 1, attempt=3)
-            assert cause == "the server hangs: it answered nothing for 153 s"
-        elif how == "suspended":  # this process was
-            server.clock += 600.0
-            assert await server.pass_time(pulse, 60) is None
-        else:
-            error = EngineError("HTTP 500") if how == "refuses" else OSError("reset")
-            server.answers.set_exception(error)
-            cause = await server.pass_time(pulse, 115)
-            assert (cause is None) == (how == "refuses"), "no connection is no sign of life"
-        pulse.close()
-
-    asyncio.run(body())
+async def test_the_deadline_of_a_server_counts_its_silence_only(how: str) -> None:
+    server = Asked()
+    pulse = gate_module.Heartbeat(server.ask, 120.0, lambda: server.clock)
+    assert await server.pass_time(pulse, 12) is None
+    assert server.asked == 1
+    if how == "silent":
+        cause = await server.pass_time(pulse, 200)
+        assert cause == "the server hangs: it answered nothing for 120 s"
+    elif how == "commits":  # each has a deadline of its own
+        assert await server.pass_time(pulse, 200, attempt=1) is None
+        assert await server.pass_time(pulse, 100, answers=1) is None
+        assert await server.pass_time(pulse, 200, attempt=2, answers=1) is None
+        # it was not answered: no sign of life
+        assert await server.pass_time(pulse, 1, answers=1)
+    elif how == "tries again":  # at once, so that no look falls between two attempts
+        assert await server.pass_time(pulse, 60, attempt=1) is None
+        assert await server.pass_time(pulse, 80, attempt=2) is None
+        cause = await server.pass_time(pulse, 1, attempt=3)
+        assert cause == "the server hangs: it answered nothing for 153 s"
+    elif how == "suspended":  # this process was
+        server.clock += 600.0
+        assert await server.pass_time(pulse, 60) is None
+    else:
+        error = EngineError("HTTP 500") if how == "refuses" else OSError("reset")
+        server.answers.set_exception(error)
+        cause = await server.pass_time(pulse, 115)
+        assert (cause is None) == (how == "refuses"), "no connection is no sign of life"
+    pulse.close()
 
 
 def test_siblings_share_prompt_rows_that_are_equal(play: Any) -> None:

@@ -129,21 +129,18 @@ def test_two_roles_of_one_policy() -> None:
 
 
 @pytest.mark.parametrize(("step", "is_gone"), [(0, False), (1, True)])
-def test_a_turn_under_weights_that_are_gone_is_not_sampled(
+async def test_a_turn_under_weights_that_are_gone_is_not_sampled(
     tmp_path_factory: pytest.TempPathFactory, step: int, is_gone: bool
 ) -> None:
-    async def body() -> None:
-        controller, _ = make(tmp_path_factory.mktemp("run"), StubEngine())
-        await controller.handle(hello(PolicyVersion(0, 0)))
-        router = controller._player.router
-        episode = OpenEpisode(EpisodeSpec("7.0", PROMPT, replace(SAMPLING)), router)
-        wanted = TurnRequest(IDS, version=PolicyVersion(0, step))
-        if is_gone:
-            with pytest.raises(VersionGone, match=r"no engine has the weights 0\.1"):
-                await episode.sample(wanted)
-            assert controller.context.step_metrics["agent/version_gone"] == 1
-        else:
-            assert (await episode.sample(wanted)).newest == PolicyVersion(0, 0)
-        await controller.stop()
-
-    asyncio.run(body())
+    controller, _ = make(tmp_path_factory.mktemp("run"), StubEngine())
+    await controller.handle(hello(PolicyVersion(0, 0)))
+    router = controller._player.router
+    episode = OpenEpisode(EpisodeSpec("7.0", PROMPT, replace(SAMPLING)), router)
+    wanted = TurnRequest(IDS, version=PolicyVersion(0, step))
+    if is_gone:
+        with pytest.raises(VersionGone, match=r"no engine has the weights 0\.1"):
+            await episode.sample(wanted)
+        assert controller.context.step_metrics["agent/version_gone"] == 1
+    else:
+        assert (await episode.sample(wanted)).newest == PolicyVersion(0, 0)
+    await controller.stop()

@@ -81,34 +81,30 @@ def test_steps_are_asked_about_while_their_episode_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("barrier", [False, True])
-def test_a_group_is_trained_with_its_last_score_and_others_do_not_wait(
+async def test_a_group_is_trained_with_its_last_score_and_others_do_not_wait(
     tmp_path: Path, barrier: bool
 ) -> None:
     """A step of group 1 stays without an answer; control: a step that waits for group 1."""
+    term = replace(STEPS, batch=1)
+    selection = "strict" if barrier else "oldest"
+    settings = config(term, max_lag=8, buffer_depth=3, selection=selection)
+    scorer = Watching(engine := StubEngine())
+    scorer.blocks = lambda request: request.key.startswith("1.1.")
+    controller, _ = make(tmp_path, engine, settings, scorer=scorer)
 
-    async def body() -> None:
-        term = replace(STEPS, batch=1)
-        selection = "strict" if barrier else "oldest"
-        settings = config(term, max_lag=8, buffer_depth=3, selection=selection)
-        scorer = Watching(engine := StubEngine())
-        scorer.blocks = lambda request: request.key.startswith("1.1.")
-        controller, _ = make(tmp_path, engine, settings, scorer=scorer)
+    async def work() -> set[int]:
+        training = asyncio.create_task(train(controller, 2))
+        await asyncio.wait([training], timeout=2.0 if barrier else 30.0)
+        waited = not training.done()
+        scorer.opened.set()
+        plans = await training
+        assert waited == barrier
+        return {group.group_id for plan in plans for group in plan.groups}
 
-        async def work() -> set[int]:
-            training = asyncio.create_task(train(controller, 2))
-            await asyncio.wait([training], timeout=2.0 if barrier else 30.0)
-            waited = not training.done()
-            scorer.opened.set()
-            plans = await training
-            assert waited == barrier
-            return {group.group_id for plan in plans for group in plan.groups}
-
-        trained = await running(controller, work(), 60)
-        assert len(trained) == 4
-        assert (1 in trained) == barrier
-        assert {0, 2} <= trained
-
-    asyncio.run(body())
+    trained = await running(controller, work(), 60)
+    assert len(trained) == 4
+    assert (1 in trained) == barrier
+    assert {0, 2} <= trained
 
 
 def test_the_sum_of_terms_and_a_metric_of_each(tmp_path: Path) -> None:
@@ -149,20 +145,16 @@ def test_a_full_queue_keeps_groups_from_starting_and_loses_nothing(tmp_path: Pat
     assert few < many, "control: a long queue lets all groups start that the buffer allows"
 
 
-def test_answers_for_an_episode_that_is_gone_are_withdrawn(tmp_path: Path) -> None:
+async def test_answers_for_an_episode_that_is_gone_are_withdrawn(tmp_path: Path) -> None:
     """Of a group that is cancelled as too old, nothing stays in the queues."""
-
-    async def body() -> None:
-        settings = config(STEPS, slice_tokens=1)
-        scorer = Watching(engine := StubEngine())
-        controller, _ = make(tmp_path, engine, settings, scorer=scorer)
-        await running(controller, train(controller, 4))
-        scores = controller.context.scores
-        assert len(scores._episodes) <= 8 * CONFIG.rollout.group_size, "those in flight"
-        kept = {name.split(".")[0] for name in scores._episodes}
-        assert not kept & {"0", "1", "2", "3"}, "trained groups are forgotten"
-
-    asyncio.run(body())
+    settings = config(STEPS, slice_tokens=1)
+    scorer = Watching(engine := StubEngine())
+    controller, _ = make(tmp_path, engine, settings, scorer=scorer)
+    await running(controller, train(controller, 4))
+    scores = controller.context.scores
+    assert len(scores._episodes) <= 8 * CONFIG.rollout.group_size, "those in flight"
+    kept = {name.split(".")[0] for name in scores._episodes}
+    assert not kept & {"0", "1", "2", "3"}, "trained groups are forgotten"
 
 
 @pytest.mark.parametrize(

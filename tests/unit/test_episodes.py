@@ -167,40 +167,37 @@ def test_an_episode_of_texts_has_its_seconds(wall_s: float) -> None:
     assert not wall_s or outcome.detail == "took longer than task.wall_s = 0.1"
 
 
-def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = StubEngine()
-        config = replace(CONFIG, task=TASK)
-        controller, _ = make(tmp_path, engine, config, scorer=Asking())
-        plans = await running(controller, train(controller, 4))
-        for plan in plans:
-            turns = [
-                (g, e, t)
-                for g, group in enumerate(plan.groups)
-                for e, episode in enumerate(group.episodes)
-                for t in range(len(episode.turns))
-            ]
-            assert sorted((r.group, r.episode, r.turn) for r in plan.rows) == turns
-            for group in plan.groups:
-                want = 3 if group.group_id % 2 else 2
-                for episode in group.episodes:
-                    assert [turn.parents for turn in episode.turns] == [()], "one row"
-                    row = episode.turns[0].rollout
-                    assert len(row.ends) == want
-                    between = row.token_ids[~row.loss_mask][len(group.prompt.token_ids) :]
-                    assert between.tolist() == [5, 6] * (want - 1)
-                    assert len(episode.turn_lengths()) == want
-            found = batch_metrics(plan.groups, plan.step)
-            lengths = [n for g in plan.groups for e in g.episodes for n, _ in e.turn_lengths()]
-            assert found["sample/length_mean"] == sum(lengths) / len(lengths), "of turns"
-            assert 2 <= found["sample/turns_mean"] <= 3
-            assert found["sample/rows_mean"] == 1
-            rows = [row for group in plan.groups for row in group.rollouts()]
-            lasts = [np.flatnonzero(row.loss_mask)[[e.end - 1 for e in row.ends]] for row in rows]
-            saved = 1 - sum(row.num_tokens - 1 for row in rows) / np.concatenate(lasts).sum()
-            assert 0.3 < found["sample/shared_frac"] == pytest.approx(saved)
-
-    asyncio.run(scenario())
+async def test_a_run_trains_every_turn_once(tmp_path: Path) -> None:
+    engine = StubEngine()
+    config = replace(CONFIG, task=TASK)
+    controller, _ = make(tmp_path, engine, config, scorer=Asking())
+    plans = await running(controller, train(controller, 4))
+    for plan in plans:
+        turns = [
+            (g, e, t)
+            for g, group in enumerate(plan.groups)
+            for e, episode in enumerate(group.episodes)
+            for t in range(len(episode.turns))
+        ]
+        assert sorted((r.group, r.episode, r.turn) for r in plan.rows) == turns
+        for group in plan.groups:
+            want = 3 if group.group_id % 2 else 2
+            for episode in group.episodes:
+                assert [turn.parents for turn in episode.turns] == [()], "one row"
+                row = episode.turns[0].rollout
+                assert len(row.ends) == want
+                between = row.token_ids[~row.loss_mask][len(group.prompt.token_ids) :]
+                assert between.tolist() == [5, 6] * (want - 1)
+                assert len(episode.turn_lengths()) == want
+        found = batch_metrics(plan.groups, plan.step)
+        lengths = [n for g in plan.groups for e in g.episodes for n, _ in e.turn_lengths()]
+        assert found["sample/length_mean"] == sum(lengths) / len(lengths), "of turns"
+        assert 2 <= found["sample/turns_mean"] <= 3
+        assert found["sample/rows_mean"] == 1
+        rows = [row for group in plan.groups for row in group.rollouts()]
+        lasts = [np.flatnonzero(row.loss_mask)[[e.end - 1 for e in row.ends]] for row in rows]
+        saved = 1 - sum(row.num_tokens - 1 for row in rows) / np.concatenate(lasts).sum()
+        assert 0.3 < found["sample/shared_frac"] == pytest.approx(saved)
 
 
 def test_an_environment_that_fails_ends_the_run_or_drops_the_group(tmp_path: Path) -> None:

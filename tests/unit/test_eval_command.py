@@ -66,20 +66,15 @@ def test_engines_without_a_trainer_give_the_figures_of_version_0(tmp_path: Path)
     assert trained, "control: with a trainer the same settings generate more"
 
 
-def test_an_engine_that_dies_ends_it(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_ends_it(tmp_path: Path) -> None:
     class Dying(StubEngine):
         async def submit(self, requests: Any) -> None:
             raise EngineError("its server is gone")
 
-    async def scenario() -> None:
-        config = replace(CONFIG, evaluation=ONCE)
-        controller, _ = make(
-            tmp_path, StubEngine(), config, held_out=Prompts(), more_engines=[Dying()]
-        )
-        with pytest.raises(EngineError, match="its server is gone"):
-            await running(controller, controller.evaluate())
-
-    asyncio.run(scenario())
+    config = replace(CONFIG, evaluation=ONCE)
+    controller, _ = make(tmp_path, StubEngine(), config, held_out=Prompts(), more_engines=[Dying()])
+    with pytest.raises(EngineError, match="its server is gone"):
+        await running(controller, controller.evaluate())
 
 
 def scene(root: Path, monkeypatch: pytest.MonkeyPatch, answers: Any) -> Scene:

@@ -29,21 +29,18 @@ def evaluations(reports: list) -> list[dict[str, float]]:
     return [r.metrics for r in reports if "eval/reward_mean" in r.metrics]
 
 
-def test_every_second_version_is_evaluated_whole(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = StubEngine()
-        controller, reports = with_evaluation(tmp_path, engine, EVERY_TWO)
-        await running(controller, train(controller, 4))
-        found = evaluations(reports)
-        assert [row["eval/step"] for row in found] == [0.0, 2.0]
-        assert all(row["eval/reward_mean"] == 0.5 for row in found)  # the stub: 0 and 1
-        assert all(row["eval/reward_best"] == 1.0 for row in found)
-        asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.2")]
-        assert len(asked) == 6
-        assert {r.sampling.top_k for r in asked} == {1}, "greedy unless a temperature is set"
-        assert not list(tmp_path.glob("blobs/**/*eval*"))
-
-    asyncio.run(scenario())
+async def test_every_second_version_is_evaluated_whole(tmp_path: Path) -> None:
+    engine = StubEngine()
+    controller, reports = with_evaluation(tmp_path, engine, EVERY_TWO)
+    await running(controller, train(controller, 4))
+    found = evaluations(reports)
+    assert [row["eval/step"] for row in found] == [0.0, 2.0]
+    assert all(row["eval/reward_mean"] == 0.5 for row in found)  # the stub: 0 and 1
+    assert all(row["eval/reward_best"] == 1.0 for row in found)
+    asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.2")]
+    assert len(asked) == 6
+    assert {r.sampling.top_k for r in asked} == {1}, "greedy unless a temperature is set"
+    assert not list(tmp_path.glob("blobs/**/*eval*"))
 
 
 def test_the_last_weights_are_evaluated_whatever_their_number(tmp_path: Path) -> None:
@@ -89,7 +86,7 @@ def test_an_update_waits_for_the_evaluation_and_no_longer_than_allowed(tmp_path:
 
 
 @pytest.mark.parametrize("who", ["engine", "scorer"])
-def test_an_evaluation_that_hangs_is_given_up(
+async def test_an_evaluation_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """The next one takes place."""
@@ -101,39 +98,33 @@ def test_an_evaluation_that_hangs_is_given_up(
                 await asyncio.Event().wait()
             return await super().rewards(prompt, episodes)
 
-    async def scenario() -> None:
-        evaluation = replace(EVERY_TWO, hold_s=0.3)
-        task = replace(CONFIG.task, score_timeout_s=0.05)
-        config = replace(CONFIG, evaluation=evaluation, task=task)
-        hangs = "eval-0.0" if who == "engine" else "none"
-        engines = StubEngine(hangs=lambda first: first.rollout_id.startswith(hangs))
-        scorer = SilentScorer()
-        held_out = {"held_out": Prompts(), "scorer": scorer}
-        controller, reports = make(tmp_path, engines, config, **held_out)
+    evaluation = replace(EVERY_TWO, hold_s=0.3)
+    task = replace(CONFIG.task, score_timeout_s=0.05)
+    config = replace(CONFIG, evaluation=evaluation, task=task)
+    hangs = "eval-0.0" if who == "engine" else "none"
+    engines = StubEngine(hangs=lambda first: first.rollout_id.startswith(hangs))
+    scorer = SilentScorer()
+    held_out = {"held_out": Prompts(), "scorer": scorer}
+    controller, reports = make(tmp_path, engines, config, **held_out)
 
-        async def work() -> None:
-            await train(controller, 2)
-            await asyncio.sleep(1.0)  # nothing is trained meanwhile: no update ends it
-            await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
-            assert isinstance(await controller.handle(TakePlan(4, 60.0, 1)), Stop)
+    async def work() -> None:
+        await train(controller, 2)
+        await asyncio.sleep(1.0)  # nothing is trained meanwhile: no update ends it
+        await train(controller, 4, start=PolicyVersion(1, 2), consumed=(0, 1, 2, 3))
+        assert isinstance(await controller.handle(TakePlan(4, 60.0, 1)), Stop)
 
-        await running(controller, work())
-        steps = [row["eval/step"] for row in evaluations(reports)]
-        assert 0.0 not in steps
-        assert steps[-1] == 4.0
-        assert sum(r.metrics.get("eval/given_up", 0) for r in reports) == 1
-
-    asyncio.run(scenario())
+    await running(controller, work())
+    steps = [row["eval/step"] for row in evaluations(reports)]
+    assert 0.0 not in steps
+    assert steps[-1] == 4.0
+    assert sum(r.metrics.get("eval/given_up", 0) for r in reports) == 1
 
 
-def test_without_the_setting_nothing_is_evaluated(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = StubEngine()
-        controller, reports = with_evaluation(tmp_path, engine, EvaluationConfig())
-        await running(controller, train(controller, 4))
-        assert evaluations(reports) == []
-
-    asyncio.run(scenario())
+async def test_without_the_setting_nothing_is_evaluated(tmp_path: Path) -> None:
+    engine = StubEngine()
+    controller, reports = with_evaluation(tmp_path, engine, EvaluationConfig())
+    await running(controller, train(controller, 4))
+    assert evaluations(reports) == []
 
 
 def test_its_distribution() -> None:
@@ -159,7 +150,7 @@ def test_an_interval_of_other_rewards_is_the_normal_one() -> None:
     assert interval_95([-1.0, 3.0] * 8) == pytest.approx((1 - 1.96 / 2, 1 + 1.96 / 2))
 
 
-def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
+async def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
     """As many prompts of each, with its own limits; the plain names are over all answers."""
 
     class Mixed(Prompts):
@@ -172,33 +163,30 @@ def test_each_task_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
                 return [Score(1.0) for _ in episodes]
             return await super().rewards(prompt, episodes)
 
-    async def scenario() -> None:
-        engine = StubEngine()
-        tasks: list[dict[str, Any]] = [
-            {"label": "a"},
-            {"label": "b", "weight": 3, "sampling": {"max_new_tokens": 7, "temperature": 0.5}},
-        ]
-        config = replace(CONFIG, evaluation=EVERY_TWO, tasks=tasks)
-        controller, reports = make(
-            tmp_path, engine, config, held_out=Mixed(), prompts=Mixed(), scorer=ByTask()
-        )
-        await running(controller, train(controller, 4))
-        row = evaluations(reports)[0]
-        assert (row["eval/reward_mean/a"], row["eval/reward_mean/b"]) == (0.5, 1.0)
-        assert row["eval/reward_mean"] == 0.75
-        short = CONFIG.sampling.max_new_tokens
-        assert (row["eval/length_mean/a"], row["eval/length_mean/b"]) == (short, 7.0)
-        asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.0")]
-        assert len(asked) == 2 * EVERY_TWO.prompts * EVERY_TWO.samples
-        steps = [report.metrics for report in reports if "reward/mean" in report.metrics]
-        assert all(step["reward/mean/b"] == 1.0 for step in steps if "reward/mean/b" in step)
-        assert all(step["reward/zero_var_frac/a"] == 0.0 for step in steps)
-        groups = CONFIG.rollout.groups_per_step
-        assert all(s["sample/groups/a"] + s["sample/groups/b"] == groups for s in steps)
-        trained = [r.sampling for r in engine.requests if not r.rollout_id.startswith("eval")]
-        assert {(s.max_new_tokens, s.temperature) for s in trained} >= {(short, 1.0), (7, 0.5)}
-
-    asyncio.run(scenario())
+    engine = StubEngine()
+    tasks: list[dict[str, Any]] = [
+        {"label": "a"},
+        {"label": "b", "weight": 3, "sampling": {"max_new_tokens": 7, "temperature": 0.5}},
+    ]
+    config = replace(CONFIG, evaluation=EVERY_TWO, tasks=tasks)
+    controller, reports = make(
+        tmp_path, engine, config, held_out=Mixed(), prompts=Mixed(), scorer=ByTask()
+    )
+    await running(controller, train(controller, 4))
+    row = evaluations(reports)[0]
+    assert (row["eval/reward_mean/a"], row["eval/reward_mean/b"]) == (0.5, 1.0)
+    assert row["eval/reward_mean"] == 0.75
+    short = CONFIG.sampling.max_new_tokens
+    assert (row["eval/length_mean/a"], row["eval/length_mean/b"]) == (short, 7.0)
+    asked = [r for r in engine.requests if r.rollout_id.startswith("eval-0.0")]
+    assert len(asked) == 2 * EVERY_TWO.prompts * EVERY_TWO.samples
+    steps = [report.metrics for report in reports if "reward/mean" in report.metrics]
+    assert all(step["reward/mean/b"] == 1.0 for step in steps if "reward/mean/b" in step)
+    assert all(step["reward/zero_var_frac/a"] == 0.0 for step in steps)
+    groups = CONFIG.rollout.groups_per_step
+    assert all(s["sample/groups/a"] + s["sample/groups/b"] == groups for s in steps)
+    trained = [r.sampling for r in engine.requests if not r.rollout_id.startswith("eval")]
+    assert {(s.max_new_tokens, s.temperature) for s in trained} >= {(short, 1.0), (7, 0.5)}
 
 
 @pytest.mark.parametrize(

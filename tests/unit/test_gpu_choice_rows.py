@@ -57,6 +57,17 @@ def test_the_dry_run_reads_the_table_and_says_so() -> None:
     assert "gpu-choices" not in printed("quickstart"), "on a CPU"
 
 
+def test_trainers_on_one_card_have_a_backend_of_attention() -> None:
+    """Transformer Engine's answer for their rows, packed or padded.
+
+    Where a card has none, the trainer's error names local layers (test_trainer_remedies.py).
+    """
+    rows = [row for row in TABLE["trainers"].values() if "gpu1" in str(row["recipes"])]
+    named = {recipe for row in rows for recipe in row["recipes"]}
+    assert {"quickstart cluster=gpu1", "quickstart-lora cluster=gpu1", "olmoe-1gpu"} <= named
+    assert {row["backend"] for row in rows} == {"FusedAttention (cuDNN)"}
+
+
 def test_where_a_model_lies_changes_no_choice() -> None:
     config = resolve(load_config("olmoe-1b-7b"))
     placed, shapes = placement(config), model_shapes(config)

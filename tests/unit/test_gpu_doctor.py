@@ -13,7 +13,7 @@ import pytest
 
 from moerl.config import load_config, resolve
 from moerl.doctor import node as module
-from moerl.doctor.doctor import check_gpu, examine
+from moerl.doctor.doctor import check_gpu, check_memory, examine
 from moerl.doctor.node import GpuFacts, gpu_facts
 
 SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1} |"
@@ -150,6 +150,10 @@ def test_a_whole_node_has_nothing_wrong() -> None:
             {"nvcc": "12.8"},
             "CUDA compiler: 12.8, torch is built for CUDA 13.0 -> put nvcc of CUDA 13",
         ),
+        (
+            {"missing_header": "/usr/include/python3.12/Python.h"},
+            "Python.h: /usr/include/python3.12/Python.h is missing -> install the headers",
+        ),
     ],
 )
 def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:
@@ -161,7 +165,10 @@ def test_each_fault_has_one_row(fault: dict[str, object], says: str) -> None:
 @pytest.mark.parametrize("missing", list(WHOLE.libraries))
 def test_a_missing_library_is_named(missing: str) -> None:
     (found,) = wrong(replace(WHOLE, libraries=WHOLE.libraries | {missing: ""}))
-    assert found == f"{missing}: missing for CUDA 13.0 -> run tools/setup.sh --gpu there"
+    remedy = "run tools/setup.sh --gpu there"
+    if missing.startswith("Transformer Engine"):  # the layers of which another setting has no need
+        remedy += ", or set trainer.transformer_impl=local"
+    assert found == f"{missing}: missing for CUDA 13.0 -> {remedy}"
 
 
 def test_parts_of_transformer_engine_go_together() -> None:
@@ -169,6 +176,64 @@ def test_parts_of_transformer_engine_go_together() -> None:
     (found,) = wrong(replace(WHOLE, libraries=other))
     assert "versions differ" in found
     assert "Transformer Engine torch 2.9.0" in found
+
+
+# --- memory, and the compiler's folder ------------------------------------------------------------
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "says"),
+    [
+        (85, 86, ""),
+        (60, 86, "60.0 of 86.0 GB free -> end what else holds it (nvidia-smi)"),
+        (42, 43, "42.0 of 43.0 GB free -> set cluster.nodes.*.device_gb=43, which is 80"),
+    ],
+)
+def test_memory_of_a_gpu_is_that_of_the_plan(free: int, total: int, says: str) -> None:
+    """SGLang and the rank take their shares of what is free, at the same time."""
+    ((what, remedy),) = check_memory(replace(WHOLE, memory=[(free * GB, total * GB)]), 80.0)
+    assert what.startswith("GPU 0: ")
+    assert (f"{what.removeprefix('GPU 0: ')} -> {remedy}" if remedy else "") == says
+    assert list(check_memory(WHOLE, 80.0)) == [], "nvidia-smi did not say"
+
+
+def test_memory_and_headers_are_read(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(node / "nvidia-smi", "#!/bin/sh\necho '81000 MiB, 81559 MiB'\n")
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda _name: str(node))
+    assert gpu_facts().memory == [(81000 * 2**20, 81559 * 2**20)]
+    assert gpu_facts().missing_header == str(node / "Python.h")
+    (node / "Python.h").touch()
+    assert gpu_facts().missing_header == ""
+
+
+# As a toolkit's nvcc, whose nvcc.profile names a folder beside `bin`.
+WITH_TARGETS = """#!/bin/sh
+if ! test -d "$(dirname "$(dirname "$0")")/targets/x86_64-linux"; then
+  echo "error: no targets folder"; exit 1
+fi
+""" + NVCC.partition("\n")[2]
+
+
+def test_the_folder_of_the_compiler_has_all_that_its_profile_names(
+    node: Path, tmp_path: Path
+) -> None:
+    """`link_cuda` of tools/setup.sh; control: without the link the doctor says so."""
+    packaged, home = tmp_path / "site/nvidia/cu13", tmp_path / "venv/cuda"
+    compiler(packaged, "13.0")
+    (packaged / "lib64").rename(packaged / "lib")
+    (packaged / "lib/libcudart.so").rename(packaged / "lib/libcudart.so.13")
+    for part in ("include", "nvvm", "targets/x86_64-linux"):
+        (packaged / part).mkdir(parents=True)
+    script(packaged / "bin/nvcc", WITH_TARGETS.format("13.0"))
+    text = (Path(__file__).parents[2] / "tools/setup.sh").read_text()
+    function = text[text.index("link_cuda() {") : text.index("# What Transformer Engine is")]
+    begin = f"set -eu; site={tmp_path}/site venv={tmp_path}/venv; "
+    subprocess.run(["bash", "-c", f"{begin}{function}\nlink_cuda"], check=True)
+    assert module.compile_error(str(home)) == ""
+    assert not (home / "lib").exists(), "libraries have lib64's names"
+    (home / "targets").unlink()
+    assert "no targets folder" in module.compile_error(str(home))
 
 
 def test_the_rule_is_asked_on_gpu_nodes_only(

@@ -20,7 +20,6 @@ from moerl.core.ids import ranges
 from moerl.core.types import (
     EpisodeGroup,
     PolicyVersion,
-    Score,
 )
 from moerl.records.blob_copies import copied_blobs_of
 from moerl.records.range_server import RangeServer
@@ -42,51 +41,6 @@ def some_history(world: JournalWorld) -> None:
     world.journal.done(0, kept=[0])
     world.journal.done(1, kept=[])
     world.journal.dropped(7)
-
-
-def test_everything_comes_back_after_a_kill(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    past = world.open()
-    assert past.is_whole
-    assert past.lost == 0
-    assert ids(past.ready) == [6]
-    assert {step: ids(groups) for step, groups in past.planned.items()} == {2: [4, 5]}
-    assert ids(past.trained) == [0]
-    assert past.consumed == {0, 1, 2, 3}
-    assert past.controller_state.begins == (START,)
-    assert (
-        past.controller_state.dp_size,
-        past.controller_state.done,
-        past.controller_state.lives,
-    ) == (2, 2, 2)
-    assert past.dropped == {7}
-    group, again = group_of(8, world.blobs), past.ready[0]
-    assert again.episodes[0].score == Score(6.0, errors=2.0)
-    one, other = again.rollouts()[0], group.rollouts()[0]
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.logprobs.dtype == np.float32
-    assert world.blobs.load(one.routing[0].ids)[0, 0, 0] == 6
-
-
-def test_a_new_trainer_gets_back_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    world.journal.began((START, PolicyVersion(1, 0)), 2, ())
-    past = world.open()
-    assert ids(past.ready) == [0, 4, 5, 6], "1, 2 and 3 have no header any more"
-    assert past.consumed == set()
-    assert past.controller_state.begins == (START, PolicyVersion(1, 0))
-
-
-def test_a_checkpoint_prunes(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    assert world.journal.saved(2) == [0], "the others are of no use for a restart any more"
-    assert world.journal.saved(2) == []
-    past = world.open()
-    assert past.trained == []
-    assert past.consumed == {0, 1, 2, 3}
 
 
 def test_disk_use_is_bounded(tmp_path: Path) -> None:
@@ -114,48 +68,17 @@ def test_what_a_step_writes_does_not_grow_with_the_run(tmp_path: Path) -> None:
         world.journal.planned(step, [2 * step])
         world.journal.done(step, kept=[])
         world.journal.dropped(2 * step + 1)
-    assert world.journal._query("select count(*) from groups").fetchone() == (0,)
+    assert world.read("select count(*) from groups") == (0,)
     lengths = "select max(length(body)), max(length(bits)) from facts, pages"
-    before = world.journal._query(lengths).fetchone()
+    before = world.read(lengths)
     world.journal.began((START, PolicyVersion(0, 100)), 1, ranges(range(0, 100_000, 2)))
     world.journal.done(100, kept=[])
-    body, bits = world.journal._query(lengths).fetchone()
+    body, bits = world.read(lengths)
     assert max(bits, before[1]) <= 8192 + 32
     assert body <= before[0] + 64, "one trainer more"
     past = world.open()
     assert past.consumed == set(range(0, 100_000, 2))
     assert past.dropped == set(range(1, 200, 2))
-
-
-def test_groups_that_left_are_generated_again(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    world.journal.left([6])
-    assert world.open().ready == []
-
-
-@pytest.mark.parametrize("keep", [0.0, 0.2, 0.5, 0.9, 0.999])
-def test_a_torn_log_is_cut(tmp_path: Path, keep: float) -> None:
-    """The write-ahead log loses its end: what was committed before is all there."""
-    world = JournalWorld(tmp_path)
-    world.journal.began((START,), 1, ())
-    world.admit(*range(20))
-    log = world.database.with_name(world.database.name + "-wal")
-    copy = JournalWorld(tmp_path / "copy")
-    copy.close()
-    copy.database.write_bytes(world.database.read_bytes())
-    copy.database.with_name(log.name).write_bytes(
-        log.read_bytes()[: int(log.stat().st_size * keep)]
-    )
-    for blob in world.blobs.root.iterdir():
-        (copy.blobs.root / blob.name).write_bytes(blob.read_bytes())
-    past = copy.open()
-    count = len(past.ready)
-    assert ids(past.ready) == list(range(count)), "a group in the middle is missing"
-    assert keep < 0.5 or count > 0
-    copy.journal.began((START,), 1, ())
-    copy.admit(*range(20, 23))
-    assert len(copy.open().ready) == count + 3
 
 
 @pytest.mark.parametrize(
@@ -204,35 +127,6 @@ def test_damage_is_cut_and_never_fatal(tmp_path: Path, how: str) -> None:
     assert 100 in ids(again.ready)
 
 
-def test_a_missing_blob_costs_its_group(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    world.blobs.delete("blob://n/6.0-s0")
-    past = world.open()
-    assert past.is_whole
-    assert (past.lost, past.ready) == (1, [])
-    world.blobs.delete("blob://n/4.0-s0")
-    past = world.open()
-    assert not past.is_whole, "the plan of step 2 cannot be given again"
-    assert ids(past.planned[2]) == [5]
-
-
-def test_shared_survives_the_node(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path, shared=True)
-    some_history(world)
-    other = JournalWorld(tmp_path / "other")
-    other.segments = world.segments
-    other.journal.close()
-    other.database.unlink()
-    past = other.open()
-    assert ids(past.ready) == [0, 4, 5, 6], "0 could be trained again; 1, 2 and 3 are trained"
-    assert past.controller_state.begins == (START,)
-    assert not past.is_whole
-    assert other.blobs.load(past.ready[-1].rollouts()[0].routing[0].ids)[0, 0, 0] == 6
-    files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert files == ["0.group", "4.group", "5.group", "6.group", "facts"]
-
-
 def test_shared_survives_every_node(tmp_path: Path) -> None:
     """Engine's and controller's node are lost, the run directory is not; without it all is."""
     folder = tmp_path / "run"
@@ -266,28 +160,6 @@ def test_shared_survives_every_node(tmp_path: Path) -> None:
         assert rank.read(*group_uris(group)) == expected[group.group_id]
         (part,) = group.rollouts()[0].routing
         assert (rank.load(part.ids) == group.group_id).all()
-
-
-def test_shipped_files_go_with_their_groups(tmp_path: Path) -> None:
-    world = JournalWorld(tmp_path, shared=True)
-    assert world.segments is not None
-    some_history(world)
-    assert world.segments.held() == {0, 4, 5, 6}, "1, 2 and 3 are of no use for a restart"
-    world.journal.saved(1)
-    assert world.segments.held() == {4, 5, 6}
-    world.journal.left([6])
-    world.journal.done(2, kept=[4])
-    assert world.segments.held() == {4}
-    world.journal.share(group_of(9, world.blobs))  # it was killed before it was admitted
-    (tmp_path / "run" / ".10.group").write_bytes(b"half")
-    world.admit(11)
-    world.open()
-    assert world.segments.held() == {4, 11}
-    assert not (tmp_path / "run" / ".10.group").exists()
-    world.journal.share(group_of(12, world.blobs))
-    world.journal.dropped(12)
-    world.journal.began((START, PolicyVersion(1, 0)), 2, ((4, 5),))
-    assert world.segments.held() == {11}
 
 
 def test_shipped_files_are_deleted_beside_the_loop(
@@ -386,55 +258,24 @@ def test_groups_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert not past.is_whole
 
 
-def test_a_full_disk_is_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's own error, in the middle of a transaction."""
     world = JournalWorld(tmp_path)
     some_history(world)
-    assert world.journal._db is not None
-    (pages,) = world.journal._db.execute("pragma page_count").fetchone()
-    world.journal._db.execute(f"pragma max_page_count = {pages}")
+    (pages,) = world.read("pragma page_count")
+
+    class Small(sqlite3.Connection):
+        def executescript(self, script: str) -> sqlite3.Cursor:
+            return super().executescript(script + f"pragma max_page_count = {pages};")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Small))
+        world.open()
     with pytest.raises(JournalError, match="database or disk is full"):
         world.admit(*range(10, 400))
     assert {6, 10} - set(ids(world.open().ready)) <= {10}
-
-
-class FullDisk(sqlite3.Connection):
-    """Refuses every commit while it is full."""
-
-    is_full = False
-
-    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
-        if self.is_full and sql == "commit":
-            raise sqlite3.OperationalError("database or disk is full")
-        return super().execute(sql, *args)
-
-
-def test_ids_that_left_are_written_with_the_next_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=FullDisk))
-    world = JournalWorld(tmp_path)
-    some_history(world)
-    again = group_of(10, world.blobs)
-    world.journal.admitted(again)
-    world.admit(11)
-    db = world.journal._db
-    assert isinstance(db, FullDisk)
-    db.is_full = True
-    world.journal.left([6])
-    world.journal.left([10])
-    world.journal.dropped(12)
-    assert world.journal.saved(2) == [], "asked again at the next step"
-    assert world.journal.take_failed() == 4
-    with pytest.raises(JournalError, match="disk is full"):
-        world.admit(13)
-    db.is_full = False
-    world.journal.admitted(again)
-    assert world.journal.take_failed() == 0
-    past = world.open()
-    assert ids(past.ready) == [10, 11], "6 has left, 10 is there again"
-    assert past.dropped == {7, 12}
-    assert world.journal.saved(2) == [0]
 
 
 @pytest.mark.parametrize(

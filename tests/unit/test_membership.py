@@ -23,121 +23,105 @@ from tests.helpers.controllers import CONFIG, PublishingTrainer, commit, hello, 
 from tests.helpers.stub_engine import StubEngine, always
 
 
-def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -> None:
-    async def body() -> None:
-        first, second = StubEngine(), StubEngine()
-        controller, _ = make(tmp_path, first, replace(CONFIG, run=RunConfig(steps=12)))
-        trainer = PublishingTrainer(controller)
+async def test_an_engine_that_joins_works_on_the_newest_weights_only(tmp_path: Path) -> None:
+    first, second = StubEngine(), StubEngine()
+    controller, _ = make(tmp_path, first, replace(CONFIG, run=RunConfig(steps=12)))
+    trainer = PublishingTrainer(controller)
 
-        async def work() -> None:
-            await trainer.hello()
+    async def work() -> None:
+        await trainer.hello()
+        await trainer.step()
+        controller.engine_joins(1, second, 1)
+        await asyncio.sleep(0.05)
+        assert not second.requests, "it was sent requests on the weights it started with"
+        assert controller.context.pool.table()[1]["state"] == "behind"
+        await trainer.step()
+        assert trainer.told == [(0, 1)]
+        assert controller.context.pool.table()[1]["version"] == str(trainer.version)
+        while trainer.version.step < 12:
             await trainer.step()
-            controller.engine_joins(1, second, 1)
-            await asyncio.sleep(0.05)
-            assert not second.requests, "it was sent requests on the weights it started with"
-            assert controller.context.pool.table()[1]["state"] == "behind"
-            await trainer.step()
-            assert trainer.told == [(0, 1)]
-            assert controller.context.pool.table()[1]["version"] == str(trainer.version)
-            while trainer.version.step < 12:
-                await trainer.step()
 
-        await running(controller, work())
-        assert sorted(group.group_id for group in trainer.groups) == list(range(24))
-        assert trainer.told == [(0, 1)], "it was told once"
-        asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
-        assert all(asked)
-        assert not asked[0] & asked[1]
-
-    asyncio.run(body())
+    await running(controller, work())
+    assert sorted(group.group_id for group in trainer.groups) == list(range(24))
+    assert trainer.told == [(0, 1)], "it was told once"
+    asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
+    assert all(asked)
+    assert not asked[0] & asked[1]
 
 
-def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_what_runs_on_an_engine_that_leaves_goes_on_elsewhere(tmp_path: Path) -> None:
     """Its partial rollouts are finished by the other one; no token is sampled twice."""
+    first, second = StubEngine(holds=always), StubEngine()
+    controller, _ = make(tmp_path, first, more_engines=(second,))
+    trainer = PublishingTrainer(controller, (0, 1))
 
-    async def body() -> None:
-        first, second = StubEngine(holds=always), StubEngine()
-        controller, _ = make(tmp_path, first, more_engines=(second,))
-        trainer = PublishingTrainer(controller, (0, 1))
+    async def work() -> None:
+        await trainer.hello()
+        member = controller.context.pool.engines[0]
+        while not member.generating:
+            await asyncio.sleep(0.001)
+        leaving = asyncio.create_task(controller.engine_leaves(0))
+        while member.generating:
+            await asyncio.sleep(0.001)
+        asked = len(first.requests)
+        assert first.cut == asked > 0, "nothing was interrupted: the test shows nothing"
+        await asyncio.sleep(0.05)
+        assert not leaving.done(), "the trainer may still be publishing to it"
+        await trainer.step()
+        await trainer.step()
+        await leaving
+        assert trainer.told == [(1,)]
+        with pytest.raises(EngineError, match="engine 0 is not in this run"):
+            await controller.handle(commit(trainer.version))
+        await trainer.step()
+        await trainer.step()
+        assert len(first.requests) == asked, "it was sent requests after it left"
+        assert set(controller.producer._engines._prefix_index._known) == {1}, "what it knew is kept"
 
-        async def work() -> None:
-            await trainer.hello()
-            member = controller.context.pool.engines[0]
-            while not member.generating:
-                await asyncio.sleep(0.001)
-            leaving = asyncio.create_task(controller.engine_leaves(0))
-            while member.generating:
-                await asyncio.sleep(0.001)
-            asked = len(first.requests)
-            assert first.cut == asked > 0, "nothing was interrupted: the test shows nothing"
-            await asyncio.sleep(0.05)
-            assert not leaving.done(), "the trainer may still be publishing to it"
-            await trainer.step()
-            await trainer.step()
-            await leaving
-            assert trainer.told == [(1,)]
-            with pytest.raises(EngineError, match="engine 0 is not in this run"):
-                await controller.handle(commit(trainer.version))
-            await trainer.step()
-            await trainer.step()
-            assert len(first.requests) == asked, "it was sent requests after it left"
-            assert set(controller.producer._engines._prefix_index._known) == {1}, (
-                "what it knew is kept"
-            )
-
-        await running(controller, work())
-        assert sorted(group.group_id for group in trainer.groups) == list(range(8))
-        rollouts = [r for group in trainer.groups for r in group.rollouts()]
-        assert {r.num_sampled for r in rollouts} == {4}
-        assert first.tokens + second.tokens == 4 * len(rollouts), "a token was lost"
-
-    asyncio.run(body())
+    await running(controller, work())
+    assert sorted(group.group_id for group in trainer.groups) == list(range(8))
+    rollouts = [r for group in trainer.groups for r in group.rollouts()]
+    assert {r.num_sampled for r in rollouts} == {4}
+    assert first.tokens + second.tokens == 4 * len(rollouts), "a token was lost"
 
 
-def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
+async def test_with_drain_a_rollout_ends_where_it_began(tmp_path: Path) -> None:
     """Two slices per rollout, one version each: nothing of it moves to another engine."""
+    first, second = StubEngine(), StubEngine()
+    rollout = replace(CONFIG.rollout, in_flight_mode="drain", slice_tokens=2)
+    config = replace(CONFIG, rollout=rollout)
+    controller, _ = make(tmp_path, first, config, more_engines=(second,))
+    trainer = PublishingTrainer(controller, (0, 1))
 
-    async def body() -> None:
-        first, second = StubEngine(), StubEngine()
-        rollout = replace(CONFIG.rollout, in_flight_mode="drain", slice_tokens=2)
-        config = replace(CONFIG, rollout=rollout)
-        controller, _ = make(tmp_path, first, config, more_engines=(second,))
-        trainer = PublishingTrainer(controller, (0, 1))
+    async def work() -> None:
+        await trainer.hello()
+        member = controller.context.pool.engines[0]
+        while not member.generating:
+            await asyncio.sleep(0.001)
+        leaving = asyncio.create_task(controller.engine_leaves(0))
+        for _ in range(4):
+            await trainer.step()
+        await leaving
 
-        async def work() -> None:
-            await trainer.hello()
-            member = controller.context.pool.engines[0]
-            while not member.generating:
-                await asyncio.sleep(0.001)
-            leaving = asyncio.create_task(controller.engine_leaves(0))
-            for _ in range(4):
-                await trainer.step()
-            await leaving
-
-        await running(controller, work())
-        asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
-        assert all(asked)
-        assert not asked[0] & asked[1]
-        rollouts = [r for group in trainer.groups for r in group.rollouts()]
-        assert {len(r.versions) for r in rollouts} == {1}
-
-    asyncio.run(body())
+    await running(controller, work())
+    asked = [{r.rollout_id for r in engine.requests} for engine in (first, second)]
+    assert all(asked)
+    assert not asked[0] & asked[1]
+    rollouts = [r for group in trainer.groups for r in group.rollouts()]
+    assert {len(r.versions) for r in rollouts} == {1}
 
 
-def test_a_trainer_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
-    async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine())
+async def test_a_trainer_that_starts_again_is_told_who_is_there(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, StubEngine())
 
-        async def work() -> None:
-            again = hello(PolicyVersion(0, 0))
-            assert await controller.handle(again) == Ok(), "as configured"
-            controller.engine_joins(3, StubEngine(), 2)
-            told = await controller.handle(hello(PolicyVersion(1, 0)))
-            assert told == SetEngines((SyncTarget(0, 1), SyncTarget(3, 2)))
+    async def work() -> None:
+        again = hello(PolicyVersion(0, 0))
+        assert await controller.handle(again) == Ok(), "as configured"
+        controller.engine_joins(3, StubEngine(), 2)
+        told = await controller.handle(hello(PolicyVersion(1, 0)))
+        assert told == SetEngines((SyncTarget(0, 1), SyncTarget(3, 2)))
 
-        await running(controller, work())
-
-    asyncio.run(body())
+    await running(controller, work())
 
 
 @pytest.mark.parametrize(

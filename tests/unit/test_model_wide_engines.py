@@ -118,31 +118,27 @@ def host_of(
     return lambda nodes: EngineHost(0, EngineConfig(), context, store, nodes)
 
 
-def test_the_death_of_any_node_ends_the_engine(host_of: Callable[..., EngineHost]) -> None:
-    async def scenario() -> None:
-        nodes = [Node(), Node()]
-        host = host_of(nodes)
-        await host.start(V0)
-        assert [span.node for node in nodes for span in node.spans] == [1, 2]
-        nodes[1].dead.set()
-        with pytest.raises(EngineError, match="on node 1: server was killed by signal 9"):
-            await asyncio.wait_for(host.watch(), patience(5))
-        before = [node.stops for node in nodes]
-        nodes[1].dead.clear()
-        await host.start(V0)
-        assert [node.stops for node in nodes] == [stops + 1 for stops in before]
-        first, second = (node.spans[1].store for node in nodes)
-        assert first == second != nodes[0].spans[0].store, "ranks of an older start are elsewhere"
-        await host.stop()
-
-    asyncio.run(scenario())
+async def test_the_death_of_any_node_ends_the_engine(host_of: Callable[..., EngineHost]) -> None:
+    nodes = [Node(), Node()]
+    host = host_of(nodes)
+    await host.start(V0)
+    assert [span.node for node in nodes for span in node.spans] == [1, 2]
+    nodes[1].dead.set()
+    with pytest.raises(EngineError, match="on node 1: server was killed by signal 9"):
+        await asyncio.wait_for(host.watch(), patience(5))
+    before = [node.stops for node in nodes]
+    nodes[1].dead.clear()
+    await host.start(V0)
+    assert [node.stops for node in nodes] == [stops + 1 for stops in before]
+    first, second = (node.spans[1].store for node in nodes)
+    assert first == second != nodes[0].spans[0].store, "ranks of an older start are elsewhere"
+    await host.stop()
 
 
-def test_no_node_keeps_a_server_when_one_does_not_start(host_of: Callable[..., EngineHost]) -> None:
-    async def scenario() -> None:
-        nodes = [Node(), Node(starts=False)]
-        with pytest.raises(EngineError, match="no room on this node"):
-            await host_of(nodes).start(V0)
-        assert all(node.stops for node in nodes)
-
-    asyncio.run(scenario())
+async def test_no_node_keeps_a_server_when_one_does_not_start(
+    host_of: Callable[..., EngineHost],
+) -> None:
+    nodes = [Node(), Node(starts=False)]
+    with pytest.raises(EngineError, match="no room on this node"):
+        await host_of(nodes).start(V0)
+    assert all(node.stops for node in nodes)

@@ -89,23 +89,19 @@ def test_prompts_that_come_again_go_where_they_are_known(tmp_path: Path, slack: 
         assert loads[1] - loads[0] <= 2 + slack, "never further out of balance than allowed"
 
 
-def test_a_home_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_home_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     """Turns of groups that began on an engine that fails go to another; nothing is lost."""
-
-    async def scenario() -> None:
-        engines = [StubEngine(), StubEngine(fails=always)]
-        rollout = replace(CONFIG.rollout, prefix_slack=100)
-        controller, reports = make(
-            tmp_path, engines[0], replace(CONFIG, rollout=rollout), more_engines=engines[1:]
-        )
-        controller.producer.prompts = Repeating()
-        plans = await running(controller, train(controller, 4))
-        assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
-        assert engines[1].calls, "no group began there"
-        assert not engines[1].requests
-        pool = controller.context.pool
-        assert [pool.engines[index].groups for index in (0, 1)] == [0, 0], "homes have moved"
-        found = [r.metrics.get("async/cached_frac") for r in reports]
-        assert 0.0 in found, "the stub caches nothing"
-
-    asyncio.run(scenario())
+    engines = [StubEngine(), StubEngine(fails=always)]
+    rollout = replace(CONFIG.rollout, prefix_slack=100)
+    controller, reports = make(
+        tmp_path, engines[0], replace(CONFIG, rollout=rollout), more_engines=engines[1:]
+    )
+    controller.producer.prompts = Repeating()
+    plans = await running(controller, train(controller, 4))
+    assert sorted(g.group_id for p in plans for g in p.groups) == list(range(8))
+    assert engines[1].calls, "no group began there"
+    assert not engines[1].requests
+    pool = controller.context.pool
+    assert [pool.engines[index].groups for index in (0, 1)] == [0, 0], "homes have moved"
+    found = [r.metrics.get("async/cached_frac") for r in reports]
+    assert 0.0 in found, "the stub caches nothing"

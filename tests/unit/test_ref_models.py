@@ -52,43 +52,40 @@ OWN = (
 # --- the controller ------------------------------------------------------------------------------
 
 
-def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
-    async def body() -> None:
-        config = with_ref_models(tmp_path)
-        controller, _ = make(tmp_path, StubEngine(), config)
+async def test_the_next_batch_is_scored_while_this_one_trains(tmp_path: Path) -> None:
+    config = with_ref_models(tmp_path)
+    controller, _ = make(tmp_path, StubEngine(), config)
 
-        async def score() -> list[int]:
-            reply = await controller.handle(TakeRecords(0, 1, 5.0))
-            assert isinstance(reply, Plan), reply
-            await controller.handle(scores_of(reply.plan, config))
-            return [group.group_id for group in reply.plan.groups]
+    async def score() -> list[int]:
+        reply = await controller.handle(TakeRecords(0, 1, 5.0))
+        assert isinstance(reply, Plan), reply
+        await controller.handle(scores_of(reply.plan, config))
+        return [group.group_id for group in reply.plan.groups]
 
-        async def work() -> None:
-            await controller.handle(hello(PolicyVersion(0, 0)))
-            asking = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
-            await asyncio.sleep(0.05)
-            assert not asking.done(), "a plan leaves with its scores, or not at all"
-            first = [*await score(), *(await score() if not asking.done() else [])]
-            reply = await asking
-            assert isinstance(reply, Plan)
-            ids = [group.group_id for group in reply.plan.groups]
-            assert set(ids) <= set(first)
-            found = received(reply.plan, config)["reference"]
-            for rollout, values in zip(reply.plan.rollouts(), found, strict=True):
-                assert values == pytest.approx(_numbers(rollout)), rollout.rollout_id
-            ahead = await score()  # step 0 is still in training
-            assert not set(ahead) & set(ids)
-            await controller.handle(StepDone(0, PolicyVersion(0, 1), {}, ""))
-            await publish(controller, PolicyVersion(0, 1))
-            while controller._ref_models.next(1):
-                await score()
-            second = await controller.handle(TakePlan(1, 60.0, 0))
-            assert isinstance(second, Plan)
-            assert received(second.plan, config)
+    async def work() -> None:
+        await controller.handle(hello(PolicyVersion(0, 0)))
+        asking = asyncio.create_task(controller.handle(TakePlan(0, 60.0, 0)))
+        await asyncio.sleep(0.05)
+        assert not asking.done(), "a plan leaves with its scores, or not at all"
+        first = [*await score(), *(await score() if not asking.done() else [])]
+        reply = await asking
+        assert isinstance(reply, Plan)
+        ids = [group.group_id for group in reply.plan.groups]
+        assert set(ids) <= set(first)
+        found = received(reply.plan, config)["reference"]
+        for rollout, values in zip(reply.plan.rollouts(), found, strict=True):
+            assert values == pytest.approx(_numbers(rollout)), rollout.rollout_id
+        ahead = await score()  # step 0 is still in training
+        assert not set(ahead) & set(ids)
+        await controller.handle(StepDone(0, PolicyVersion(0, 1), {}, ""))
+        await publish(controller, PolicyVersion(0, 1))
+        while controller._ref_models.next(1):
+            await score()
+        second = await controller.handle(TakePlan(1, 60.0, 0))
+        assert isinstance(second, Plan)
+        assert received(second.plan, config)
 
-        await running(controller, work())
-
-    asyncio.run(body())
+    await running(controller, work())
 
 
 def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> None:
@@ -103,33 +100,28 @@ def test_groups_of_a_trainer_that_was_restarted_are_scored(tmp_path: Path) -> No
     assert version_lag(plan.version, restarted) == 0, "its tokens are of no future version"
 
 
-def test_a_trainer_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
-    async def body() -> None:
-        config = with_ref_models(tmp_path)
-        controller, reports = make(tmp_path, StubEngine(), config)
+async def test_a_trainer_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> None:
+    config = with_ref_models(tmp_path)
+    controller, reports = make(tmp_path, StubEngine(), config)
 
-        async def job() -> int:
-            start, plans = 0, 0
-            while not isinstance(
-                reply := await controller.handle(TakeRecords(start, 1, 5.0)), Stop
-            ):
-                if isinstance(reply, Plan):
-                    start, plans = 1, plans + 1  # the first one dies with its records
-                    if plans > 1:
-                        await controller.handle(scores_of(reply.plan, config))
-            return plans
+    async def job() -> int:
+        start, plans = 0, 0
+        while not isinstance(reply := await controller.handle(TakeRecords(start, 1, 5.0)), Stop):
+            if isinstance(reply, Plan):
+                start, plans = 1, plans + 1  # the first one dies with its records
+                if plans > 1:
+                    await controller.handle(scores_of(reply.plan, config))
+        return plans
 
-        async def work() -> None:
-            scoring = asyncio.create_task(job())
-            await train(controller, 4)
-            assert await scoring > 1
-            assert controller.status()["ref_models/start"] == 1.0
+    async def work() -> None:
+        scoring = asyncio.create_task(job())
+        await train(controller, 4)
+        assert await scoring > 1
+        assert controller.status()["ref_models/start"] == 1.0
 
-        await running(controller, work())
-        assert len(reports) == 4
-        assert all(report.metrics["ref_models/wait_s"] >= 0 for report in reports)
-
-    asyncio.run(body())
+    await running(controller, work())
+    assert len(reports) == 4
+    assert all(report.metrics["ref_models/wait_s"] >= 0 for report in reports)
 
 
 @pytest.mark.parametrize(
@@ -142,40 +134,34 @@ def test_a_trainer_that_died_is_asked_again_and_told_to_stop(tmp_path: Path) -> 
         (lambda values: {}, "ref_scores_roles"),
     ],
 )
-def test_scores_that_do_not_fit_are_refused(
+async def test_scores_that_do_not_fit_are_refused(
     tmp_path: Path, spoil: Callable[[np.ndarray], dict[str, np.ndarray]], reason: str
 ) -> None:
-    async def body() -> None:
-        config = with_ref_models(tmp_path)
-        controller, _ = make(tmp_path, StubEngine(), config)
+    config = with_ref_models(tmp_path)
+    controller, _ = make(tmp_path, StubEngine(), config)
 
-        async def work() -> None:
-            await controller.handle(hello(PolicyVersion(0, 0)))
-            reply = await controller.handle(TakeRecords(0, 1, 5.0))
-            assert isinstance(reply, Plan)
-            scored = scores_of(reply.plan, config)
-            bad = [replace(s, logprobs=spoil(s.logprobs["reference"])) for s in scored.scores]
-            with pytest.raises(RecordError, match=reason):
-                await controller.handle(Scored(tuple(bad)))
-            assert await controller.handle(scored) == Ok(), "control"
+    async def work() -> None:
+        await controller.handle(hello(PolicyVersion(0, 0)))
+        reply = await controller.handle(TakeRecords(0, 1, 5.0))
+        assert isinstance(reply, Plan)
+        scored = scores_of(reply.plan, config)
+        bad = [replace(s, logprobs=spoil(s.logprobs["reference"])) for s in scored.scores]
+        with pytest.raises(RecordError, match=reason):
+            await controller.handle(Scored(tuple(bad)))
+        assert await controller.handle(scored) == Ok(), "control"
 
-        await running(controller, work())
-
-    asyncio.run(body())
+    await running(controller, work())
 
 
-def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
-    async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine(), with_ref_models(tmp_path))
+async def test_a_plan_that_nobody_scores_is_an_error_in_time(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, StubEngine(), with_ref_models(tmp_path))
 
-        async def work() -> None:
-            await controller.handle(hello(PolicyVersion(0, 0)))
-            with pytest.raises(ProtocolError, match="not scored by the reference ranks"):
-                await controller.handle(TakePlan(0, 0.3, 0))
+    async def work() -> None:
+        await controller.handle(hello(PolicyVersion(0, 0)))
+        with pytest.raises(ProtocolError, match="not scored by the reference ranks"):
+            await controller.handle(TakePlan(0, 0.3, 0))
 
-        await running(controller, work())
-
-    asyncio.run(body())
+    await running(controller, work())
 
 
 # --- the record ----------------------------------------------------------------------------------

@@ -247,88 +247,80 @@ def test_a_worker_that_registers_again_has_lost_its_episodes(tmp_path: Path) -> 
     played(tmp_path, body)
 
 
-def test_each_submitted_episode_is_trained_once(tmp_path: Path) -> None:
+async def test_each_submitted_episode_is_trained_once(tmp_path: Path) -> None:
     """Every submit is sent twice; a controller that follows a dead one answers it alike."""
+    engine, task = StubEngine(), task_of()
+    config = replace(CONFIG, task=task)
+    agents = runner_of(tmp_path, task)
+    dead, _ = make(tmp_path, engine, config, agents={"": agents}, model=SHAPE)
 
-    async def body() -> None:
-        engine, task = StubEngine(), task_of()
-        config = replace(CONFIG, task=task)
-        agents = runner_of(tmp_path, task)
-        dead, _ = make(tmp_path, engine, config, agents={"": agents}, model=SHAPE)
-
-        async def first() -> list[Any]:
-            await dead._player.started.wait()
-            async with worker_of(tmp_path, task) as worker:
-                working = asyncio.ensure_future(worker.work(submits=2))
-                plans = await train(dead, 4)
-                working.cancel()
-                names = [answer["episode"] for answer in worker.answers if "episode" in answer]
-                assert all(count == 2 for count in Counter(names).values())
-                states = Counter([await worker.state(name) for name in set(names)])
-                assert states["admitted"] >= 16, states
-                return plans
-
-        plans = await running(dead, first(), patience(60))
-        groups = [group for plan in plans for group in plan.groups]
-        assert len({group.group_id for group in groups}) == len(groups) == 8
-        rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
-        assert rewards == [[0.0, 1.0]] * 8
-
-        heir = runner_of(tmp_path, task)
-        await heir.start()
-        try:
-            async with worker_of(tmp_path, task) as worker:
-                for name, state in (("0.0", "admitted"), ("3.1", "admitted")):
-                    assert await worker.submit(name, reward=5) == (200, OK | {"episode": name})
-                    assert await worker.state(name) == state
-                assert (await worker.submit("99.0", reward=5))[0] == 404
-        finally:
-            await heir.close()
-
-    asyncio.run(body())
-
-
-def test_a_controller_that_dies_trains_a_submitted_episode_once(tmp_path: Path) -> None:
-    """Its group is open: the next controller plays it again, and an old submit changes nothing."""
-
-    async def body() -> None:
-        engine, task = StubEngine(), task_of()
-        config, dead = replace(CONFIG, task=task), runner_of(tmp_path, task)
-        first, _ = make(tmp_path, engine, config, agents={"": dead}, model=SHAPE)
-        tasks = asyncio.create_task(first.run())
-        assert await first.handle(hello(PolicyVersion(0, 0))) == Ok()
-        await first._player.started.wait()
+    async def first() -> list[Any]:
+        await dead._player.started.wait()
         async with worker_of(tmp_path, task) as worker:
-            given = await worker.take()
-            assert given["episode"] == "0.0"
-            await worker.turn(given)
-            assert (await worker.submit("0.0", reward=5))[0] == 200
-            assert (await worker.take())["episode"] == "0.1"
-            heir = {"": runner_of(tmp_path, task)}
-            second, _ = successor(
-                tmp_path, engine, first, config=config, agents=heir, model=SHAPE, trainer_alive=True
-            )
-            tasks.cancel()
-            await dead.close()
-            await second.rejoin([])
+            working = asyncio.ensure_future(worker.work(submits=2))
+            plans = await train(dead, 4)
+            working.cancel()
+            names = [answer["episode"] for answer in worker.answers if "episode" in answer]
+            assert all(count == 2 for count in Counter(names).values())
+            states = Counter([await worker.state(name) for name in set(names)])
+            assert states["admitted"] >= 16, states
+            return plans
 
-            async def rest() -> list[Any]:
-                await second._player.started.wait()
-                assert await worker.submit("0.0", reward=5) == (200, OK | {"episode": "0.0"})
-                assert await worker.state("0.0") == "played_again"
-                assert (await worker.submit("0.1", reward=5))[0] == 404
-                working = asyncio.ensure_future(worker.work(submits=1))
-                plans = await train(second, 4)
-                working.cancel()
-                return plans
+    plans = await running(dead, first(), patience(60))
+    groups = [group for plan in plans for group in plan.groups]
+    assert len({group.group_id for group in groups}) == len(groups) == 8
+    rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
+    assert rewards == [[0.0, 1.0]] * 8
 
-            plans = await running(second, rest(), patience(60))
-        groups = [group for plan in plans for group in plan.groups]
-        assert sorted(group.group_id for group in groups) == list(range(8))
-        rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
-        assert rewards == [[0.0, 1.0]] * 8
+    heir = runner_of(tmp_path, task)
+    await heir.start()
+    try:
+        async with worker_of(tmp_path, task) as worker:
+            for name, state in (("0.0", "admitted"), ("3.1", "admitted")):
+                assert await worker.submit(name, reward=5) == (200, OK | {"episode": name})
+                assert await worker.state(name) == state
+            assert (await worker.submit("99.0", reward=5))[0] == 404
+    finally:
+        await heir.close()
 
-    asyncio.run(body())
+
+async def test_a_controller_that_dies_trains_a_submitted_episode_once(tmp_path: Path) -> None:
+    """Its group is open: the next controller plays it again, and an old submit changes nothing."""
+    engine, task = StubEngine(), task_of()
+    config, dead = replace(CONFIG, task=task), runner_of(tmp_path, task)
+    first, _ = make(tmp_path, engine, config, agents={"": dead}, model=SHAPE)
+    tasks = asyncio.create_task(first.run())
+    assert await first.handle(hello(PolicyVersion(0, 0))) == Ok()
+    await first._player.started.wait()
+    async with worker_of(tmp_path, task) as worker:
+        given = await worker.take()
+        assert given["episode"] == "0.0"
+        await worker.turn(given)
+        assert (await worker.submit("0.0", reward=5))[0] == 200
+        assert (await worker.take())["episode"] == "0.1"
+        heir = {"": runner_of(tmp_path, task)}
+        second, _ = successor(
+            tmp_path, engine, first, config=config, agents=heir, model=SHAPE, trainer_alive=True
+        )
+        tasks.cancel()
+        await dead.close()
+        await second.rejoin([])
+
+        async def rest() -> list[Any]:
+            await second._player.started.wait()
+            assert await worker.submit("0.0", reward=5) == (200, OK | {"episode": "0.0"})
+            assert await worker.state("0.0") == "played_again"
+            assert (await worker.submit("0.1", reward=5))[0] == 404
+            working = asyncio.ensure_future(worker.work(submits=1))
+            plans = await train(second, 4)
+            working.cancel()
+            return plans
+
+        plans = await running(second, rest(), patience(60))
+    groups = [group for plan in plans for group in plan.groups]
+    assert sorted(group.group_id for group in groups) == list(range(8))
+    rewards = [[e.score.reward for e in group.episodes if e.score] for group in groups]
+    assert rewards == [[0.0, 1.0]] * 8
 
 
 def test_what_was_submitted_but_not_admitted_is_played_again(tmp_path: Path) -> None:

@@ -189,32 +189,29 @@ def test_a_head_that_lies_costs_its_groups_and_not_the_run(tmp_path: Path) -> No
     assert all(math.isfinite(e.score.reward) for group in groups for e in group.episodes)
 
 
-def test_values_of_another_number_of_parts_are_refused() -> None:
-    async def body() -> None:
-        models = RewardModels(TaskGroup())
-        ids = np.arange(4, dtype=np.int32)
-        asked = [
-            ScoreRequest(f"a:{end}", PROMPT, EpisodeView("a", ()), token_ids=ids, end=end)
-            for end in (4, 2)
-        ]
-        waiting = asyncio.create_task(models.score(TERM, asked))
-        await asyncio.sleep(0)
-        rows = models.next()
-        assert rows is not None
-        assert [row.ends for row in rows.rows] == [(2, 4)]
-        with pytest.raises(ProtocolError, match=r"gave \[1\] values for \[2\] parts"):
-            models.add(Values(rows.number, (np.zeros(1, np.float32),)))
-        models.add(Values(rows.number, (np.array([0.25, 0.75], np.float32),)))
-        assert [score.reward for score in await waiting] == [0.75, 0.25], "in the order of asking"
-        assert models.next() is None
-        models.add(Values(rows.number, ()))  # withdrawn: dropped
-        waiting = asyncio.create_task(models.score(TERM, asked))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert models.next() is None, "a withdrawn question is not asked"
-
-    asyncio.run(body())
+async def test_values_of_another_number_of_parts_are_refused() -> None:
+    models = RewardModels(TaskGroup())
+    ids = np.arange(4, dtype=np.int32)
+    asked = [
+        ScoreRequest(f"a:{end}", PROMPT, EpisodeView("a", ()), token_ids=ids, end=end)
+        for end in (4, 2)
+    ]
+    waiting = asyncio.create_task(models.score(TERM, asked))
+    await asyncio.sleep(0)
+    rows = models.next()
+    assert rows is not None
+    assert [row.ends for row in rows.rows] == [(2, 4)]
+    with pytest.raises(ProtocolError, match=r"gave \[1\] values for \[2\] parts"):
+        models.add(Values(rows.number, (np.zeros(1, np.float32),)))
+    models.add(Values(rows.number, (np.array([0.25, 0.75], np.float32),)))
+    assert [score.reward for score in await waiting] == [0.75, 0.25], "in the order of asking"
+    assert models.next() is None
+    models.add(Values(rows.number, ()))  # withdrawn: dropped
+    waiting = asyncio.create_task(models.score(TERM, asked))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert models.next() is None, "a withdrawn question is not asked"
 
 
 PROMPT = Prompt(0, (1, 2), "1 2", None, {})

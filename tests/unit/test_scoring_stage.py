@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,22 +77,19 @@ def test_steps_of_branches_are_placed_unless_their_turns_are_side_by_side() -> N
         spread_to_tokens(Score(1.0, turns=(1.0,) * 4), mixed, decode)
 
 
-def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
-    async def body() -> None:
-        controller, _ = make(tmp_path, StubEngine())
-        store, ref_counts = BlobStore(tmp_path / "blobs", "n"), controller.context.ref_counts
-        first, second = (group(i, [make_rollout(store, f"g{i}", 3, 4)], [1.0]) for i in range(2))
-        count = len(list(store.root.iterdir()))
-        ref_counts.hold([first])
-        ref_counts.forget(first)
-        assert len(list(store.root.iterdir())) == count, "somebody reads them"
-        ref_counts.forget(second)
-        assert len(list(store.root.iterdir())) == count / 2
-        ref_counts.hold(())
-        assert not list(store.root.iterdir())
-        await controller.stop()
-
-    asyncio.run(body())
+async def test_blobs_outlive_a_group_while_they_are_read(tmp_path: Path) -> None:
+    controller, _ = make(tmp_path, StubEngine())
+    store, ref_counts = BlobStore(tmp_path / "blobs", "n"), controller.context.ref_counts
+    first, second = (group(i, [make_rollout(store, f"g{i}", 3, 4)], [1.0]) for i in range(2))
+    count = len(list(store.root.iterdir()))
+    ref_counts.hold([first])
+    ref_counts.forget(first)
+    assert len(list(store.root.iterdir())) == count, "somebody reads them"
+    ref_counts.forget(second)
+    assert len(list(store.root.iterdir())) == count / 2
+    ref_counts.hold(())
+    assert not list(store.root.iterdir())
+    await controller.stop()
 
 
 class Tooling(StubScorer):
@@ -104,18 +100,15 @@ class Tooling(StubScorer):
         return [Score(float(i < 2), errors=100.0 * (i == 1)) for i in places]
 
 
-def test_an_oversampled_group_keeps_clean_successes_and_the_proportion(tmp_path: Path) -> None:
-    async def body() -> None:
-        config = with_rollout(oversample=2)
-        controller, _ = make(tmp_path, StubEngine(), config, scorer=Tooling())
-        plans = await running(controller, train(controller, 4))
-        kept = [[e.episode_id for e in g.episodes] for p in plans for g in p.groups]
-        assert all(len(group) == config.rollout.group_size for group in kept)
-        rewards = {
-            tuple(sorted(e.score.reward for e in g.episodes)) for p in plans for g in p.groups
-        }
-        assert rewards == {(0.0, 1.0)}, "half were correct, half of the kept must be"
-        correct = [ids[0].split(".")[1] for ids in kept]
-        assert correct.count("0") > correct.count("1"), "errors did not matter"
-
-    asyncio.run(body())
+async def test_an_oversampled_group_keeps_clean_successes_and_the_proportion(
+    tmp_path: Path,
+) -> None:
+    config = with_rollout(oversample=2)
+    controller, _ = make(tmp_path, StubEngine(), config, scorer=Tooling())
+    plans = await running(controller, train(controller, 4))
+    kept = [[e.episode_id for e in g.episodes] for p in plans for g in p.groups]
+    assert all(len(group) == config.rollout.group_size for group in kept)
+    rewards = {tuple(sorted(e.score.reward for e in g.episodes)) for p in plans for g in p.groups}
+    assert rewards == {(0.0, 1.0)}, "half were correct, half of the kept must be"
+    correct = [ids[0].split(".")[1] for ids in kept]
+    assert correct.count("0") > correct.count("1"), "errors did not matter"

@@ -57,18 +57,6 @@ def test_the_baseline_is_that_of_the_whole_group(tmp_path: Path, name: str) -> N
     assert buffer.due() == [part]
 
 
-@pytest.mark.parametrize(("group_id", "fewest"), [(1, 2), (~1, 1)], ids=["group", "late"])
-def test_too_few_siblings_are_stale_as_a_whole(tmp_path: Path, group_id: int, fewest: int) -> None:
-    """The baseline of late siblings has the rewards of the others."""
-    for kept in range(4):
-        store = BlobStore(tmp_path / str(kept), "n")
-        steps = [0] * (3 - kept) + [2] * kept
-        buffer = buffer_with(aged(store, [0.0, 1.0, 2.0], steps, group_id), next_step=2)
-        stale = buffer.with_stale_siblings()
-        assert bool(stale) == (fewest <= kept < 3)
-        assert bool(buffer.evict_stale()) == (kept < 3), "those that were not exchanged"
-
-
 def test_blobs_that_are_read_fall_when_they_were_read(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, "n")
     whole = aged(store, [0.0, 1.0, 2.0], [0, 2, 2], 1)

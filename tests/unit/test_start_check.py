@@ -52,7 +52,7 @@ CASES = [  # recipe, setting, part of the answer
     (
         ON_CPU,
         "attention_dropout=0.1",
-        "attention_dropout = 0.1 .*must be 0 on the CPU",
+        "attention_dropout = 0.1 .*must be 0 with local layers",
     ),
     (ON_GPUS, "attention_dropout=0.1", "said: $"),
     (ON_GPUS, "hidden_size=64", "it follows from the model"),

@@ -95,32 +95,29 @@ def make_host(tmp_path: Path) -> tuple[EngineHost, ScriptedClient]:
     return host, client
 
 
-def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Path) -> None:
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-        request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
-        client.error = BadRequest(f"{UNCHANGED}: rank 1 has not verified 0.1")
-        with pytest.raises(BadRequest):
-            await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
-        assert host._health.admit.is_set()
-        client.error = EngineError("the connection broke")
-        with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
-            await host.session(COMMIT)
-        state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineVersion)
-        assert state.version == V0
-        assert "connection broke" in state.cause
-        with pytest.raises(EngineError, match="not usable"):
-            await host.generate([request])
-        client.error = None  # a whole session brings it back
-        closed = await host.session(COMMIT)
-        assert isinstance(closed, UpdateDone)
-        assert closed.commit_s == 0.25
-        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
-        assert client.committed == ["0.1"]
-
-    asyncio.run(work())
+async def test_a_refused_commit_changes_nothing_and_a_failed_one_suspends(tmp_path: Path) -> None:
+    host, client = make_host(tmp_path)
+    request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
+    client.error = BadRequest(f"{UNCHANGED}: rank 1 has not verified 0.1")
+    with pytest.raises(BadRequest):
+        await host.session(COMMIT)
+    assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
+    assert host._health.admit.is_set()
+    client.error = EngineError("the connection broke")
+    with pytest.raises(EngineError, match=r"the commit of 0\.1 failed"):
+        await host.session(COMMIT)
+    state = await host.session(AskEngine(0))
+    assert isinstance(state, EngineVersion)
+    assert state.version == V0
+    assert "connection broke" in state.cause
+    with pytest.raises(EngineError, match="not usable"):
+        await host.generate([request])
+    client.error = None  # a whole session brings it back
+    closed = await host.session(COMMIT)
+    assert isinstance(closed, UpdateDone)
+    assert closed.commit_s == 0.25
+    assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
+    assert client.committed == ["0.1"]
 
 
 def sleep(*parts: str) -> SleepEngine:
@@ -131,36 +128,32 @@ def wake(*parts: str) -> WakeEngine:
     return WakeEngine(0, parts or ALL, 5.0)
 
 
-def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
+async def test_a_sleep_is_one_change_and_ends_with_a_commit(tmp_path: Path) -> None:
     """What is there already is answered by the host, and dirty weights admit nothing."""
-
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-        assert await host.move_memory(wake()) == MemoryState((), False)
-        assert await host.move_memory(sleep("kv_cache")) == MemoryState(
-            ("kv_cache",), False, 0.5, 7, 3
-        )
-        assert (await host.move_memory(sleep())).asleep == ALL
-        assert await host.move_memory(sleep()) == MemoryState(ALL, True)
-        assert client.moved == [("sleep", "kv_cache"), ("sleep", "weights")]
-        for early in (COMMIT, None):
-            with pytest.raises(EngineError, match=rf"{UNCHANGED}.*(sleep|no verified weights)"):
-                await (host.session(early) if early else host.move_memory(wake("kv_cache")))
-        await host.move_memory(wake("weights"))
-        with pytest.raises(EngineError, match="no verified weights"):
-            await host.move_memory(wake())
-        assert await host.session(AskEngine(0)) == EngineVersion(V0, "", ("kv_cache",), True)
-        await host.session(COMMIT)
-        assert not host._health.admit.is_set(), "its KV cache sleeps"
-        assert await host.move_memory(wake()) == MemoryState((), False, 0.5, 7, 3)
-        assert host._health.admit.is_set()
-        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
-        assert len(client.moved) == 4
-
-    asyncio.run(work())
+    host, client = make_host(tmp_path)
+    assert await host.move_memory(wake()) == MemoryState((), False)
+    assert await host.move_memory(sleep("kv_cache")) == MemoryState(("kv_cache",), False, 0.5, 7, 3)
+    assert (await host.move_memory(sleep())).asleep == ALL
+    assert await host.move_memory(sleep()) == MemoryState(ALL, True)
+    assert client.moved == [("sleep", "kv_cache"), ("sleep", "weights")]
+    for early in (COMMIT, None):
+        with pytest.raises(EngineError, match=rf"{UNCHANGED}.*(sleep|no verified weights)"):
+            await (host.session(early) if early else host.move_memory(wake("kv_cache")))
+    await host.move_memory(wake("weights"))
+    with pytest.raises(EngineError, match="no verified weights"):
+        await host.move_memory(wake())
+    assert await host.session(AskEngine(0)) == EngineVersion(V0, "", ("kv_cache",), True)
+    await host.session(COMMIT)
+    assert not host._health.admit.is_set(), "its KV cache sleeps"
+    assert await host.move_memory(wake()) == MemoryState((), False, 0.5, 7, 3)
+    assert host._health.admit.is_set()
+    assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
+    assert len(client.moved) == 4
 
 
-def test_live_weights_are_written_only_while_the_kv_cache_alone_sleeps(tmp_path: Path) -> None:
+async def test_live_weights_are_written_only_while_the_kv_cache_alone_sleeps(
+    tmp_path: Path,
+) -> None:
     """From the first round on the engine is dirty, whatever becomes of the session."""
     asked: list[str] = []
     writing, written = threading.Event(), threading.Event()
@@ -179,46 +172,42 @@ def test_live_weights_are_written_only_while_the_kv_cache_alone_sleeps(tmp_path:
 
     prepare, *_ = written_live(V1, 0)
     write, verify = WriteUpdate(0, V1, 0, 20.0), VerifyUpdate(0, V1, (b"",), 20.0)
-
-    async def work() -> None:
-        host, _client = make_host(tmp_path)
-        ReceiverSocket(rank, socket_path(tmp_path, 0), KEYS).start()
-        for sleeps in (False, True):
-            if sleeps:
-                await host.move_memory(sleep())
-            for message in (prepare, write):
-                with pytest.raises(EngineError, match=rf"{UNCHANGED}.*alone sleeps, here"):
-                    await host.session(message)
-        assert not asked
-        await host.move_memory(wake("weights"))
-        await host.session(COMMIT)
-        await host.move_memory(sleep("kv_cache"))
-        prepared = await host.session(prepare)
-        assert isinstance(prepared, UpdatePrepared)
-        assert prepared.rounds == 3
-        assert await state(host) == (("kv_cache",), False), "nothing is written yet"
-        await host.session(write)
-        assert await state(host) == (("kv_cache",), True)
-        going_on = asyncio.create_task(host.session(replace(write, round=1)))
-        await asyncio.to_thread(writing.wait)
-        asleep = asyncio.create_task(host.move_memory(sleep("weights")))
-        await asyncio.sleep(0.1)
-        assert not asleep.done(), "pages that are being written"
-        written.set()
-        await going_on
-        await asleep
-        with pytest.raises(EngineError, match="alone sleeps"):
-            await host.session(verify)
-        await host.move_memory(wake("weights"))
+    host, _client = make_host(tmp_path)
+    ReceiverSocket(rank, socket_path(tmp_path, 0), KEYS).start()
+    for sleeps in (False, True):
+        if sleeps:
+            await host.move_memory(sleep())
+        for message in (prepare, write):
+            with pytest.raises(EngineError, match=rf"{UNCHANGED}.*alone sleeps, here"):
+                await host.session(message)
+    assert not asked
+    await host.move_memory(wake("weights"))
+    await host.session(COMMIT)
+    await host.move_memory(sleep("kv_cache"))
+    prepared = await host.session(prepare)
+    assert isinstance(prepared, UpdatePrepared)
+    assert prepared.rounds == 3
+    assert await state(host) == (("kv_cache",), False), "nothing is written yet"
+    await host.session(write)
+    assert await state(host) == (("kv_cache",), True)
+    going_on = asyncio.create_task(host.session(replace(write, round=1)))
+    await asyncio.to_thread(writing.wait)
+    asleep = asyncio.create_task(host.move_memory(sleep("weights")))
+    await asyncio.sleep(0.1)
+    assert not asleep.done(), "pages that are being written"
+    written.set()
+    await going_on
+    await asleep
+    with pytest.raises(EngineError, match="alone sleeps"):
         await host.session(verify)
-        await host.session(AbortUpdate(0, V1, "damaged", 5.0))
-        with pytest.raises(EngineError, match="no verified weights"):
-            await host.move_memory(wake("kv_cache"))
-        await host.session(COMMIT)
-        assert (await host.move_memory(wake())).asleep == ()
-        assert await state(host) == ((), False)
-
-    asyncio.run(work())
+    await host.move_memory(wake("weights"))
+    await host.session(verify)
+    await host.session(AbortUpdate(0, V1, "damaged", 5.0))
+    with pytest.raises(EngineError, match="no verified weights"):
+        await host.move_memory(wake("kv_cache"))
+    await host.session(COMMIT)
+    assert (await host.move_memory(wake())).asleep == ()
+    assert await state(host) == ((), False)
 
 
 async def state(host: EngineHost) -> tuple[tuple[str, ...], bool]:
@@ -227,40 +216,33 @@ async def state(host: EngineHost) -> tuple[tuple[str, ...], bool]:
     return found.asleep, found.is_dirty
 
 
-def test_an_abort_of_a_sleeping_request_waits_for_the_wake(tmp_path: Path) -> None:
+async def test_an_abort_of_a_sleeping_request_waits_for_the_wake(tmp_path: Path) -> None:
     """SGLang would answer it at once, without the record of its tokens."""
-
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-        host._generation._sent["r"] = "r.0."
-        await host.move_memory(sleep("kv_cache"))
-        before = client.aborts
-        await host.abort(["r"])
-        await asyncio.sleep(0.05)
-        assert client.aborts == before
-        await host.move_memory(wake())
-        await asyncio.sleep(0.05)
-        assert client.aborts == before + 1
-
-    asyncio.run(work())
+    host, client = make_host(tmp_path)
+    host._generation._sent["r"] = "r.0."
+    await host.move_memory(sleep("kv_cache"))
+    before = client.aborts
+    await host.abort(["r"])
+    await asyncio.sleep(0.05)
+    assert client.aborts == before
+    await host.move_memory(wake())
+    await asyncio.sleep(0.05)
+    assert client.aborts == before + 1
 
 
-def test_a_sleep_that_is_refused_changes_nothing_and_a_failed_one_ends_the_server(
+async def test_a_sleep_that_is_refused_changes_nothing_and_a_failed_one_ends_the_server(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-        client.error = EngineError(f"{UNCHANGED}: a request cannot be retracted now")
-        with pytest.raises(EngineError, match="cannot be retracted"):
-            await host.move_memory(sleep())
-        assert host._health.admit.is_set()
-        assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
-        client.error = EngineError("the connection broke")
-        with pytest.raises(EngineError, match="sleep of kv_cache, weights failed"):
-            await host.move_memory(sleep())
-        assert host._health.ended.is_set(), "what its ranks released is unknown"
-
-    asyncio.run(work())
+    host, client = make_host(tmp_path)
+    client.error = EngineError(f"{UNCHANGED}: a request cannot be retracted now")
+    with pytest.raises(EngineError, match="cannot be retracted"):
+        await host.move_memory(sleep())
+    assert host._health.admit.is_set()
+    assert await host.session(AskEngine(0)) == EngineVersion(V0, "")
+    client.error = EngineError("the connection broke")
+    with pytest.raises(EngineError, match="sleep of kv_cache, weights failed"):
+        await host.move_memory(sleep())
+    assert host._health.ended.is_set(), "what its ranks released is unknown"
 
 
 def test_what_a_commit_cost_travels_as_one_record() -> None:
@@ -273,54 +255,49 @@ def test_what_a_commit_cost_travels_as_one_record() -> None:
             read_record(broken, Committed)
 
 
-def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(tmp_path: Path) -> None:
+async def test_a_commit_that_is_given_up_leaves_no_engine_that_only_looks_fit(
+    tmp_path: Path,
+) -> None:
     """Requests would wait at its gate for ever."""
+    host, client = make_host(tmp_path)
+    reached = asyncio.Event()
 
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-        reached = asyncio.Event()
+    async def commit(_version: str, _mode: str = "") -> Committed:
+        reached.set()
+        await asyncio.sleep(60)
+        return Committed(0.0)
 
-        async def commit(_version: str, _mode: str = "") -> Committed:
-            reached.set()
-            await asyncio.sleep(60)
-            return Committed(0.0)
+    client.commit, real = commit, client.commit  # type: ignore[method-assign]
+    committing = asyncio.create_task(host.session(COMMIT))
+    await reached.wait()
+    committing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await committing
+    state = await host.session(AskEngine(0))
+    assert isinstance(state, EngineVersion)
+    assert "was given up" in state.cause
+    request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
+    with pytest.raises(EngineError, match="not usable"):
+        await host.generate([request])
+    client.commit = real  # type: ignore[method-assign]
+    await host.session(COMMIT)
+    assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
 
-        client.commit, real = commit, client.commit  # type: ignore[method-assign]
-        committing = asyncio.create_task(host.session(COMMIT))
-        await reached.wait()
-        committing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await committing
-        state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineVersion)
-        assert "was given up" in state.cause
-        request = GenerateRequest("r", 0, np.arange(4, dtype=np.int32), 0, SamplingParams(4))
-        with pytest.raises(EngineError, match="not usable"):
-            await host.generate([request])
-        client.commit = real  # type: ignore[method-assign]
+
+async def test_a_server_that_dies_as_it_commits_is_not_taken_for_alive(tmp_path: Path) -> None:
+    host, client = make_host(tmp_path)
+
+    async def commit(_version: str, _mode: str = "") -> Committed:
+        host._health.close("it was killed")  # by the watch of its process
+        return Committed(0.0)
+
+    client.commit = commit  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="it was killed"):
         await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineVersion(V1, "")
-
-    asyncio.run(work())
+    assert await host.session(AskEngine(0)) == EngineVersion(V0, "it was killed")
 
 
-def test_a_server_that_dies_as_it_commits_is_not_taken_for_alive(tmp_path: Path) -> None:
-    async def work() -> None:
-        host, client = make_host(tmp_path)
-
-        async def commit(_version: str, _mode: str = "") -> Committed:
-            host._health.close("it was killed")  # by the watch of its process
-            return Committed(0.0)
-
-        client.commit = commit  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="it was killed"):
-            await host.session(COMMIT)
-        assert await host.session(AskEngine(0)) == EngineVersion(V0, "it was killed")
-
-    asyncio.run(work())
-
-
-def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_named(
+async def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_named(
     tmp_path: Path,
 ) -> None:
     answer = True
@@ -331,23 +308,18 @@ def test_a_receiver_that_does_not_answer_suspends_and_one_that_is_missing_is_nam
         return Ok()
 
     pass_time = threading.Event()
-
-    async def work() -> None:
-        nonlocal answer
-        host, _ = make_host(tmp_path)
-        with pytest.raises(EngineError, match="did not load the plug-in"):
-            await host.session(AbortUpdate(0, V1, "x", 5.0))
-        ReceiverSocket(handle, socket_path(tmp_path, 0), KEYS).start()
-        assert await host.session(AbortUpdate(0, V1, "x", 30.0)) == Ok()
-        answer = False
-        with pytest.raises(EngineError, match="did not answer AbortUpdate"):
-            await host.session(AbortUpdate(0, V1, "x", 0.2))
-        answer = True
-        state = await host.session(AskEngine(0))
-        assert isinstance(state, EngineVersion)
-        assert "did not answer" in state.cause
-
-    asyncio.run(work())
+    host, _ = make_host(tmp_path)
+    with pytest.raises(EngineError, match="did not load the plug-in"):
+        await host.session(AbortUpdate(0, V1, "x", 5.0))
+    ReceiverSocket(handle, socket_path(tmp_path, 0), KEYS).start()
+    assert await host.session(AbortUpdate(0, V1, "x", 30.0)) == Ok()
+    answer = False
+    with pytest.raises(EngineError, match="did not answer AbortUpdate"):
+        await host.session(AbortUpdate(0, V1, "x", 0.2))
+    answer = True
+    state = await host.session(AskEngine(0))
+    assert isinstance(state, EngineVersion)
+    assert "did not answer" in state.cause
 
 
 def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path: Path) -> None:
@@ -373,20 +345,17 @@ def test_a_rank_without_a_receiver_leaves_no_question_to_one_that_hangs(tmp_path
     going_on.set()
 
 
-def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = StubEngine()
-        engine.suspended = "a rank did not answer"
-        controller, _ = make(tmp_path, engine)
-        controller.context.pool.incarnation = 0
-        assert controller.context.pool.serves(0)
-        with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
-            await controller.handle(AbortUpdate(0, V1, "x", 1.0))
-        assert not controller.context.pool.serves(0)
-        assert controller.context.step_metrics["async/engines_suspended"] == 1
-        engine.suspended = ""
-        await controller.handle(COMMIT)
-        assert controller.context.pool.serves(0)
-        assert controller.context.pool.engines[0].version == V1
-
-    asyncio.run(work())
+async def test_a_suspended_engine_gets_no_requests_until_a_commit(tmp_path: Path) -> None:
+    engine = StubEngine()
+    engine.suspended = "a rank did not answer"
+    controller, _ = make(tmp_path, engine)
+    controller.context.pool.incarnation = 0
+    assert controller.context.pool.serves(0)
+    with pytest.raises(EngineError, match="engine 0: a rank did not answer"):
+        await controller.handle(AbortUpdate(0, V1, "x", 1.0))
+    assert not controller.context.pool.serves(0)
+    assert controller.context.step_metrics["async/engines_suspended"] == 1
+    engine.suspended = ""
+    await controller.handle(COMMIT)
+    assert controller.context.pool.serves(0)
+    assert controller.context.pool.engines[0].version == V1

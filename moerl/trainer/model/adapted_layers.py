@@ -122,6 +122,13 @@ class GradientHook:
         h_TR = self.low_rank(x.detach().to(y.dtype))
         return _straight_through(y, self._scale, [_Rows(slice(None), h_TR, self._factors)])
 
+    def through_weight(self, weight: Tensor) -> Tensor:
+        """The frozen weight [N, K] of an expert, with a way for its gradient to the factors."""
+        pairs = [factor for one in self._factors for factor in (one.a, one.b)]
+        indices = [one.index for one in self._factors]
+        made: Tensor = _ThroughWeight.apply(weight, self._scale, indices, *pairs)  # type: ignore[no-untyped-call]
+        return made
+
     def low_rank(self, x: Tensor) -> Tensor:
         """[..., ranks of all factors] product of x and every A, for the positions of the output."""
         h_TR = _products(x, self._factors)
@@ -212,6 +219,28 @@ class _StraightThrough(Function):
             h, bs = next(tensors), [next(tensors) for _ in indices]
             found += _factor_gradients(ctx.scale, flat[place], h, bs, indices)
         return dy, None, None, *found
+
+
+class _ThroughWeight(Function):
+    """W unchanged; backward: as if s B A were a part of its rows at each index."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: float, indices: Any, *pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(*pairs)
+        ctx.scale, ctx.indices = scale, indices
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dw,), pairs, found = grads, iter(ctx.saved_tensors), []
+        for index in ctx.indices:
+            a, b = next(pairs), next(pairs)
+            own = dw if index is None else dw.index_select(0, index)
+            found += [
+                (ctx.scale * (b.to(own.dtype).T @ own)).to(a.dtype),
+                (ctx.scale * (own @ a.to(own.dtype).T)).to(b.dtype),
+            ]
+        return None, None, None, *found
 
 
 def _factor_gradients(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from moerl.data.shared_prefix import check_shared
 from moerl.layout import Named, megatron_tiles, padded_vocab
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import adapt
+from moerl.trainer.model.grouped_experts import group_experts, why_one_by_one
 from moerl.trainer.model.lora import PREFIX, Adapters, Changes, attach_adapters
 from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.model.platform import Platform
@@ -38,6 +40,8 @@ from moerl.trainer.model.shared_attention import SharedAttention
 from moerl.trainer.model.sparse_attention import IndexerReplay, attach_indexers, sparse_attention
 from moerl.trainer.model.transformer import set_yarn, transformer_config
 from moerl.trainer.model.value_head import ValueHead
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +168,9 @@ def build(
     check_family(spec, trainer.parallel, trainer.packing, on_cpu=layers == "local")
     if trainer.share_prompts:
         check_shared(spec)
+    if layers == "local" and parallel.platform.grouped and spec.experts:
+        why = why_one_by_one(spec, trainer, parallel.platform, lora)
+        log.info("local experts: %s", f"one by one: {why}" if why else "grouped products")
     spec = replace(spec, mtp_layers=0)  # prediction layers are not trained: a save copies them
     config = transformer_config(spec, trainer, parallel.platform, with_replay=with_replay)
     chunks = tuple(
@@ -207,6 +214,7 @@ def _chunk(
         spec,
         config,
         use_te=parallel.platform.layers == "te",
+        grouped=not why_one_by_one(spec, trainer, parallel.platform, lora),
         shares=trainer.share_prompts,
         sizes=parallel.sizes,
         pre_process=parallel.is_first_stage and index == 0,
@@ -235,12 +243,15 @@ def gpt_model(
     *,
     use_te: bool,
     sizes: ParallelConfig,
+    grouped: bool = False,
     shares: bool = False,
     **stage: Any,
 ) -> GPTModel:
     """GPTModel of a spec.  stage: GPTModel's own pre_process, post_process, vp_stage."""
     chunk = {key: value for key, value in stage.items() if key == "vp_stage"}
     layers = decoder_spec(spec, config, use_te=use_te, **chunk)
+    for layer in layers.layer_specs if grouped else ():
+        group_experts(layer)
     if shares:
         for layer in layers.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = SharedAttention
@@ -320,14 +331,14 @@ def check_family(
         raise ConfigError(
             *cut,
             f"the gated delta net of {spec.family} was not compared with context parallelism, and "
-            "on the CPU it takes packed rows with tp 1 only; use cp 1, and packing false with tp",
+            "local layers take packed rows with tp 1 only; use cp 1, and packing false with tp",
         )
     if spec.sinks and (sizes.cp > 1 or (packing and on_cpu)):
         cut = ("trainer.parallel.cp", sizes.cp) if sizes.cp > 1 else ("trainer.packing", packing)
         raise ConfigError(
             *cut,
             f"no attention has the sinks of {spec.family} with context parallelism, nor "
-            "megatron-core's own, on the CPU, with packing; use cp 1, and there packing false",
+            "megatron-core's own, of local layers, with packing; use cp 1, and there packing false",
         )
 
 

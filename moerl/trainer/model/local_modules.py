@@ -62,7 +62,7 @@ def check_attention(fields: Mapping[str, Any]) -> None:
     """Refuse fields of trainer.megatron that `CausalAttention` lacks.  Raises ConfigError."""
     for name, needed in _NEEDED.items():
         if (fields.get(name, needed) or None) != (needed or None):
-            reason = f"must be {needed} on the CPU and with trainer.share_prompts"
+            reason = f"must be {needed} with local layers and with trainer.share_prompts"
             raise ConfigError(f"trainer.megatron.{name}", fields[name], reason)
 
 

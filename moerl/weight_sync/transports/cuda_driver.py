@@ -126,7 +126,9 @@ class Driver:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
             responses = (text.value or b"unknown").decode()
-            raise TransportError(reason, f"{name} answered {code}: {responses}")
+            raise TransportError(
+                reason, f"{name} answered {code}: {responses}; sync.transport=shm does without it"
+            )
 
 
 def _uuid(ordinal: int) -> str:
