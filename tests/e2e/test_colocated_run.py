@@ -42,6 +42,13 @@ SETTINGS = [
     "sampling.max_new_tokens=64",
     "engine.max_running_requests=20",  # of 32, so that some run through a switch
 ]
+ROLES = [  # two of one policy, as in the recipe proposer-solver
+    "task.environment=examples.two_roles:reply",
+    "task.reward=examples.two_roles:reward",
+    "task.max_turns=2",
+    "task.roles={proposer: {}, solver: {}}",
+    "algorithm.advantage=grpo_std",
+]
 SPOILT = "0.2"
 EDGES = [
     ("controller", "opening"),
@@ -102,9 +109,8 @@ def test_the_run_goes_on_after_a_death_at_an_edge(
     monkeypatch.setenv(live_weights.FOLDER, str(live))
     monkeypatch.setenv(live_weights.SPOILS, SPOILT)
     steps = 4 * len(edges)
-    run = start(
-        tmp_path, "quickstart-colocated", f"run.steps={steps}", *SETTINGS, name="x", copies=True
-    )
+    settings = [f"run.steps={steps}", *SETTINGS, *ROLES]
+    run = start(tmp_path, "quickstart-colocated", *settings, name="x", copies=True)
     ever: set[psutil.Process] = set()
     try:
         for victim, phase in edges:
@@ -128,6 +134,8 @@ def test_the_run_goes_on_after_a_death_at_an_edge(
     check_deletion(run, in_flight=16)
     check_switches(run, live)
     check_segments(run, [r for _, group in groups for r in group.rollouts()], tmp_path)
+    roles = {row.role for _, group in groups for episode in group.episodes for row in episode.turns}
+    assert roles == {"proposer", "solver"}
 
 
 def check_switches(run: Run, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A real SGLang server against transformers: records, resumption, updates, token, death.
 
-One server serves the whole file, in order; the last test kills it.
+One server serves the whole file, in order; the last test kills it.  Servers whose start fails are
+forks of one process (tests/helpers/warm_engines.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import aiohttp
 import numpy as np
@@ -41,6 +42,9 @@ from tests.helpers import engine_tiny_model as tiny
 from tests.helpers.live_checksums import checksums
 from tests.helpers.patience import patience
 from tests.helpers.session_publisher import Publisher
+
+if TYPE_CHECKING:
+    from tests.helpers.warm_engines import WarmEngines
 
 pytestmark = pytest.mark.e2e
 
@@ -451,7 +455,9 @@ def test_update_interrupts_and_serves_the_new_weights(world: World) -> None:
         assert check_segment(world, resumed[0], finished[0]) < 5e-5
 
 
-def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:
+def test_start_failures_name_the_cause(
+    world: World, tmp_path: Path, warm_engines: WarmEngines
+) -> None:
     """No folder at once; unloadable weights and a taken port as soon as the server gave up."""
     (tmp_path / "empty").mkdir()
     config = json.loads((world.folders[V0] / "config.json").read_text())
@@ -460,14 +466,15 @@ def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        results = world.run(
-            asyncio_gather(
-                _start(world, tmp_path / "absent", tmp_path / "absent.log"),
-                _start(world, tmp_path / "empty", tmp_path / "empty.log"),
-                _start(world, world.folders[V0], tmp_path / "port.log", port=port),
-            ),
-            200.0,
-        )
+        with warm_engines.serving():
+            results = world.run(
+                asyncio_gather(
+                    _start(world, tmp_path / "absent", tmp_path / "absent.log"),
+                    _start(world, tmp_path / "empty", tmp_path / "empty.log"),
+                    _start(world, world.folders[V0], tmp_path / "port.log", port=port),
+                ),
+                200.0,
+            )
     absent, empty, port_error = (text.splitlines() for text in results)
     assert absent == [f"engine: model folder {tmp_path / 'absent'} has no config.json"]
     assert "Cannot find any model weights" in empty[0]
@@ -475,17 +482,20 @@ def test_start_failures_name_the_cause(world: World, tmp_path: Path) -> None:
     assert port_error == [f"engine: port {port} on 127.0.0.1 is in use"]
 
 
-def test_weights_in_another_layout_end_the_start(world: World, tmp_path: Path) -> None:
+def test_weights_in_another_layout_end_the_start(
+    world: World, tmp_path: Path, warm_engines: WarmEngines
+) -> None:
     """The scheduler process refuses its own modules; what they do not show, the arguments do."""
     swapped = EngineConfig(args={"moe_runner_backend": "flashinfer_cutlass"})
     recut = EngineConfig(args={"enable_dense_mlp_attn_tp": True})
-    by_modules, by_arguments = world.run(
-        asyncio_gather(
-            _start(world, world.folders[V0], tmp_path / "swapped.log", config=swapped),
-            _start(world, world.folders[V0], tmp_path / "recut.log", config=recut),
-        ),
-        200.0,
-    )
+    with warm_engines.serving():
+        by_modules, by_arguments = world.run(
+            asyncio_gather(
+                _start(world, world.folders[V0], tmp_path / "swapped.log", config=swapped),
+                _start(world, world.folders[V0], tmp_path / "recut.log", config=recut),
+            ),
+            200.0,
+        )
     flag = "use_flashinfer_cutlass of UnquantizedFusedMoEMethod keeps w13 as [up; gate]"
     assert by_modules.splitlines()[0].endswith(f"model.layers.0.mlp.experts: {flag}")
     assert by_arguments == (

@@ -1,7 +1,8 @@
 """A live SGLang server whose versions are adapters in its slots, against transformers.
 
 The oracle is transformers with W0 + s B A for weights; controls score the same tokens under another
-version, under the base, and with rsLoRA's scale left out.  One server serves the file, in order.
+version, under the base, and with rsLoRA's scale left out.  One server serves the
+file, in order; the default selection has its first half.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
@@ -32,7 +33,10 @@ from tests.helpers.lora_oracle import read_spec
 from tests.helpers.patience import patience
 from tests.helpers.session_publisher import Publisher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
+if TYPE_CHECKING:
+    from tests.helpers.warm_engines import WarmEngines
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 V0, V1, V2, V3 = (PolicyVersion(0, step) for step in range(4))
 LORA = LoraConfig(
@@ -124,10 +128,11 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, warm_engines: WarmEngines) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("slots"))
     try:
-        world.run(world.host.start(V0), 600.0)
+        with warm_engines.serving():
+            world.run(world.host.start(V0), 600.0)
         yield world
     finally:
         world.run(world.host.stop())
@@ -192,6 +197,7 @@ def test_versions_share_no_prefix(world: World) -> None:
     world.check(V3, prompt, own)
 
 
+@pytest.mark.full
 def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: World) -> None:
     slots = world.host._updates.slots
     assert slots is not None
@@ -220,6 +226,7 @@ def test_an_update_waits_for_a_slot_and_is_refused_while_all_are_busy(world: Wor
     world.check(newest, ask, got)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [None, "moerl-v0.2", "other"])
 def test_a_request_without_a_loaded_adapter_is_refused(world: World, name: str | None) -> None:
     one = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "lora_path": name}
@@ -230,6 +237,7 @@ def test_a_request_without_a_loaded_adapter_is_refused(world: World, name: str |
             world.run(client._post("/generate", body))
 
 
+@pytest.mark.full
 def test_factors_that_do_not_fit_are_refused_before_the_scheduler_sees_them(world: World) -> None:
     """SGLang would answer success and die in the first forward pass."""
     wide = replace(LORA, rank=8)
@@ -251,6 +259,7 @@ def test_factors_that_do_not_fit_are_refused_before_the_scheduler_sees_them(worl
     assert world.host._updates.slots.loaded == (V2,), "a server that starts has no adapter"
 
 
+@pytest.mark.full
 def test_ranks_take_their_parts_of_an_adapter(tmp_path: Path) -> None:
     world = World(tmp_path, tp=2)
     try:

@@ -1,8 +1,6 @@
 """Records of tiny models of several families, from forks of one process that has SGLang loaded.
 
-    python -m tests.helpers.family_servers FOLDER FAMILY...
-
-Importing SGLang takes longer than one engine runs.  Each family is a fork of this process: the
+The process is that of tests/helpers/warm_engines.py.  Each family is a fork of this process: the
 host, the server and its check of weights are those of `moerl mismatch`, but the server is a fork,
 too, in place of a new Python.  transformers then scores the records.  Written per family:
 
@@ -20,15 +18,13 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +44,7 @@ from moerl.engine.plugin import server_process
 from moerl.launch.run_context import RunContext
 from moerl.records.blob_store import BlobStore
 from moerl.records.indexer import decode
+from tests.helpers import late_scheduler
 from tests.helpers.patience import Patience
 from tests.helpers.tiny_families import RECIPE, make_family_model
 
@@ -58,20 +55,13 @@ SETTINGS = (
     "engine.max_running_requests=8",
 )
 TIE = 1e-5  # nats between two tokens that rounding may swap; 7e-7 has been seen
+ROUTER_TIE = 1e-6  # of the scores of two experts, likewise
 EDGE = 1e-5  # of a sum of probabilities in float32: ten times what two implementations differ by
 TOKENS = 80
 TRAINER_VARIANTS = ("none", "routing", "both", "both_rotated")
 HF_VARIANTS = ("both", "routing", "both_rotated")  # routes of the record, and its masks
 SPARSE_VARIANTS = ("both_indexer_live", "both_indexer_moved")  # of both, where attention is sparse
 _FAMILY_S = 120.0
-
-
-def main() -> int:
-    folder, *families = sys.argv[1:]
-    import_sglang()
-    for family in families:
-        wait(forked(Path(folder) / family, partial(_run, family)))
-    return 0
 
 
 def import_sglang() -> None:
@@ -112,10 +102,18 @@ def wait(pid: int, timeout_s: float = _FAMILY_S) -> None:
 
 
 # --- the engine -----------------------------------------------------------------------------------
+class Launch(Protocol):
+    """What a server is started with; an EngineServer, too."""
+
+    log: Path
+    args: dict[str, Any]
+    token: str
+
+
 class ForkedServer:
     """A fork that serves, in the part of `subprocess.Popen` that EngineServer uses."""
 
-    def __init__(self, server: EngineServer, environment: dict[str, str]) -> None:
+    def __init__(self, server: Launch, environment: dict[str, str]) -> None:
         self._code: int | None = None
         parent = os.getpid()
         self.pid = os.fork()
@@ -127,13 +125,15 @@ class ForkedServer:
             finally:
                 os._exit(1)
 
-    def _serve(self, server: EngineServer, environment: dict[str, str], parent: int) -> None:
+    def _serve(self, server: Launch, environment: dict[str, str], parent: int) -> None:
         log = os.open(server.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # that of the environment
+        if late_scheduler.VARIABLE in environment:
+            late_scheduler.hold_up()
         server_process.die_with(parent)
         server_process.serve(server.args, server_process.Secret(server.token))
 
@@ -164,7 +164,7 @@ def _spawn(server: EngineServer) -> None:
     server._process = ForkedServer(server, environment)  # type: ignore[assignment]
 
 
-def _run(family: str, folder: Path) -> None:
+def run_family(family: str, folder: Path) -> None:
     make_family_model(folder / "model", family)
     path = f"model.path={folder / 'model'}"
     config = resolve(load_config(RECIPE, [*SETTINGS, path]))
@@ -208,7 +208,7 @@ class ForcedRoutes(TorchFunctionMode):
         self._shape, self._routes = shape, routes
         self._positions = iter(()) if positions is None else iter(positions)
         self._forces_positions = positions is not None
-        self.live: list[Tensor] = []
+        self.agree: list[Tensor] = []  # by layer: rows in which the record has the best experts
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -225,9 +225,10 @@ class ForcedRoutes(TorchFunctionMode):
             size.top_k,
         ):
             return found  # a choice of groups: of scores [rows, groups, experts] or [rows, groups]
-        ids = self._routes[len(self.live)]
-        self.live.append(chosen)
-        return torch.return_types.topk((scores.gather(-1, ids), ids))
+        ids = self._routes[len(self.agree)]
+        recorded = scores.gather(-1, ids)
+        self.agree.append(recorded.amin(-1) >= found.values.amin(-1) - ROUTER_TIE)
+        return torch.return_types.topk((recorded, ids))
 
 
 @torch.no_grad()
@@ -242,21 +243,29 @@ def score(
     )
     assert not any(info.values()), info
     model.eval()
-    names = (*HF_VARIANTS, *_sparse_variants(shape), "agree", "masks", "masks_moved")
+    names = (
+        *HF_VARIANTS,
+        *_sparse_variants(shape),
+        "agree",
+        "agree_rotated",
+        "masks",
+        "masks_moved",
+    )
     found: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for rollout in rollouts:
         routes = torch.from_numpy(
             np.concatenate([store.load(part.ids) for part in rollout.routing], axis=1).astype(int)
         )
         positions = _positions(shape, rollout, store)
-        logits, live = _forward(model, shape, rollout, routes, positions)
-        same = (live.sort(-1).values == routes.sort(-1).values).all(-1)
-        found["agree"].append(same.float().mean(1, keepdim=True).T.numpy())
+        logits, agree = _forward(model, shape, rollout, routes, positions)
+        found["agree"].append(agree.float().mean(1, keepdim=True).T.numpy())
         found["masks"].append(_masks_agree(logits, rollout, store))
         found["masks_moved"].append(_masks_agree(logits.roll(1, 0), rollout, store))
         found["both"].append(_logprobs(logits, rollout, store))
         found["routing"].append(_logprobs(logits, rollout, None))
-        turned, _ = _forward(model, shape, rollout, (routes + 1) % shape.num_experts, positions)
+        others = (routes + 1) % shape.num_experts
+        turned, agree = _forward(model, shape, rollout, others, positions)
+        found["agree_rotated"].append(agree.float().mean(1, keepdim=True).T.numpy())
         found["both_rotated"].append(_logprobs(turned, rollout, store))
         if positions is not None:
             for name, given in zip(SPARSE_VARIANTS, (None, positions.roll(1, 1)), strict=True):
@@ -277,12 +286,14 @@ def _positions(shape: ModelShape, rollout: Rollout, store: BlobStore) -> Tensor 
 def _forward(
     model: Any, shape: ModelShape, rollout: Rollout, routes: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T - 1, V] and live routes [L, T - 1, K] under forced routes and positions."""
+    """Logits [T - 1, V] under forced routes and positions, and whether the live routers choose
+    them [L, T - 1].
+    """
     ids = torch.from_numpy(rollout.token_ids.astype(int))[None, :-1]
     with ForcedRoutes(shape, routes, positions) as forced:
         logits = model(ids, use_cache=False).logits[0].float()
-    assert len(forced.live) == len(shape.moe_layers), len(forced.live)
-    return logits, torch.stack(forced.live)
+    assert len(forced.agree) == len(shape.moe_layers), len(forced.agree)
+    return logits, torch.stack(forced.agree)
 
 
 def _masks_agree(logits: Tensor, rollout: Rollout, store: BlobStore) -> np.ndarray:
@@ -323,7 +334,3 @@ def _logprobs(logits: Tensor, rollout: Rollout, masks: BlobStore | None) -> np.n
             total = values[torch.from_numpy(ids[offsets[row] : offsets[row + 1]].astype(int))]
         found.append(float(values[token] - total.logsumexp(0)))
     return np.asarray(found)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,11 +20,13 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import marshal
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -85,7 +87,7 @@ class Passed:
 # --- for the test ---------------------------------------------------------------------------------
 def install(folder: Path) -> dict[str, str]:
     """Environment of a run that is to be traced into `folder`."""
-    folder.mkdir()
+    (folder / "code").mkdir(parents=True)
     shutil.copy(__file__, folder / "sitecustomize.py")
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _FOLDER: str(folder)}
@@ -116,9 +118,18 @@ class _Finder(PathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Compiled here every time: no changed code gets into a cache."""
+        """Kept in the folder of the trace alone: no changed code gets into Python's cache."""
+        kept = Path(os.environ[_FOLDER], "code", fullname)
+        with suppress(OSError):
+            code: CodeType = marshal.loads(kept.read_bytes())
+            return code
         tree = with_calls(self.get_data(self.path).decode(), _below_moerl(self.path))
-        return compile(tree, self.path, "exec", dont_inherit=True)
+        code = compile(tree, self.path, "exec", dont_inherit=True)
+        with suppress(OSError):  # a process of a box may not write there
+            own = kept.with_name(f"{fullname}.{os.getpid()}")
+            own.write_bytes(marshal.dumps(code))
+            own.replace(kept)
+        return code
 
 
 def with_calls(source: str, file: str) -> ast.Module:
