@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,30 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+# Fixtures of a session that several files use, and the group of these files.
+SHARED = {"short_run": "short_run", "engine_world": "engines", "warm_engines": "engines"}
+
+
+@cache
+def group_of(file: str) -> str:
+    """Files whose tests run in one worker: those that share a run or a server; else one file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    groups = (group for name, group in SHARED.items() if re.search(rf"[ (]{name}: ", text))
+    return next(groups, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's schedule of files, with groups in place of files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -76,8 +76,8 @@ _SHARED = (
     " pyproject.toml requirements patches csrc tools"
 )
 
-# Four workers: a server that starts and a run that ends leave cores idle, and some tests wait.
-DEFAULT = Stage("default", 11, "e2e security multi unit property", ".", DEFAULT_MARKS, 4)
+# Three workers: a server that starts and a run that ends leave cores idle.
+DEFAULT = Stage("default", 11, "e2e security multi unit property", ".", DEFAULT_MARKS, 3)
 CHECKS = Stage("checks", 2, "", ".", marks="")
 STAGES = (
     CHECKS,
@@ -260,8 +260,8 @@ def run_tests(stage: Stage, files: str) -> Result:
     python = str(ROOT / f"build/{stage.environment}/bin/python") if own else PYTHON
     libraries = {"LD_LIBRARY_PATH": f"{ROOT}/build/{stage.environment}/lib/system"} if own else {}
     command = [python, "-m", "pytest", "-m", stage.marks, f"--junitxml={junit}"]
-    if stage.workers > 1:
-        command += ["-p", "tests.helpers.fork_workers", "--forks", str(stage.workers)]
+    if stage.workers > 1:  # groups of tests/conftest.py, in the order of the paths
+        command += ["-n", str(stage.workers), "--dist=loadfile", "--no-loadscope-reorder"]
     # Some hundred processes import moerl: what one has compiled is kept for the others.
     code = call([*command, *stage.paths()], libraries | {"PYTHONDONTWRITEBYTECODE": ""})
     if not junit.exists():

@@ -1,4 +1,4 @@
-"""Processes that a test has started and left; a worker has servers of other tests, too."""
+"""Processes that a test has started and left; a worker of xdist has servers of other tests, too."""
 
 from __future__ import annotations
 

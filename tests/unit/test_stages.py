@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.fork_workers import group_of
+from tests.conftest import group_of
 from tools import stages
 from tools.stages import DEFAULT, FULL_MARKS, STAGES, Result, Stage
 
@@ -187,10 +187,7 @@ def test_a_stage_is_green_when_tests_passed_and_none_failed(
 
 # --- workers -------------------------------------------------------------------------------------
 def test_files_that_share_a_server_or_a_run_share_a_worker() -> None:
-    tests = ROOT / "tests"
-    shared = [
-        tests / f"e2e/test_{name}.py" for name in ("modes", "agent_gateway", "model_families")
-    ]
-    assert {group_of(file) for file in shared} == {"engines"}
-    assert group_of(tests / "security/test_listeners.py") == "short_run"
-    assert group_of(own := tests / "e2e/test_sleeping_engine.py") == str(own)
+    files = [f"tests/e2e/test_{name}.py" for name in ("modes", "agent_gateway", "model_families")]
+    assert {group_of(file) for file in files} == {"engines"}
+    assert group_of("tests/security/test_listeners.py") == "short_run"
+    assert group_of(own := "tests/e2e/test_sleeping_engine.py") == own
