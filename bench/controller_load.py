@@ -71,7 +71,7 @@ from moerl.core.types import (
     Score,
     Segment,
 )
-from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.host import Mailbox
 from moerl.records import BlobStore
 from moerl.records.blob_store import Found
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from moerl.records import BlobStore
 from moerl.records.blob_ranges import read_all_routes
-from moerl.records.record_uris import moved_to_node
+from moerl.records.header_check import moved_to_node
 from moerl.records.stream_files import StepFile, StreamDir, read_lines, surviving, whole_plan
 
 Counts = NDArray[np.int64]

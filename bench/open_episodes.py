@@ -54,10 +54,9 @@ from waiting_environment import Waiting, all_waits_s
 
 from moerl.agents.environments.environment_episodes import EnvironmentEpisodes, OpenEnvironment
 from moerl.agents.environments.environment_pool import EnvironmentPool
-from moerl.agents.episode_types import Policy
+from moerl.agents.episode_types import PlainAnswers, Policy
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import (
     Config,
     EngineConfig,

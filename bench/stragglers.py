@@ -51,11 +51,11 @@ from moerl.config.schema import (
 from moerl.controller.context import Services
 from moerl.controller.controller import Controller
 from moerl.controller.journal.journal import Journal
+from moerl.controller.player import EnvironmentRunner
 from moerl.controller.step_metrics import StepReport
 from moerl.core.ids import episode_of
 from moerl.core.messages import Message, Plan, SamePlan
 from moerl.core.types import Array, BatchPlan, ModelShape, Prompt
-from moerl.episodes.environment import EnvironmentRunner
 from moerl.episodes.finished_episode import RecordedTurn
 from moerl.episodes.open_episode import EpisodeSpec
 

@@ -45,7 +45,7 @@ from moerl.core.types import (
     Turn,
 )
 from moerl.data.batching import plan_batch
-from moerl.episodes.rows import TurnRows
+from moerl.episodes.finished_episode import TurnRows
 from moerl.records import BlobStore
 from tests.helpers.scripted_episode import ScriptedEpisode
 from tests.helpers.synthetic import (

@@ -1,15 +1,18 @@
-"""Limits of an episode, the policy, and ends and answers of its turns."""
+"""Limits of an episode, the policy, and ends and answers of its turns.
+
+Parsing of answers: an interface that `moerl.engine` implements with SGLang's parsers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from moerl.agents.chat_messages import Json, MessageCall
 from moerl.agents.gateway.answer_stream import Kind, PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import AnswerParser
 from moerl.config.schema import TaskConfig
 from moerl.core.types import Array, Grammar, Rollout
 from moerl.data.chat_template import ChatTemplate
@@ -124,3 +127,37 @@ class TurnAnswer:
     def output_ids(self) -> list[int]:
         ids: list[int] = self.turn.sampled.output_ids.tolist()
         return ids
+
+
+class AnswerParser(Protocol):
+    def parse(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        """Reasoning, text and calls of an answer; a call is a name and its arguments as text.
+
+        Text that looks like a call and cannot be parsed stays text, as it was sampled.
+        """
+        ...
+
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        """Reasoning and text of which `parse` gives a continuation, however this text continues."""
+        ...
+
+    def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
+        """Grammar of an answer that calls at least one tool; None: the format has none."""
+        ...
+
+
+class PlainAnswers:
+    """For models without a format of calls: an answer is text."""
+
+    def parse(
+        self, text: str, tools: Sequence[Json]
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        return "", text, ()
+
+    def begun(self, text: str, tools: Sequence[Json]) -> tuple[str, str]:
+        return "", text
+
+    def call_grammar(self, tools: Sequence[Json]) -> Grammar | None:
+        return None

@@ -30,12 +30,11 @@ from moerl.core.types import (
     SamplingParams,
     VersionSpan,
 )
-from moerl.data.json_lines import parsed
 from moerl.data.plain_values import FieldError
+from moerl.data.prompt_files import parsed
 from moerl.layout import ModelSpec, model_spec
 from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.records.record_uris import moved_to_node
+from moerl.records.header_check import check, moved_to_node
 from moerl.records.routing import check_ids, id_dtype
 from moerl.records.sampling_mask import check_csr
 from moerl.records.stream_files import groups_in

@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.algorithms.mismatch import MismatchSums
-from moerl.audit.attribution import (
+from moerl.audit.dumps import NEWEST, read_dump
+from moerl.audit.mismatch_page import (
     CAUSES,
     VARIANTS,
     attribute,
     by_lag,
     by_position,
     cause_of_tokens,
+    write_page,
 )
-from moerl.audit.dumps import NEWEST, read_dump
-from moerl.audit.mismatch_page import write_page
 from moerl.audit.score_job import ScoreJob
 from moerl.config import Config, load_config, resolve
 from moerl.config.checks import check, check_model
@@ -43,9 +43,9 @@ from moerl.config.task_mixture import entries_of
 from moerl.core.errors import ConfigError, EngineError, RecordError, TrainerError
 from moerl.core.serialization import encode_value
 from moerl.core.types import PolicyVersion, Rollout
-from moerl.data.prompt_mixture import usable
+from moerl.data.tasks import usable
 from moerl.distributed.torchrun import TorchrunJob
-from moerl.episodes.rows import join
+from moerl.episodes.finished_episode import join
 from moerl.episodes.turn import TurnInFlight, sampling_params
 from moerl.launch.model_folders import with_tiny_model
 from moerl.launch.run_context import RunContext, scoring_command, trainer_environment

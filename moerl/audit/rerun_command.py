@@ -3,6 +3,8 @@
 This process answers the trainer in the controller's place: it gives out the recorded plans, with
 their groups and records, and compares the digest of the weights after each step with the recorded
 digest.  A changed setting trains another loss, or another layout, on the same rollouts.
+
+rerun.html: the curves of a rerun beside those of the run that it repeats.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moerl.audit.rerun_page import write_rerun_page
 from moerl.audit.verify_run import step_differences
 from moerl.config import Config, save_config
 from moerl.config.algorithms import followers_of
@@ -43,9 +44,11 @@ from moerl.data.teacher_versions import version_at
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.run_context import RunContext, trainer_command, trainer_environment
 from moerl.launch.train import prepare
+from moerl.observe.charts import Chart
 from moerl.observe.metrics import MetricsWriter
+from moerl.observe.page import Page, PageSection, figure, write_html
 from moerl.records.blob_store import BlobStore
-from moerl.records.record_uris import moved_to_node
+from moerl.records.header_check import moved_to_node
 from moerl.records.stream_files import (
     StartLine,
     StepFile,
@@ -384,3 +387,36 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_CHARTS = (  # title, unit, metric
+    ("Policy loss", "nats", "loss/pg"),
+    ("Gradient norm", "norm", "loss/grad_norm"),
+    ("Entropy", "nats", "loss/entropy"),
+    ("k3 of trainer and engine", "nats", "mismatch/k3"),
+    ("Mean ratio of trainer and engine", "ratio", "mismatch/ratio_mean"),
+    ("Effective sample size", "share", "mismatch/ess_token_frac"),
+)
+_INTRO = (
+    "Both curves were trained on the same recorded rollouts. Rewards do not change: no policy was "
+    "sampled again."
+)
+
+
+def write_rerun_page(
+    path: Path, name: str, settings: Sequence[str], rows: Sequence[Mapping[str, float]]
+) -> Path:
+    """Write the page and return its path.  rows: by step, metrics named `was/` and `now/`."""
+    charts = [
+        Chart(title, unit, {f"was/{metric}": "recorded", f"now/{metric}": "rerun"})
+        for title, unit, metric in _CHARTS
+        if any(f"was/{metric}" in row or f"now/{metric}" in row for row in rows)
+    ]
+    changed = f"Changed settings: {', '.join(settings)}." if settings else "No setting was changed."
+    page = Page(
+        kind="moerl rerun",
+        name=name,
+        paragraphs=[_INTRO, changed],
+        sections=[PageSection("Curves", figures=[figure(chart, rows) for chart in charts])],
+    )
+    return write_html(path, page)

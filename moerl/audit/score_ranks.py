@@ -54,9 +54,9 @@ from moerl.distributed.object_collectives import gather_values
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
 from moerl.records.segment_split import split_segments
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.platform import prepare
-from moerl.trainer.passes.route_agreement import downstream
+from moerl.trainer.model.replay import Mode
+from moerl.trainer.passes.probe import downstream
 
 if TYPE_CHECKING:
     from moerl.trainer.model.gpt import Model

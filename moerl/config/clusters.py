@@ -32,9 +32,9 @@ from moerl.config.schema import (
     ClusterConfig,
     Config,
     EngineConfig,
-    MovedPart,
     NodeGroup,
     ParallelConfig,
+    ParkedPart,
     Role,
     TrainerConfig,
 )
@@ -42,7 +42,7 @@ from moerl.core.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU_VARIABLES = {VISIBLE, "CUDA_DEVICE_ORDER"}
-_WITHOUT_COPIES: tuple[MovedPart, ...] = ("gradients", "kv_cache", "engine_weights")
+_WITHOUT_COPIES: tuple[ParkedPart, ...] = ("gradients", "kv_cache", "engine_weights")
 _ALONE = 0.95  # of what is free: in turns engine.max_total_tokens alone bounds an engine
 _OF_TRANSFORMER_ENGINE = {  # by section of the trainer
     "megatron": (
@@ -160,7 +160,7 @@ def sleeping_engines(config: Config) -> frozenset[int]:
     )
 
 
-def moved_parts(config: Config) -> tuple[MovedPart, ...]:
+def moved_parts(config: Config) -> tuple[ParkedPart, ...]:
     """The parts that give their memory back in a turn.
 
     Without sizes of the devices: what costs no copy.  With adapters the engine's base stays.

@@ -20,8 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moerl.config.resume import refuse_used_up
-from moerl.config.run_paths import moved
+from moerl.config.resume import moved, refuse_used_up
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide, hide_override, secrets_of
 from moerl.config.task_mixture import MISSING, laid_over, with_changes, with_finite_top_k

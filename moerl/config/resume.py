@@ -3,6 +3,8 @@
 The facts are in the checkpoint's manifest, so a resume that cannot work is refused before any
 process is started.  Tensors are saved in global coordinates and fit every layout; optimizers of
 megatron-core 0.19.2 do not: with expert parallelism they are a chain of two, without it one.
+
+Recorded paths that lie inside a run, and so follow its folder when that is copied or moved.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from operator import attrgetter
+from os.path import normpath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from moerl.config.lora_settings import LoraConfig
 from moerl.config.rules import Rows, refuse
-from moerl.config.run_paths import moved
 from moerl.config.schema import Config
 from moerl.config.secret_values import hide
 from moerl.config.task_mixture import TaskEntry, entries_of
@@ -266,3 +268,21 @@ def _optimizer_of(config: Config, saved: Mapping[str, Any]) -> Rows:
             f"the checkpoint was written with {kept}, and the two keep "
             "their state in different forms; use that, or give --reset-optimizer",
         )
+
+
+T = TypeVar("T")
+
+
+def moved(value: T, old: Path, new: Path | str) -> T:
+    """The value (a text, or a list or mapping at any depth), its paths in `old` now in `new`.
+
+    Paths are compared as texts, because the old folder may be gone, or be another run.
+    """
+    found: object = value
+    if isinstance(value, Mapping):
+        found = {name: moved(item, old, new) for name, item in value.items()}
+    elif isinstance(value, list):
+        found = [moved(item, old, new) for item in value]
+    elif isinstance(value, str) and f"{normpath(value)}/".startswith(f"{old}/"):
+        found = f"{new}{normpath(value)[len(str(old)) :]}"
+    return found  # type: ignore[return-value]  # of the same form

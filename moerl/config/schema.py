@@ -600,7 +600,7 @@ class ClusterConfig:
     slurm: dict[str, str] = field(default_factory=dict)  # options of sbatch: partition, account
 
 
-MovedPart = Literal["gradients", "kv_cache", "engine_weights", "optimizer", "trainer_weights"]
+ParkedPart = Literal["gradients", "kv_cache", "engine_weights", "optimizer", "trainer_weights"]
 
 
 @dataclass(frozen=True)
@@ -608,7 +608,7 @@ class TurnConfig:
     """Turns of engines and trainer, with cluster.colocated: turns."""
 
     budget_s: Positive = 600.0  # of generation without a batch, after which the turn is late
-    moves: list[MovedPart] = field(default_factory=list)  # what gives way; empty: the plan decides
+    moves: list[ParkedPart] = field(default_factory=list)  # what gives way; empty: the plan decides
 
 
 _NO_STEP = "without a step, `moerl eval` evaluates a model"

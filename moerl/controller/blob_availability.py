@@ -22,7 +22,7 @@ from moerl.controller.producer import Producer
 from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.types import EpisodeGroup
 from moerl.records.blob_store import Found, sizes_of
-from moerl.records.record_uris import group_refs, group_uris
+from moerl.records.header_check import group_refs, group_uris
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 
 log = logging.getLogger(__name__)
 

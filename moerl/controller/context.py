@@ -11,14 +11,13 @@ from moerl.config import Config
 from moerl.config.clusters import takes_turns
 from moerl.config.task_mixture import entries_of
 from moerl.controller.blob_ref_counts import BlobRefCounts
-from moerl.controller.buffer import GroupBuffer
+from moerl.controller.buffer import GroupBuffer, PlannedBatches
 from moerl.controller.engine_pool import EnginePool, SyncTargets
 from moerl.controller.episode_scores import EpisodeScores
 from moerl.controller.journal.journal import Journal
 from moerl.controller.journal.recovered_state import Lineage
 from moerl.controller.journal.stream_writer import StreamWriter
 from moerl.controller.memory_schedule import MemorySchedule
-from moerl.controller.planned_batches import PlannedBatches
 from moerl.controller.reward_models import RewardModels
 from moerl.controller.step_metrics import StepMetrics, StepReport
 from moerl.controller.task_group import TaskGroup
@@ -29,7 +28,7 @@ from moerl.records import BlobStore
 
 
 class PromptSource(Protocol):
-    """An endless, deterministic stream (`moerl.data.prompt_mixture.PromptMixture`)."""
+    """An endless, deterministic stream (`moerl.data.tasks.PromptMixture`)."""
 
     def prompt(self, index: int) -> Prompt: ...
 

@@ -28,7 +28,7 @@ from moerl.controller.trainer_handler import TrainerHandler
 from moerl.controller.turn_router import TurnRouter
 from moerl.core.messages import Engine
 from moerl.core.types import PolicyVersion
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 
 log = logging.getLogger(__name__)
 

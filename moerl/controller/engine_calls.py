@@ -23,7 +23,7 @@ from moerl.controller.task_group import TaskGroup
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.messages import Answers, Engine
 from moerl.core.types import Array, GenerateRequest, Segment
-from moerl.records.record_uris import own_uris
+from moerl.records.header_check import own_uris
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from moerl.core.messages import Scorers
 from moerl.core.types import Array, Prompt, Score, base_role, reward_problem
 from moerl.episodes.finished_episode import Decode, FinishedEpisode, RecordedTurn
 from moerl.episodes.finished_episode import view_of_turn as viewed
+from moerl.episodes.forks import last_token_of, step_ends
 from moerl.episodes.open_episode import OpenEpisode, TurnCall
-from moerl.episodes.text_steps import last_token_of, step_ends
 from moerl.episodes.turn import SampledTurn, TurnInFlight
 
 Asked = asyncio.Future[list[Answer]]

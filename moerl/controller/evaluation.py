@@ -31,7 +31,7 @@ from moerl.controller.context import Context
 from moerl.controller.player import Player
 from moerl.core.errors import EngineError, RecordError, ScoreError
 from moerl.core.types import Finish, PolicyVersion, Prompt, SamplingParams, Score, base_role
-from moerl.data.prompt_mixture import usable
+from moerl.data.tasks import usable
 from moerl.episodes.finished_episode import ENDED, FinishedEpisode
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, OpenEpisode
 from moerl.episodes.turn import sampling_params

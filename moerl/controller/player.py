@@ -1,20 +1,169 @@
 """From the settings of an episode to its record: the only way to play episodes.
 
 Training, evaluation and the measurement of idle engines use it.
+
+Environments that speak tokens, and the loop that plays an episode with one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
+
+import numpy as np
 
 from moerl.config.task_mixture import by_label
 from moerl.controller.context import Context
 from moerl.controller.turn_router import TurnRouter
-from moerl.episodes.environment import Environment, EnvironmentRunner, SingleTurn, TextReplies
-from moerl.episodes.finished_episode import FinishedEpisode
+from moerl.core.errors import RecordError, ScoreError
+from moerl.core.messages import Scorers
+from moerl.core.types import Array
+from moerl.episodes.finished_episode import ENDED, REFUSED, FinishedEpisode, RecordedTurn
 from moerl.episodes.forks import fork_answer
-from moerl.episodes.open_episode import EpisodeRunner, EpisodeSpec, OpenEpisode
+from moerl.episodes.open_episode import (
+    EpisodeEnded,
+    EpisodeRunner,
+    EpisodeSpec,
+    OpenEpisode,
+    Outcome,
+    TurnRequest,
+)
+
+_REPLY_S = 720.0  # for a restart of the scorer, and for the replies of thousands of episodes
+
+
+class Environment(Protocol):
+    """The world of one episode, in tokens."""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Events of the episode."""
+        ...
+
+    async def reset(self) -> Array:
+        """[P] i32: the first prompt."""
+        ...
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        """Tokens that the policy reads next, behind its last turn; None: the episode is over.
+
+        turns: all so far.  Raises ScoreError.
+        """
+        ...
+
+
+class SingleTurn:
+    """A prompt that is answered once."""
+
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self._prompt_ids = spec.prompt_ids
+        self.counts: Mapping[str, float] = {}
+
+    async def reset(self) -> Array:
+        return self._prompt_ids
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        return None
+
+
+class TextReplies(SingleTurn):
+    """Replies of `task.environment`, a function of texts in the scorer's processes."""
+
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        scorer: Scorers,
+        decode: Callable[[Sequence[int]], str],
+        encode: Callable[[str], list[int]],
+        context_tokens: int,
+        sampled_tokens: int = 0,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Begin the episode; context_tokens: longest sequence of the engines; 0 = not known.
+
+        sampled_tokens: most of the whole episode; 0 = no limit.  timeout_s: of a reply.
+        """
+        super().__init__(spec)
+        self._spec, self._scorer, self._decode, self._encode = spec, scorer, decode, encode
+        self._context, self._most = context_tokens, sampled_tokens
+        self._limit_s = timeout_s + _REPLY_S
+
+    async def step(self, turns: Sequence[RecordedTurn]) -> Array | None:
+        if len(turns) == self._spec.max_turns:
+            return None
+        sampled = sum(len(turn.output_ids) for turn in turns)
+        answer = self._spec.sampling_of(self._spec.role_in_turn(len(turns))).max_new_tokens
+        if self._most and sampled + answer > self._most:
+            self.counts = {"limits_reached": 1.0}
+            return None
+        texts = [self._decode(turn.output_ids.tolist()) for turn in turns]
+        text = await self._reply(texts)
+        token_ids = self._encode(text) if text else []
+        needed = turns[-1].num_tokens + len(token_ids) + answer
+        if token_ids and self._context and needed > self._context:
+            self.counts = {"context_ends": 1.0}
+            return None
+        return np.asarray(token_ids, np.int32) if token_ids else None
+
+    async def _reply(self, texts: list[str]) -> str:
+        """The scorer limits its own time; it cannot detect its death."""
+        prompt = self._spec.prompt
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._scorer.reply(prompt, texts)
+        except TimeoutError as error:
+            raise ScoreError(f"{prompt.name}: no reply within {self._limit_s:g} s") from error
+
+
+class EnvironmentRunner:
+    """An `EpisodeRunner` on the controller's own loop."""
+
+    def __init__(
+        self,
+        make: Callable[[EpisodeSpec], Environment],
+        wall_s: Callable[[EpisodeSpec], float] = lambda spec: 0.0,
+        fork: Callable[[OpenEpisode], Awaitable[Mapping[str, float]]] | None = None,
+    ) -> None:
+        """Set the limits.  wall_s: seconds of an episode; 0 = no limit.
+
+        fork: continues the answer of a trained episode in other ways; returns counts.
+        """
+        self._make, self._wall_s, self._fork = make, wall_s, fork
+
+    async def start(self) -> None: ...
+
+    async def run(self, episode: OpenEpisode) -> Outcome:
+        environment, wall_s = self._make(episode.spec), self._wall_s(episode.spec)
+        counts: Mapping[str, float] = {}
+        try:
+            async with asyncio.timeout(wall_s or None):
+                await self._converse(episode, environment)
+                if self._fork is not None and episode.spec.pin is None:
+                    counts = await self._fork(episode)
+        except TimeoutError:
+            return Outcome("timeout", f"took longer than task.wall_s = {wall_s:g}")
+        except EpisodeEnded:
+            return Outcome(ENDED, "was ended")
+        except RecordError as error:
+            return Outcome(REFUSED, str(error), refused=error)
+        except ScoreError as error:
+            return Outcome("environment", str(error))
+        return Outcome(counts={**environment.counts, **counts})
+
+    async def _converse(self, episode: OpenEpisode, environment: Environment) -> None:
+        role_in = episode.spec.role_in_turn
+        turn = await episode.sample(TurnRequest(await environment.reset(), role=role_in(0)))
+        while (said := await environment.step(episode.turns)) is not None:
+            prompt_ids = np.concatenate([turn.token_ids, said])
+            role = role_in(len(episode.turns))
+            turn = await episode.sample(TurnRequest(prompt_ids, turn, turn.num_tokens, role=role))
+
+    def end(self, name: str) -> None:
+        """`OpenEpisode.end` is enough."""
+
+    async def close(self) -> None: ...
 
 
 class Player:

@@ -28,7 +28,7 @@ from moerl.controller.scoring_stage import ScoringStage
 from moerl.core.errors import LineError, ScoreError
 from moerl.core.ids import group_of, name_rollout
 from moerl.core.types import GraphTurn, Prompt
-from moerl.data.prompt_mixture import MOST_BAD
+from moerl.data.tasks import MOST_BAD
 from moerl.episodes.finished_episode import BLOCKED, ENDED, LOST, FinishedEpisode, sealed_uris
 from moerl.episodes.open_episode import EnginePin, EpisodeSpec, Home, OpenEpisode
 from moerl.episodes.turn import sampling_params

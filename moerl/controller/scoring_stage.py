@@ -28,8 +28,7 @@ from moerl.episodes.finished_episode import (
     sealed_uris,
     used_uris,
 )
-from moerl.records.header_check import check
-from moerl.records.record_uris import blob_uris, group_uris
+from moerl.records.header_check import blob_uris, check, group_uris
 from moerl.runtime import disk_wait
 from moerl.runtime.disk_wait import DiskPatience
 

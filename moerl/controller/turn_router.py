@@ -27,7 +27,7 @@ from moerl.core.ids import without_life
 from moerl.core.types import Array, Finish, GenerateRequest, PolicyVersion, Segment
 from moerl.episodes.open_episode import EnginePin, OpenEpisode, TurnCall, VersionGone
 from moerl.records.blob_store import sizes_of
-from moerl.records.record_uris import blob_refs, blob_uris, own_uris
+from moerl.records.header_check import blob_refs, blob_uris, own_uris
 
 log = logging.getLogger(__name__)
 

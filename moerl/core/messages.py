@@ -86,7 +86,7 @@ class Hello:
     plans them again.
     begins: first version of each trainer in the history of its weights, this trainer last; it comes
     from the checkpoint, because the controller's journal may be of another node.
-    pair_cost: of the model (`moerl.data.row_cost`).
+    pair_cost: of the model (`moerl.data.batching`).
     """
 
     world_size: int

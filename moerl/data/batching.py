@@ -2,7 +2,7 @@
 
 A bin holds the rows that one rank trains in one microbatch; their number is data-parallel ranks x
 microbatches.  Its tokens have a bound, for memory: right-padded, rows x the longest row; packed,
-the sum of its rows.  Its cost (`moerl.data.row_cost`) has none, but the largest is kept small, and
+the sum of its rows.  Its cost (`moerl.data.batching`) has none, but the largest is kept small, and
 bins of one microbatch have similar cost, because ranks of an expert-parallel exchange wait for each
 other.  Padded, rows sorted by length are cut into consecutive bins: neighbours have similar
 lengths.  Packed, the next row by cost goes to the cheapest bin that has room for its tokens (the
@@ -18,6 +18,15 @@ batch of its own: global denominators, microbatch numbers and shapes follow from
 data-parallel ranks.  Groups are dealt by chance in each batch: their order in the plan is the order
 of their age.
 Rejected: splitting rollouts (siblings of a group would meet different weights), shuffling tokens.
+
+The cost of a row for a trainer rank: arithmetic that grows with its tokens, and with their
+pairs.
+
+A token passes the weights of the layers, of the experts as many as it is sent to: 2 operations per
+weight.  In a layer of attention it meets each token before it: 2 heads (qk + v) operations per pair
+(Megatron-LM, Narayanan et al., 2104.04473, appendix, without recomputation).  Backward passes take
+twice as much of both, so only the ratio counts.  Left out: the output layer, which only sampled
+tokens pass; attention within a window and gated delta nets, which cost the same per token.
 """
 
 from __future__ import annotations
@@ -25,7 +34,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -33,8 +42,40 @@ import numpy as np
 from moerl.config.schema import TrainerConfig
 from moerl.core.errors import ConfigError
 from moerl.core.types import BatchPlan, EpisodeGroup, PlanRow, PolicyVersion
-from moerl.data.row_cost import row_cost
 from moerl.data.shared_prefix import shared_tokens, walk_order
+from moerl.layout import ModelSpec, hf_shapes
+
+_UNIT = 1024  # costs are whole numbers, equal on every rank
+_OUTSIDE = ("embed_tokens.weight", "lm_head.weight")
+
+
+def pair_cost(spec: ModelSpec) -> float:
+    """Cost of one pair of tokens in all layers, in costs of one token's weights."""
+    of_layer = spec.index_heads * spec.index_dim if spec.index_topk else _attention(spec)
+    local = {*spec.linear_layers, *(spec.sliding_layers if spec.sliding_window else ())}
+    return of_layer * (spec.layers - len(local)) / _weights_of_a_token(spec)
+
+
+def row_cost(tokens: int, pair: float) -> int:
+    """Cost of a row, in 1/1024 of a token's weights; pair: `pair_cost`, 0 counts tokens alone."""
+    return _UNIT * tokens + math.floor(_UNIT * pair * tokens * (tokens + 1) / 2)
+
+
+def _attention(spec: ModelSpec) -> int:
+    if spec.kv_lora:
+        return spec.heads * (spec.qk_nope + spec.qk_rope + spec.v_head)
+    return 2 * spec.heads * spec.head_dim
+
+
+def _weights_of_a_token(spec: ModelSpec) -> float:
+    total = 0.0
+    for name, shape in hf_shapes(replace(spec, mtp_layers=0)).items():
+        if len(shape) < 2 or name.endswith(_OUTSIDE):
+            continue
+        share = spec.experts_per_token / spec.experts if ".experts." in name else 1.0
+        total += share * math.prod(shape)
+    return total
+
 
 T = TypeVar("T")
 _TRIES = 8  # numbers of microbatches that packing tries, from the least that tokens need
@@ -64,7 +105,7 @@ def plan_batch(
     max_tokens_per_microbatch bounds rows x longest row of one rank, packed: their sum; a single
     row above the bound gets its own microbatch.  A rank may have no rows in a microbatch.
     share: packed rows are forwarded with their shared tokens once (`trainer.share_prompts`).
-    pair: the model's `moerl.data.row_cost.pair_cost`; 0 counts tokens alone.
+    pair: the model's `moerl.data.batching.pair_cost`; 0 counts tokens alone.
     """
     items = _items(groups, pair, max_tokens_per_microbatch if share else 0)
     if share and len(items) < dp_size:  # a rank without rows would wait for the others

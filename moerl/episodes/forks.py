@@ -3,17 +3,39 @@
 The first tokens of the answer are context of its continuations.  They are prefilled again where the
 prefix cache lost them, so all rows of a continuation come from the weights that sampled it.  All
 continuations of one pivot have one version, or the pivot is given up.
+
+Steps of a text, and the tokens with which they end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 
 from moerl.config.schema import ForkConfig
 from moerl.episodes.finished_episode import Decode, RecordedTurn
 from moerl.episodes.open_episode import OpenEpisode, VersionGone
-from moerl.episodes.text_steps import last_token_of, step_ends
+
+
+def step_ends(text: str, begin: int, separator: str, *, is_over: bool) -> list[int]:
+    """Characters of a text before the end of each whole step behind `begin`.
+
+    is_over: the rest of the text is a step, too.
+    """
+    found, end = [], begin
+    while (at := text.find(separator, end)) >= 0:
+        end = at + len(separator)
+        found.append(end)
+    if is_over and (end < len(text) or not text):
+        found.append(len(text))
+    return found
+
+
+def last_token_of(ids: Sequence[int], end: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """The token that holds the last of the first `end` characters."""
+    return bisect_left(range(1, len(ids)), end, key=lambda count: len(decode(ids[:count])))
+
 
 _TRIES = 3  # of a pivot, each under the weights that are current then
 

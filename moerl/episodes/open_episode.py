@@ -31,7 +31,7 @@ from moerl.core.types import (
 )
 from moerl.episodes.finished_episode import ENDED, FinishedEpisode, RecordedTurn, Retired
 from moerl.episodes.turn import TurnInFlight
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 
 _FIRST_VERSION = PolicyVersion(0, 0)
 

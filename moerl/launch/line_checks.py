@@ -21,7 +21,7 @@ from moerl.config.task_tables import SOURCES
 from moerl.core.errors import MoerlError
 from moerl.core.types import Prompt
 from moerl.data.prompt_checks import MOST_LINES, MOST_S, LineCheck
-from moerl.data.prompt_mixture import PromptMixture, usable
+from moerl.data.tasks import PromptMixture, usable
 from moerl.data.value_rows import learnable
 from moerl.launch.run_context import held_out_entries
 

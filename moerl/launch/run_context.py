@@ -46,7 +46,7 @@ from moerl.runtime.run_dir import RunDir
 if TYPE_CHECKING:
     from moerl.controller.journal.journal import Journal
     from moerl.controller.journal.stream_writer import StreamWriter
-    from moerl.data.prompt_mixture import PromptMixture
+    from moerl.data.tasks import PromptMixture
     from moerl.engine.host.host import EngineContext, EngineFollower, EngineHost
     from moerl.engine.node_span import Follower
 
@@ -198,14 +198,14 @@ class RunContext:
         )
 
     def prompts(self) -> PromptMixture:
-        from moerl.data.prompt_mixture import PromptMixture
+        from moerl.data.tasks import PromptMixture
 
         entries, longest = entries_of(self.config), self.model_shape().context_tokens
         return PromptMixture(entries, self.tokenizer(), self.config.run.seed, longest)
 
     def held_out(self) -> PromptMixture:
         """Evaluation prompts, as many of each task: from its file, or drawn with another seed."""
-        from moerl.data.prompt_mixture import PromptMixture
+        from moerl.data.tasks import PromptMixture
 
         seed, longest = self.config.run.seed + _HELD_OUT_SEED, self.model_shape().context_tokens
         return PromptMixture(held_out_entries(self.config), self.tokenizer(), seed, longest)

@@ -13,7 +13,7 @@ from pathlib import Path
 from moerl.config import Config, load_config, save_config
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import TrainerError
-from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.tasks import PromptMixture
 from moerl.data.value_rows import learnable
 from moerl.distributed.torchrun import TorchrunJob
 from moerl.launch.line_checks import LineChecks

@@ -11,7 +11,7 @@ from moerl.config.task_mixture import TaskEntry, entries_of, naming
 
 if TYPE_CHECKING:
     from moerl.agents.agent_loop import AgentRunner
-    from moerl.agents.tool_calls import AnswerParser
+    from moerl.agents.episode_types import AnswerParser
     from moerl.launch.run_context import RunContext
 
 
@@ -62,7 +62,7 @@ def _runner(context: RunContext, task: TaskEntry) -> AgentRunner:
 
 
 def _answer_parser(call_format: str, reasoning_format: str) -> AnswerParser:
-    from moerl.agents.tool_calls import PlainAnswers
+    from moerl.agents.episode_types import PlainAnswers
     from moerl.engine.host.answer_parser import SglangAnswers
 
     if not (call_format or reasoning_format):

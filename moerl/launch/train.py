@@ -57,9 +57,8 @@ from moerl.layout import model_spec
 from moerl.observe.console import Console
 from moerl.observe.metrics import newest_row, read_rows
 from moerl.observe.perfetto import write_trace
-from moerl.observe.prometheus import PrometheusServer
 from moerl.observe.report import held_out_words, reward_gain, write_report
-from moerl.observe.sinks import check_sinks
+from moerl.observe.sinks import PrometheusServer, check_sinks
 from moerl.runtime.beside import Beside
 from moerl.runtime.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from moerl.runtime.private_dir import private_dir, user_dir

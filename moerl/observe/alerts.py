@@ -44,9 +44,9 @@ class Alerts:
         self._held: defaultdict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=_SILENT_ROWS))
         self._courses: defaultdict[str, _Course] = defaultdict(_Course)
         for row in rows:
-            self.look(row)
+            self.check(row)
 
-    def look(self, row: Mapping[str, float]) -> dict[str, float]:
+    def check(self, row: Mapping[str, float]) -> dict[str, float]:
         """`alert/*` of one step (docs/metrics.md)."""
         found = _replayed(row) | _policies(row) | self._silence(row) | self._trends(row)
         if "collapse" in found:

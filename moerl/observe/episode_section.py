@@ -37,7 +37,7 @@ class _Step(msgspec.Struct):
 
 
 class _Turn(msgspec.Struct):
-    """As `moerl.controller.shown_turns` writes it."""
+    """As `moerl.controller.step_metrics` writes it."""
 
     row: int = 0
     continues: int | None = None

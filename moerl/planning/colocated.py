@@ -8,7 +8,7 @@ from typing import get_args
 
 from moerl.config import Config
 from moerl.config.clusters import moved_parts, sleeping_engines, trainer_share
-from moerl.config.schema import MovedPart, NodeGroup
+from moerl.config.schema import NodeGroup, ParkedPart
 from moerl.core.errors import ConfigError
 from moerl.planning.memory import RUNTIME, EngineMemory, TrainerMemory
 from moerl.planning.printout import GB, TextTable, gb, of_room
@@ -19,7 +19,7 @@ needs NCCL_CUMEM_ENABLE=1, which SGLang turns off, and no GPU has shown that it 
 """
 ROOM = 0.97
 """Share of a device that is planned with; the rest is for fragments."""
-ORDER: tuple[MovedPart, ...] = get_args(MovedPart)
+ORDER: tuple[ParkedPart, ...] = get_args(ParkedPart)
 """Cheapest first: what is thrown away, what a publish brings back, what is copied both ways."""
 
 
@@ -90,14 +90,14 @@ class PhaseBytes:
 
 
 def phase_bytes(
-    trainer: TrainerMemory, engine: EngineMemory, moves: Collection[MovedPart], *, gpu: bool
+    trainer: TrainerMemory, engine: EngineMemory, moves: Collection[ParkedPart], *, gpu: bool
 ) -> PhaseBytes:
     """gpu: with the memory of CUDA and NCCL, and of an engine's graphs, which do not sleep."""
     # the two buckets of a commit stay on an engine's device
     nccl, runtime = (NCCL, RUNTIME + engine.update) if gpu else (0, 0)
     kv, weights = engine.kv, engine.weights
 
-    def stays(part: MovedPart, size: int) -> int:
+    def stays(part: ParkedPart, size: int) -> int:
         return 0 if part in moves else size
 
     asleep = stays("kv_cache", kv) + stays("engine_weights", weights)
@@ -111,7 +111,7 @@ def phase_bytes(
     )
 
 
-def copied_out(trainer: TrainerMemory, moves: Collection[MovedPart]) -> int:
+def copied_out(trainer: TrainerMemory, moves: Collection[ParkedPart]) -> int:
     """Host memory that keeps the moved parts of a trainer rank; gradients are thrown away."""
     kept = {"optimizer": trainer.optimizer, "trainer_weights": trainer.weights}
     return sum(size for part, size in kept.items() if part in moves)
@@ -119,7 +119,7 @@ def copied_out(trainer: TrainerMemory, moves: Collection[MovedPart]) -> int:
 
 def smallest_set(
     trainer: TrainerMemory, engine: EngineMemory, room: float, *, adapters: bool
-) -> tuple[MovedPart, ...] | None:
+) -> tuple[ParkedPart, ...] | None:
     """The first parts of ORDER with which every phase fits; None where none does.
 
     They end with the KV cache at least, since engines sleep by it.
@@ -134,13 +134,13 @@ def smallest_set(
 
 def turns_table(
     config: Config, group: NodeGroup, trainer: TrainerMemory, engine: EngineMemory
-) -> tuple[tuple[MovedPart, ...], TextTable]:
+) -> tuple[tuple[ParkedPart, ...], TextTable]:
     """The parts that give way in turns, and memory by phase.
 
     By the settings, else the smallest set that fits.  Raises ConfigError where none does.
     """
     room = ROOM * group.device_gb * GB
-    moves: tuple[MovedPart, ...] | None = moved_parts(config)
+    moves: tuple[ParkedPart, ...] | None = moved_parts(config)
     why = "turn.moves" if config.turn.moves else "the sizes of the devices are not known"
     if room and not config.turn.moves:
         moves = smallest_set(trainer, engine, room, adapters=bool(config.lora.rank))

@@ -23,7 +23,7 @@ from moerl.config.clusters import (
     sleeping_engines,
     takes_turns,
 )
-from moerl.config.schema import MovedPart
+from moerl.config.schema import ParkedPart
 from moerl.config.task_mixture import longest_row, reward_models_of
 from moerl.config.tiny_config import tiny_config
 from moerl.core.errors import ConfigError
@@ -87,7 +87,7 @@ def estimates(config: Config, placed: Placement) -> list[str | TextTable]:
     ]
 
 
-def check_colocated(config: Config) -> tuple[MovedPart, ...]:
+def check_colocated(config: Config) -> tuple[ParkedPart, ...]:
     """Raises ConfigError where engine and trainer do not fit their GPU; returns what gives way."""
     placed, layouts = placement(config), planned_layouts(config, model_shapes(config))
     _, _, ranks = _trainer_ranks(config, placed, layouts)

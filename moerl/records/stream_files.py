@@ -29,7 +29,7 @@ from moerl.core.errors import BlobError, StreamError
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import BatchPlan, EpisodeGroup, ModelShape, PolicyVersion
 from moerl.records.blob_copies import CopiedBlob, copied_blobs_of, seal
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 
 SUMS = ("tokens", "versions", "rewards", "records", "header")  # `group_sums`, in this order
 _PLAN, _GROUP = "plan", "group "

@@ -21,7 +21,7 @@ from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError, ScorerDown
 from moerl.core.types import Score
 from moerl.data.reward_values import BadReturn, score_of
-from moerl.scoring.answers import usable_score
+from moerl.scoring.process import usable_score
 
 _SHOWN = 200  # characters of an answer in an error
 _BUSY = (429, 503)  # statuses of a service that is well

@@ -1,8 +1,13 @@
-"""The scorers of a run, by task and term of its reward."""
+"""The scorers of a run, by task and term of its reward.
+
+A scorer that calls a user's function or object in its own process, in an actor of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from moerl.config.reward_terms import RewardTerm
@@ -12,7 +17,9 @@ from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
 from moerl.core.messages import Scorer
 from moerl.core.types import Prompt, Score
-from moerl.scoring.process import ProcessScorer
+from moerl.data.rewards import make_reward
+from moerl.scoring.process import ProcessScorer, prompt_of, usable_score
+from moerl.scoring.worker import one_line
 
 # Makes the scorers that need Ray, which has one home
 Make = Callable[[TaskEntry, RewardTerm], Scorer]
@@ -63,3 +70,25 @@ def make_scorers(entries: Iterable[TaskEntry], make: Make) -> RunScorers:
 def function_scorer(entry: TaskEntry, term: RewardTerm) -> ProcessScorer:
     """Raises ConfigError."""
     return ProcessScorer(entry.only_with(term), term.workers, entry.timeout_of(term))
+
+
+class DirectScorer:
+    """One call at a time, in a thread: the object may hold a model."""
+
+    def __init__(self, task: TaskEntry, term: RewardTerm) -> None:
+        """Raises ConfigError."""
+        self._name = f"reward {term.name}"
+        self._reward = make_reward(task.only_with(term), objects=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+    async def score(self, asked: Sequence[ScoreRequest]) -> list[Score | ScoreError]:
+        """Answers, in order."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: list(map(self._score, asked)))
+
+    def _score(self, asked: ScoreRequest) -> Score | ScoreError:
+        try:
+            found = self._reward(prompt_of(asked), asked.episode)
+        except Exception as error:
+            return ScoreError(f"{self._name} {one_line(error)} for {asked.prompt.name}")
+        return usable_score(self._name, found, asked)

@@ -37,9 +37,9 @@ from moerl.core.messages import (
 from moerl.core.rpc import RpcClient
 from moerl.core.serialization import decode, encode
 from moerl.core.types import Array, BatchPlan, PolicyVersion, RefScores
+from moerl.data.batching import pair_cost
 from moerl.data.packing import by_row
 from moerl.data.ref_scores import basis_of, record_digest
-from moerl.data.row_cost import pair_cost
 from moerl.data.teacher_versions import teacher_folder
 from moerl.data.value_rows import value_plan
 from moerl.distributed.object_collectives import broadcast_value, gather_values

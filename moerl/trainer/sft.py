@@ -31,10 +31,9 @@ from moerl.config.schema import AlgorithmConfig, Config, RefModelsConfig, Replay
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import LineError, MoerlError
 from moerl.core.types import Prompt
+from moerl.data.batching import pair_cost
 from moerl.data.demonstrations import AnswerEnd, demonstration_plan
-from moerl.data.prompt_mixture import PromptMixture, usable
-from moerl.data.row_cost import pair_cost
-from moerl.data.tasks import load_tokenizer
+from moerl.data.tasks import PromptMixture, load_tokenizer, usable
 from moerl.data.value_rows import labelled_row, learnable, value_plan
 from moerl.records.blob_store import BlobStore
 from moerl.runtime.run_dir import RunDir

@@ -58,8 +58,7 @@ from moerl.core.serialization import decode
 from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.data.teacher_versions import teacher_folder
 from moerl.distributed.object_collectives import broadcast_value
-from moerl.records.blob_store import BlobStore
-from moerl.records.read_ahead import ReadAhead
+from moerl.records.blob_store import BlobStore, ReadAhead
 from moerl.records.remote_blobs import cluster_reader
 from moerl.runtime.beside import LineWriter
 from moerl.runtime.disk_wait import DiskPatience
@@ -68,6 +67,7 @@ from moerl.runtime.trace import Tracer
 from moerl.trainer.checkpoints import checkpoint
 from moerl.trainer.checkpoints.checkpoint_files import newest_checkpoint
 from moerl.trainer.checkpoints.checkpoint_writer import CheckpointWriter
+from moerl.trainer.hf_io.content_digest import weights_digest
 from moerl.trainer.hf_io.hf_folder import HfFolder
 from moerl.trainer.hf_io.hf_shards import HfShards, RankGroup, every_rank
 from moerl.trainer.learner.critic import Critic
@@ -77,7 +77,6 @@ from moerl.trainer.model.parallel import Parallel
 from moerl.trainer.passes import probe
 from moerl.trainer.policy_model import load_policy, save_live_adapters
 from moerl.trainer.teacher_writer import TeacherSource, TeacherWriter
-from moerl.trainer.weights_digest import weights_digest
 from moerl.weight_sync.publisher import SyncContext, WeightPublisher, open_publisher
 
 log = logging.getLogger(__name__)

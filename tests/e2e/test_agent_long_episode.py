@@ -18,11 +18,10 @@ import numpy as np
 import psutil
 import pytest
 
-from moerl.agents.episode_types import Policy
+from moerl.agents.episode_types import PlainAnswers, Policy
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import SamplingConfig, TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.controller.journal.journal import Journal
@@ -44,8 +43,7 @@ from moerl.data.grid import Grid
 from moerl.data.packing import Microbatch, pack_microbatch
 from moerl.episodes.open_episode import OpenEpisode, Outcome
 from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.records.record_uris import group_refs
+from moerl.records.header_check import check, group_refs
 from moerl.records.sampling_mask import encode_rows
 from tests.helpers.chat_tokenizer import END, SIZE, chat_tokenizer
 from tests.helpers.controllers import CONFIG, make, running, train

@@ -13,7 +13,7 @@ import pytest
 from moerl.core.ids import life_of
 from moerl.core.serialization import decode_value
 from moerl.core.types import Rollout, Segment
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 from tests.helpers.short_agent_runs import ROOT, SETTINGS, check_agent_run, check_scores
 from tests.helpers.train_runs import Run, start, survivors
 

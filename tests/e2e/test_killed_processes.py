@@ -25,7 +25,7 @@ from moerl.audit.verify_run import verify
 from moerl.core.ids import episode_of, group_of, without_life
 from moerl.core.serialization import decode_value
 from moerl.core.types import EpisodeGroup, Segment
-from moerl.records.record_uris import blob_uris, group_uris
+from moerl.records.header_check import blob_uris, group_uris
 from moerl.runtime.process_tree import children_with
 from tests.helpers.short_agent_runs import ROOT, SETTINGS
 from tests.helpers.train_runs import Run, check_deletion, check_history, last_step, start, survivors

@@ -22,11 +22,10 @@ from moerl.agents.environments.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
-from moerl.agents.episode_types import Policy
+from moerl.agents.episode_types import PlainAnswers, Policy
 from moerl.agents.programs.agent_programs import AgentPrograms
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import AgentConfig
 from moerl.core.types import (

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from moerl.algorithms.head_logprob import Head, SamplingMask, Scores, full_logprobs, kept_logprobs
 from moerl.core.errors import RecordError
-from moerl.trainer.model.layer_calls import Mode
-from moerl.trainer.model.replay import RouteReplay
+from moerl.trainer.model.replay import Mode, RouteReplay
 
 Csr = tuple[Tensor, Tensor]
 

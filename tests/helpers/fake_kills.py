@@ -27,7 +27,7 @@ from moerl.core.serialization import decode_value
 from moerl.core.types import Array, EpisodeGroup, GenerateRequest, PolicyVersion, Segment
 from moerl.engine.host.reply_parser import SharedPrompts
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 from tests.helpers.controllers import hello, make
 from tests.helpers.fake_clock import run_with_fake_clock
 from tests.helpers.oracle_agents import Faults, Kills, agents_of, on_one_loop

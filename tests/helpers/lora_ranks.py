@@ -52,7 +52,7 @@ from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.adapted_layers import GradientHook, GroupedHook  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from moerl.trainer.sft import supervised  # noqa: E402
 from tests.helpers.lora_oracle import demonstrations  # noqa: E402

@@ -37,7 +37,7 @@ from moerl.trainer.learner.ref_model import BorrowedPolicy, RefModel  # noqa: E4
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes.schedule import Batches, score  # noqa: E402
 from tests.helpers.lora_oracle import random_factors  # noqa: E402
 from tests.helpers.patience import patience  # noqa: E402

@@ -22,7 +22,7 @@ from moerl.core.types import (
 )
 from moerl.episodes.finished_episode import FinishedEpisode
 from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, TurnCall
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 
 PROMPT = Prompt(7, (1, 2), "p", "34", {"hint": 5})
 

@@ -24,12 +24,11 @@ from moerl.agents.environments.episode_environment import (
     PolicyAnswer,
     StartFields,
 )
-from moerl.agents.episode_types import Policy
+from moerl.agents.episode_types import PlainAnswers, Policy
 from moerl.agents.programs import agent_programs
 from moerl.agents.programs.agent_process import ProgramEnd
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.config.schema import Config, TaskConfig
 from moerl.config.task_mixture import by_label
 from moerl.core.ids import without_life

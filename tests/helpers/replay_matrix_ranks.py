@@ -50,8 +50,8 @@ from moerl.trainer.learner.critic import Critic  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.model.parallel import Parallel  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.model.transformer import equal_shapes  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from tests.helpers.attended_keys import compare_attended, watching_attention  # noqa: E402

@@ -28,7 +28,7 @@ from moerl.core.errors import RecordError
 from moerl.core.serialization import encode_value
 from moerl.core.types import ModelShape, PolicyVersion, Rollout, SamplingParams, Segment
 from moerl.engine.host.host import EngineContext, EngineHost
-from moerl.episodes.rows import join
+from moerl.episodes.finished_episode import join
 from moerl.episodes.turn import SampledTurn, TurnInFlight
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from moerl.core.types import GenerateRequest, Prompt, Rollout, SamplingParams, Segment
-from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
-from moerl.episodes.rows import TurnRows
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, TurnRows
 from moerl.episodes.turn import TurnInFlight
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 
 
 class ScriptedEpisode:

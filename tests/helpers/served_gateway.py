@@ -15,12 +15,11 @@ import openai
 
 from moerl.agents.chat_messages import Json
 from moerl.agents.chat_turns import ChatTurns
-from moerl.agents.episode_types import EpisodeLimits, Policy
+from moerl.agents.episode_types import AnswerParser, EpisodeLimits, Policy
 from moerl.agents.gateway.gateway import Endpoint, Gateway
 from moerl.agents.gateway.other_models import OtherModels
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder
-from moerl.agents.tool_calls import AnswerParser
 from moerl.config.task_programs import OtherModelConfig
 from moerl.core.types import Grammar, SamplingParams
 from moerl.episodes.finished_episode import FinishedEpisode

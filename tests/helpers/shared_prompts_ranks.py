@@ -43,7 +43,7 @@ from moerl.core.types import (  # noqa: E402
 from moerl.data import packing, shared_prefix  # noqa: E402
 from moerl.data.batching import plan_batch  # noqa: E402
 from moerl.data.packing import Microbatch  # noqa: E402
-from moerl.episodes.rows import rows_of  # noqa: E402
+from moerl.episodes.finished_episode import rows_of  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402

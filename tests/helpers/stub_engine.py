@@ -37,7 +37,7 @@ from moerl.core.types import (
     RoutingBlob,
     Segment,
 )
-from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.host import Mailbox
 from moerl.records import BlobStore
 
 Reply = Segment | RecordError

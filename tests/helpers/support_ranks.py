@@ -42,8 +42,8 @@ from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
 from moerl.trainer.model.parallel import Parallel  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import VOCAB, make_plan, with_rollouts, without_mask  # noqa: E402

@@ -34,7 +34,7 @@ from moerl.trainer.learner import step  # noqa: E402
 from moerl.trainer.learner.step import Learner  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward  # noqa: E402
 from tests.helpers.hf_gather import HfGather  # noqa: E402
 from tests.helpers.patience import patience  # noqa: E402

@@ -22,7 +22,7 @@ from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402
 from moerl.trainer.model import parallel  # noqa: E402
 from moerl.trainer.model.gpt import Model, build  # noqa: E402
-from moerl.trainer.model.layer_calls import Mode  # noqa: E402
+from moerl.trainer.model.replay import Mode  # noqa: E402
 from moerl.trainer.passes import forward, probe  # noqa: E402
 from tests.helpers.patience import patience  # noqa: E402
 from tests.helpers.trainer_support import EXPERTS, LAYERS, make_plan, replan  # noqa: E402

@@ -31,7 +31,7 @@ from moerl.core.types import (  # noqa: E402
     Turn,
 )
 from moerl.data.batching import plan_batch  # noqa: E402
-from moerl.episodes.rows import rows_of  # noqa: E402
+from moerl.episodes.finished_episode import rows_of  # noqa: E402
 from moerl.episodes.turn import SampledTurn  # noqa: E402
 from moerl.records.blob_store import BlobStore  # noqa: E402
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf  # noqa: E402

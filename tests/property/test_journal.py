@@ -25,7 +25,7 @@ from moerl.core.errors import JournalError
 from moerl.core.ids import ranges
 from moerl.core.types import EpisodeGroup, PolicyVersion, Score
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 from tests.helpers.journals import START, group_of
 from tests.helpers.state_machines import explore
 

@@ -31,8 +31,8 @@ from moerl.core.messages import (
 from moerl.core.types import BatchPlan, EpisodeGroup, PolicyVersion
 from moerl.records import BlobStore
 from moerl.records.blob_store import sizes_of
+from moerl.records.header_check import group_refs, group_uris
 from moerl.records.range_server import RangeServer
-from moerl.records.record_uris import group_refs, group_uris
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.controllers import (
     CONFIG,

@@ -20,7 +20,7 @@ from moerl.engine.host import health as gate_module
 from moerl.engine.host import host as host_module
 from moerl.engine.host.host import EngineContext, EngineHost
 from moerl.records.blob_store import BlobStore
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 from moerl.runtime.run_dir import RunDir
 from tests.helpers.patience import patience
 from tests.helpers.scripted_host import SHAPE, V0, ScriptedClient, ScriptedServer, ask, script

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moerl.agents.tool_calls import AnswerParser
+from moerl.agents.episode_types import AnswerParser
 from moerl.core.errors import ConfigError
 from moerl.engine.host.answer_parser import SglangAnswers
 from tests.helpers.chat_tokenizer import call_text

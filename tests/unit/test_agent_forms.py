@@ -12,7 +12,7 @@ import pytest
 
 from moerl.agents.gateway import event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesRequest
-from moerl.controller.shown_turns import shown_graph
+from moerl.controller.step_metrics import shown_graph
 from moerl.core.errors import EngineError
 from moerl.core.types import Episode
 from tests.helpers.chat_tokenizer import END

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from moerl.config.task_programs import OtherModelConfig
+from moerl.controller.player import EnvironmentRunner, TextReplies
 from moerl.core.errors import EngineError, RecordError
 from moerl.core.serialization import encode_value
 from moerl.core.types import (
@@ -27,10 +28,8 @@ from moerl.core.types import (
     SamplingParams,
     Turn,
 )
-from moerl.episodes.environment import EnvironmentRunner, TextReplies
-from moerl.episodes.finished_episode import FinishedEpisode, checked_graph
+from moerl.episodes.finished_episode import FinishedEpisode, TurnRows, checked_graph
 from moerl.episodes.open_episode import Outcome, TurnRequest
-from moerl.episodes.rows import TurnRows
 from moerl.sandbox.isolation import Isolation
 from moerl.scoring.process import WorkerProcess
 from tests.helpers.agent_stubs import PROMPT, play, python, run_agents

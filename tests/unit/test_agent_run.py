@@ -22,7 +22,7 @@ from moerl.config.schema import TaskConfig
 from moerl.config.task_programs import TaskLimits
 from moerl.controller.controller import Controller
 from moerl.controller.engine_choice import EngineChoice
-from moerl.controller.shown_turns import shown_turns
+from moerl.controller.step_metrics import shown_turns
 from moerl.controller.turn_router import TurnRouter
 from moerl.core.errors import ConfigError, EngineError
 from moerl.core.types import (

@@ -14,14 +14,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from moerl.agents.episode_types import AnswerParser
 from moerl.agents.gateway.answer_stream import AnswerStream, GrowingText, PartialAnswer
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import Stops
-from moerl.agents.tool_calls import AnswerParser
 from moerl.core.errors import EngineError
 from moerl.core.types import SamplingParams
 from moerl.engine.host.answer_parser import SglangAnswers
-from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.host import Mailbox
 from tests.helpers.chat_tokenizer import END, TEMPLATE
 from tests.helpers.patience import patience
 from tests.helpers.served_gateway import (

@@ -17,8 +17,7 @@ from moerl.config import Config, load_config, resolve, save_config
 from moerl.config.load import load_saved
 from moerl.config.task_mixture import TaskEntry, by_label, entries_of, whole_weights
 from moerl.core.errors import ConfigError
-from moerl.data.prompt_mixture import PromptMixture, TaskOrder, chairmen
-from moerl.data.tasks import PromptStream, load_tokenizer
+from moerl.data.tasks import PromptMixture, PromptStream, TaskOrder, chairmen, load_tokenizer
 from moerl.scoring import ProcessScorer, RunScorers
 from tests.helpers.episode_views import asked, view
 

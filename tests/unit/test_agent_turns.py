@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 from moerl.agents import chat_turns
 from moerl.agents.chat_messages import ChatMessage, ContentPart, Function, MessageCall
 from moerl.agents.chat_turns import ChatTurns
-from moerl.agents.episode_types import Ends, EpisodeLimits, Policy, TurnAnswer
+from moerl.agents.episode_types import Ends, EpisodeLimits, PlainAnswers, Policy, TurnAnswer
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.agents.prompt_tokens import PromptTokens
 from moerl.agents.stop_texts import StopFinder, can_end
-from moerl.agents.tool_calls import PlainAnswers
 from moerl.agents.turn_forest import Origin
 from moerl.core.errors import ConfigError, EngineError, RecordError
 from moerl.core.types import Finish, GenerateRequest, SamplingParams, Segment
 from moerl.data.chat_template import TemplateError
-from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
+from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, join
 from moerl.episodes.open_episode import Outcome, TurnRequest
-from moerl.episodes.rows import join
 from tests.helpers.chat_tokenizer import END, SIZE, START, call_text, chat_tokenizer
 from tests.helpers.one_engine import far, open_episode
 from tests.helpers.patience import patience

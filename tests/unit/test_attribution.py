@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moerl.audit.attribution import CAUSES, attribute, by_lag, by_position, cause_of_tokens
+from moerl.audit.mismatch_page import CAUSES, attribute, by_lag, by_position, cause_of_tokens
 
 
 def gaps(routing: float, mask: float, numerics: float, tokens: int = 4000) -> dict:

@@ -19,8 +19,7 @@ from moerl.core.types import (
     Turn,
     VersionSpan,
 )
-from moerl.data.batching import plan_batch
-from moerl.data.row_cost import row_cost
+from moerl.data.batching import plan_batch, row_cost
 
 V0 = PolicyVersion(0, 0)
 

@@ -20,8 +20,7 @@ from moerl.config.schema import EngineConfig
 from moerl.config.task_mixture import TaskEntry, entries_of
 from moerl.core.errors import ConfigError, LineError
 from moerl.data.prompt_checks import LineCheck
-from moerl.data.prompt_mixture import PromptMixture, usable
-from moerl.data.tasks import PromptStream, load_tokenizer
+from moerl.data.tasks import PromptMixture, PromptStream, load_tokenizer, usable
 from moerl.launch.line_checks import LineChecks
 
 GOOD = {"prompt": "12=", "answer": "12"}

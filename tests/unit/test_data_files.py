@@ -12,8 +12,7 @@ from moerl.config import load_config
 from moerl.config.checks import check
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import ConfigError
-from moerl.data.prompt_mixture import PromptMixture
-from moerl.data.tasks import load_tokenizer
+from moerl.data.tasks import PromptMixture, load_tokenizer
 from moerl.launch.line_checks import LineChecks
 from tests.helpers import data_forms
 from tests.helpers.data_forms import ANSWERS, ASKED, FORMS

@@ -16,8 +16,7 @@ from moerl.core.errors import ConfigError, LineError
 from moerl.core.types import BatchPlan, Prompt, PromptOrigin
 from moerl.data.demonstrations import AnswerEnd, demonstration_plan, with_texts
 from moerl.data.packing import LossInputs, ReadOptions, pack_microbatch
-from moerl.data.prompt_mixture import usable
-from moerl.data.tasks import load_tokenizer
+from moerl.data.tasks import load_tokenizer, usable
 from moerl.data.tiny_model import make_tiny_model
 from moerl.records.blob_store import BlobStore
 from moerl.trainer.sft import supervised

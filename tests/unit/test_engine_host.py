@@ -33,11 +33,10 @@ from moerl.data.packing import pack_microbatch
 from moerl.engine.host import generation, reply_parser
 from moerl.engine.host import health as gate_module
 from moerl.engine.host import host as host_module
-from moerl.engine.host.host import EngineContext, EngineHost
-from moerl.engine.host.mailbox import Mailbox
+from moerl.engine.host.host import EngineContext, EngineHost, Mailbox
 from moerl.engine.host.sglang_client import EngineClient, FailedRequest
 from moerl.engine.record_files import FIELD, name_of
-from moerl.episodes.rows import join
+from moerl.episodes.finished_episode import join
 from moerl.episodes.turn import TurnInFlight
 from moerl.records.blob_store import BlobStore
 from moerl.records.header_check import check

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moerl.controller.player import EnvironmentRunner, SingleTurn
 from moerl.core.types import Array, PolicyVersion, SamplingParams, Score
-from moerl.episodes.environment import EnvironmentRunner, SingleTurn
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn, checked_graph
 from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, Outcome, TurnRequest, VersionGone
 from tests.helpers.controllers import hello, make

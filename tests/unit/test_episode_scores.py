@@ -17,7 +17,7 @@ from moerl.controller.episode_scores import weighted
 from moerl.core.episode_view import ScoreRequest
 from moerl.core.errors import ScoreError
 from moerl.core.types import Score
-from moerl.episodes.text_steps import step_ends
+from moerl.episodes.forks import step_ends
 from tests.helpers.controllers import CONFIG, StubScorer, make, running, train
 from tests.helpers.stub_engine import StubEngine
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import TaskConfig
+from moerl.controller.player import EnvironmentRunner, SingleTurn, TextReplies
 from moerl.controller.step_metrics import batch_metrics
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import (
@@ -26,7 +27,6 @@ from moerl.core.types import (
     Segment,
 )
 from moerl.data.environments import check_digits, make_environment
-from moerl.episodes.environment import EnvironmentRunner, SingleTurn, TextReplies
 from moerl.episodes.finished_episode import ENDED, sealed_uris, used_uris
 from moerl.episodes.open_episode import EpisodeSpec, OpenEpisode, Outcome
 from moerl.records.header_check import check as check_record

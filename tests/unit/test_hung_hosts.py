@@ -17,7 +17,7 @@ from moerl.core.errors import EngineError
 from moerl.core.messages import AbortUpdate
 from moerl.core.types import PolicyVersion
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import SealingEngine, StubEngine

@@ -22,8 +22,8 @@ from moerl.core.types import (
     PolicyVersion,
 )
 from moerl.records.blob_copies import copied_blobs_of
+from moerl.records.header_check import group_uris
 from moerl.records.range_server import RangeServer
-from moerl.records.record_uris import group_uris
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.journals import START, JournalWorld, group_of
 

@@ -23,8 +23,8 @@ from moerl.controller.controller import Controller
 from moerl.controller.journal.shared_groups import SharedGroups
 from moerl.core.messages import Plan, TakeRecords
 from moerl.core.types import EpisodeGroup
+from moerl.records.header_check import group_uris
 from moerl.records.range_server import RangeServer
-from moerl.records.record_uris import group_uris
 from moerl.records.remote_blobs import ClusterBlobs
 from tests.helpers.controllers import CONFIG, PublishingTrainer, make, running, with_ref_models
 from tests.helpers.patience import patience

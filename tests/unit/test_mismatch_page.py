@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.audit.attribution import attribute, by_lag, by_position
-from moerl.audit.mismatch_page import VARIANTS, write_page
+from moerl.audit.mismatch_page import VARIANTS, attribute, by_lag, by_position, write_page
 
 
 def findings(lags: int = 3) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from moerl.observe.report import write_report
 from moerl.observe.report_sections import router_heatmaps
 from moerl.runtime.run_dir import RunDir
 from moerl.trainer.learner.step_sums import StepSums, load_metrics
-from moerl.trainer.passes.probe import Findings, judge
-from moerl.trainer.passes.route_agreement import RouteAgreement
+from moerl.trainer.passes.probe import Findings, RouteAgreement, judge
 
 LAYERS = (1, 3)
 EXPERTS = 8

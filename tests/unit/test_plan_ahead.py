@@ -12,7 +12,7 @@ from moerl.controller.controller import Controller
 from moerl.core.messages import Failed, Ok, Plan, SamePlan, StepDone, TakePlan
 from moerl.core.types import BatchPlan, PolicyVersion
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 from tests.helpers.controllers import CONFIG, hello, make, publish, running
 from tests.helpers.patience import patience
 from tests.helpers.stub_engine import SealingEngine, StubEngine

@@ -7,8 +7,7 @@ import torch
 from moerl.algorithms.mismatch import MismatchSums
 from moerl.config.schema import Config, EngineConfig, ReplayConfig, TrainerConfig
 from moerl.observe.console import alerts
-from moerl.trainer.passes.probe import Findings, exact_metrics, judge
-from moerl.trainer.passes.route_agreement import RouteAgreement
+from moerl.trainer.passes.probe import Findings, RouteAgreement, exact_metrics, judge
 
 
 def sums(gap: float, tokens: int = 100) -> MismatchSums:

@@ -12,7 +12,7 @@ import pytest
 
 from moerl.core.errors import ConfigError
 from moerl.observe.metrics import MetricsWriter
-from moerl.observe.prometheus import PrometheusServer, exposition
+from moerl.observe.sinks import PrometheusServer, exposition
 from moerl.runtime.run_dir import RunDir
 
 

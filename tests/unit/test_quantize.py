@@ -11,7 +11,7 @@ from torch import Tensor
 from moerl.config.schema import ParallelConfig
 from moerl.core.types import PolicyVersion
 from moerl.layout import at, hf_shapes, megatron_tiles, model_spec
-from moerl.trainer.hf_io.dequantize import Fp8Block
+from moerl.trainer.hf_io.hf_folder import Fp8Block
 from moerl.weight_sync.buckets import WirePolicy
 from moerl.weight_sync.held_shards import EngineLayout
 from moerl.weight_sync.packed_buckets import BucketPacker

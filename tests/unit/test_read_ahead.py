@@ -10,8 +10,7 @@ import pytest
 from moerl.core.errors import BlobError
 from moerl.core.types import BlobRef
 from moerl.records import BlobStore
-from moerl.records.blob_store import RecordReads
-from moerl.records.read_ahead import ReadAhead
+from moerl.records.blob_store import ReadAhead, RecordReads
 
 RUNS = [(0, 100), (5000, 9000)]
 

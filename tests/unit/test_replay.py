@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moerl.algorithms.head_logprob import Head, SamplingMask, kept_logprobs
 from moerl.core.errors import RecordError, TrainerError
-from moerl.trainer.model.layer_calls import Mode
-from moerl.trainer.model.replay import LayerReplay, RouteReplay
+from moerl.trainer.model.replay import LayerReplay, Mode, RouteReplay
 from moerl.trainer.passes.router_losses import balance_loss, z_loss
 
 E, K, N = 6, 2, 5

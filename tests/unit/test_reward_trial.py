@@ -17,7 +17,7 @@ from moerl.config import load_config
 from moerl.config.task_mixture import entries_of
 from moerl.core.errors import ConfigError
 from moerl.data.prompt_checks import LineCheck
-from moerl.data.prompt_mixture import PromptMixture
+from moerl.data.tasks import PromptMixture
 from moerl.launch.reward_trial import try_rewards
 from tests.helpers.chat_tokenizer import chat_tokenizer
 

@@ -28,6 +28,7 @@ from moerl.config.load import load_config
 from moerl.config.reward_terms import RewardTerm, RoleConfig
 from moerl.config.schema import AlgorithmConfig, Config, TaskConfig
 from moerl.controller.episode_scores import weighted
+from moerl.controller.player import EnvironmentRunner, SingleTurn
 from moerl.core.episode_view import EpisodeView
 from moerl.core.errors import ConfigError
 from moerl.core.types import (
@@ -43,7 +44,6 @@ from moerl.core.types import (
 )
 from moerl.data.batching import plan_batch
 from moerl.data.reward_values import score_of
-from moerl.episodes.environment import EnvironmentRunner, SingleTurn
 from moerl.episodes.finished_episode import FinishedEpisode, RecordedTurn
 from moerl.records.blob_store import BlobStore
 from tests.helpers.agent_stubs import LocalEnvironments, environment_runner, play

@@ -21,10 +21,9 @@ from moerl.core.types import (
     SamplingParams,
     Segment,
 )
-from moerl.episodes.rows import join
+from moerl.episodes.finished_episode import join
 from moerl.episodes.turn import TurnInFlight
-from moerl.records.header_check import check
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris, check
 
 LAYERS, TOP_K, VOCAB = 2, 2, 50
 SHAPE = ModelShape(VOCAB, LAYERS, (0, 1), 8, TOP_K)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from moerl.data.row_cost import pair_cost, row_cost
+from moerl.data.batching import pair_cost, row_cost
 from moerl.layout import ModelSpec, model_spec
 from tests.helpers.trainer_support import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moerl.trainer.passes.route_agreement import downstream
+from moerl.trainer.passes.probe import downstream
 
 
 def test_a_difference_touches_later_positions_of_higher_layers_of_its_own_rollout() -> None:

@@ -20,7 +20,7 @@ from moerl.config.schema import TaskConfig
 from moerl.core.errors import ConfigError, ScoreError
 from moerl.core.types import Prompt, Score
 from moerl.scoring import ProcessScorer
-from moerl.scoring.answers import refusal
+from moerl.scoring.process import refusal
 from tests.helpers.episode_views import asked, view
 from tests.helpers.episode_views import score_each as score_texts
 from tests.helpers.patience import patience

@@ -31,8 +31,7 @@ from moerl.core.types import (
 from moerl.data.packing import ReadOptions, pack_microbatch
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import BlobStore
-from moerl.records.header_check import check
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris, check
 from tests.helpers.random_rollouts import SHAPE, make_rollout
 
 V3 = PolicyVersion(0, 3)

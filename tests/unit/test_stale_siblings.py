@@ -15,7 +15,7 @@ from moerl.controller.controller import Controller
 from moerl.controller.step_metrics import StepReport
 from moerl.core.types import EpisodeGroup, Finish, GenerateRequest, PolicyVersion, Segment
 from moerl.records import BlobStore
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 from tests.helpers import oracle_runs
 from tests.helpers.controllers import CONFIG, make, running, train
 from tests.helpers.fake_clock import run_with_fake_clock

@@ -24,8 +24,7 @@ from moerl.core.errors import ConfigError, LineError
 from moerl.data.chat_template import ChatTemplate, TemplateError
 from moerl.data.demonstrations import AnswerEnd, with_texts
 from moerl.data.prompt_checks import LineCheck
-from moerl.data.prompt_mixture import PromptMixture
-from moerl.data.tasks import PromptStream
+from moerl.data.tasks import PromptMixture, PromptStream
 from moerl.planning.data_command import _of_task
 from tests.helpers.chat_tokenizer import END, chat_tokenizer
 from tests.helpers.one_engine import far, open_episode

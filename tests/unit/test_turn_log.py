@@ -49,8 +49,8 @@ from moerl.episodes.open_episode import (
 )
 from moerl.episodes.turn import TurnInFlight
 from moerl.records import BlobStore
+from moerl.records.header_check import blob_uris, group_uris
 from moerl.records.header_check import check as check_record
-from moerl.records.record_uris import blob_uris, group_uris
 from tests.helpers.agent_stubs import (
     AGENT,
     PROMPT,

@@ -31,7 +31,7 @@ from moerl.core.types import (
 from moerl.data.batching import plan_batch
 from moerl.data.grid import Grid
 from moerl.data.packing import pack_microbatch
-from moerl.episodes.rows import TurnRows, join, rows_of
+from moerl.episodes.finished_episode import TurnRows, join, rows_of
 from moerl.episodes.turn import SampledTurn
 from moerl.records.blob_ranges import read_logprobs, read_mask, read_routes
 from moerl.records.blob_store import BlobStore

@@ -38,7 +38,6 @@ from moerl.agents.gateway import anthropic_messages, event_streams
 from moerl.agents.gateway.anthropic_messages import MessagesEvents, MessagesReply, MessagesRequest
 from moerl.agents.gateway.api_errors import ApiError
 from moerl.agents.gateway.event_streams import EventForm, EventWriter, NewestPartials, Reply, stream
-from moerl.agents.gateway.grammar_fields import forced_call
 from moerl.agents.gateway.open_requests import OpenRequests
 from moerl.agents.gateway.openai_replies import ChatEvents, CompletionEvents, OpenaiReply, Shown
 from moerl.agents.gateway.openai_requests import (
@@ -47,6 +46,7 @@ from moerl.agents.gateway.openai_requests import (
     Known,
     TokenRequest,
     check_chat,
+    forced_call,
     read_request,
 )
 from moerl.agents.gateway.openai_responses import ResponsesEvents, ResponsesReply, ResponsesRequest

@@ -3,6 +3,8 @@
 Refused is what would change the distribution behind a record so that it cannot be replayed, or what
 the policy cannot see.  Temperature and truncation are the recipe's: agents send them by habit, so
 they are counted and not taken.
+
+Grammars in requests: OpenAI's `response_format`, and the fields of SGLang beside it.
 """
 
 from __future__ import annotations
@@ -15,9 +17,80 @@ import msgspec
 
 from moerl.agents.chat_messages import ChatMessage, Json
 from moerl.agents.episode_types import Ends, Switches
-from moerl.agents.gateway import grammar_fields
-from moerl.agents.gateway.api_errors import ApiError
+from moerl.agents.gateway.api_errors import ApiError, unsupported
 from moerl.core.types import Grammar, SamplingParams
+
+# Each field, with the values that change nothing.
+GRAMMAR_FIELDS: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
+_CHARACTERS = 65536
+_FORMATS = "text, json_object, json_schema and structural_tag"
+
+
+def only_grammar(grammars: dict[str, Grammar | None]) -> Grammar | None:
+    """The grammar of a request, by its field.  Raises ApiError."""
+    given = {name: grammar for name, grammar in grammars.items() if grammar is not None}
+    if len(given) > 1:
+        raise _invalid(f"{' and '.join(given)}: an answer can have one grammar")
+    for name, grammar in given.items():
+        if len(grammar.text) > _CHARACTERS:
+            raise _invalid(f"{name}: over {_CHARACTERS} characters as text")
+    return next(iter(given.values()), None)
+
+
+def grammar_of_format(field: Json | None) -> Grammar | None:
+    """Raises ApiError."""
+    kind = "text" if field is None else field.get("type")
+    if field is None or kind == "text":
+        return None
+    if kind == "structural_tag":  # SGLang's own
+        return Grammar("structural_tag", _written(field))
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type":"object"}')
+    if kind != "json_schema":
+        raise _invalid(f"response_format.type: {kind!r}; allowed are {_FORMATS}")
+    described = field.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    return grammar_of_schema(schema, "response_format.json_schema.schema")
+
+
+def grammar_of_schema(schema: object, field: str = "json_schema") -> Grammar:
+    """A grammar of a JSON schema.  schema: an object, or its text.  Raises ApiError."""
+    if isinstance(schema, str):
+        return Grammar("json_schema", schema)
+    if not isinstance(schema, dict):
+        raise _invalid(f"{field}: {schema!r} is no schema; want an object")
+    return Grammar("json_schema", _written(schema))
+
+
+def forced_call(tool_choice: str | Json | None) -> str | None:
+    """The function that must be called, empty for any, None for none.  Raises ApiError."""
+    if tool_choice in (None, "auto", "none"):
+        return None
+    if tool_choice == "required":
+        return ""
+    choice = tool_choice if isinstance(tool_choice, dict) else {}
+    function = choice.get("function", choice)  # OpenAI's responses have the name outside
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise unsupported(
+            "tool_choice: allowed are auto, none, required and "
+            '{"type": "function", "function": {"name": NAME}}'
+        )
+    return name
+
+
+def _written(value: Json) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, "invalid_grammar", message, retry=False)
+
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Siblings = Annotated[int, msgspec.Meta(ge=1, le=128)]
@@ -63,12 +136,12 @@ class _Ending(ClientRequest, frozen=True, kw_only=True):
     def _grammar(self) -> Grammar | None:
         schema = self.json_schema
         fields = {
-            "response_format": grammar_fields.of_format(self.response_format),
-            "json_schema": None if schema is None else grammar_fields.of_schema(schema),
+            "response_format": grammar_of_format(self.response_format),
+            "json_schema": None if schema is None else grammar_of_schema(schema),
             "regex": Grammar("regex", self.regex) if self.regex else None,
             "ebnf": Grammar("ebnf", self.ebnf) if self.ebnf else None,
         }
-        return grammar_fields.one_of(fields)
+        return only_grammar(fields)
 
     @property
     def wants_usage(self) -> bool:
@@ -123,7 +196,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "bad_words": ([],),
-    **grammar_fields.FIELDS,  # in forms that have none
+    **GRAMMAR_FIELDS,  # in forms that have none
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -187,7 +260,7 @@ def _check_fields(body: Json, refused: Mapping[str, tuple[object, ...]]) -> None
 
 def check_chat(chat: ChatRequest) -> None:
     """Raises ApiError; msgspec.ValidationError for a tool that is none."""
-    grammar_fields.forced_call(chat.tool_choice)
+    forced_call(chat.tool_choice)
     for place, message in enumerate(chat.messages):
         parts = message.content if isinstance(message.content, list) else ()
         kind = next((part.type for part in parts if part.type != "text"), None)

@@ -54,7 +54,7 @@ from moerl.core.ids import IdSet, Ranges, ranges
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup, PolicyVersion
 from moerl.records.blob_store import BlobStore, sizes_of
-from moerl.records.record_uris import group_refs
+from moerl.records.header_check import group_refs
 from moerl.runtime.private_dir import private_dir
 
 log = logging.getLogger(__name__)
@@ -96,14 +96,14 @@ class Journal:
         self,
         folder: Path,
         blobs: BlobStore,
-        segments: SharedGroups | None = None,
+        shared_groups: SharedGroups | None = None,
         settings: str = "",
     ) -> None:
-        """segments: copies every admitted group to the run directory (durability `shared`).
+        """shared_groups: copies every admitted group to the run directory (durability `shared`).
 
         settings: fingerprint of what defines a group; groups with another fingerprint are dropped.
         """
-        self._folder, self._blobs, self._segments = folder, blobs, segments
+        self._folder, self._blobs, self._shared_groups = folder, blobs, shared_groups
         self._settings = settings
         self._path = folder / "journal.sqlite"
         self.turns = TurnLog(folder)  # of episodes that are open
@@ -128,8 +128,8 @@ class Journal:
             damage = str(error)
         recovered, cause = self._read()
         damage = damage or cause
-        if self._segments is not None and (is_new or damage):
-            self._segments.restore(recovered, self._blobs)
+        if self._shared_groups is not None and (is_new or damage):
+            self._shared_groups.restore(recovered, self._blobs)
         if recovered.controller_state.settings not in ("", self._settings):
             damage = "its groups were made under other settings"
             count = (
@@ -150,8 +150,8 @@ class Journal:
         if is_new or damage:
             self._write_all(recovered)
         self._leave_out_missing(recovered)
-        if self._segments is not None:
-            self._segments.keep_only(recovered.with_headers())
+        if self._shared_groups is not None:
+            self._shared_groups.keep_only(recovered.with_headers())
         ended = recovered.consumed | recovered.dropped | recovered.with_headers()
         self.turns.load(ended if recovered.is_whole else None)
         # after damage the number of lives is not known, but names of blobs must not repeat
@@ -196,28 +196,28 @@ class Journal:
             self._note(db, _CONSUMED, spent)
             self._write(controller_state, db)
             self._sweep(db)
-        if self._segments is not None:
-            self._segments.remove([one for one in self._segments.held() if one in spent])
+        if self._shared_groups is not None:
+            self._shared_groups.remove([one for one in self._shared_groups.held() if one in spent])
             dropped = ranges(self._noted(_DROPPED))
-            self._segments.keep_state(SharedState(controller_state, consumed, dropped))
+            self._shared_groups.keep_state(SharedState(controller_state, consumed, dropped))
 
     @property
     def is_shared(self) -> bool:
         """Durability `shared`: a group is copied before it is admitted."""
-        return self._segments is not None
+        return self._shared_groups is not None
 
     def share(self, group: EpisodeGroup) -> None:
         """Copy the group and its blobs to the run directory.  Slow; thread-safe.
 
         Raises JournalError when that file system is full.
         """
-        if self._segments is not None:
-            self._segments.share(group, self._blobs)
+        if self._shared_groups is not None:
+            self._shared_groups.share(group, self._blobs)
 
     def sweep(self) -> None:
         """Delete copies that are no longer needed.  Slow; thread-safe."""
-        if self._segments is not None:
-            self._segments.sweep()
+        if self._shared_groups is not None:
+            self._shared_groups.sweep()
 
     def admitted(self, group: EpisodeGroup) -> None:
         header, group_id = encode_value(group), group.group_id
@@ -479,8 +479,8 @@ class Journal:
             raise JournalError(f"{self._path} could not be read: {error}") from error
 
     def _unshare(self, ids: Iterable[int]) -> None:
-        if self._segments is not None:
-            self._segments.remove(ids)
+        if self._shared_groups is not None:
+            self._shared_groups.remove(ids)
 
 
 def _is_of_disk(error: sqlite3.Error) -> bool:

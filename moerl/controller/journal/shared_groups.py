@@ -22,7 +22,7 @@ from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import EpisodeGroup
 from moerl.records import BlobStore
 from moerl.records.blob_copies import SUFFIX, copied_blobs_of, seal
-from moerl.records.record_uris import group_uris
+from moerl.records.header_check import group_uris
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from moerl.controller.journal.sqlite_files import remove_logs, set_up
 from moerl.core.ids import episode_of, group_of, without_life
 from moerl.core.serialization import decode_value, encode_value
 from moerl.core.types import Array, GenerateRequest, Segment
-from moerl.records.record_uris import blob_uris
+from moerl.records.header_check import blob_uris
 
 log = logging.getLogger(__name__)
 

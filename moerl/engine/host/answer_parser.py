@@ -1,6 +1,6 @@
 """Reasoning and tool calls in the text of an answer, by SGLang's parsers.
 
-Implements `moerl.agents.tool_calls.AnswerParser`.  Make the parser before the event loop starts:
+Implements `moerl.agents.episode_types.AnswerParser`.  Make the parser before the event loop starts:
 the import takes seconds.  It runs in our process and not in SGLang's server, which has no tokenizer
 and never sees the text of the recorded tokens.
 

@@ -351,7 +351,7 @@ class ControllerActor(ActorServer):
     def _on_step(self, report: StepReport) -> None:
         if report is not self._looked_at:  # a row that did not fit is written again
             self._looked_at, self._found = report, {}
-            self._beside.call(lambda: self._found.update(self._alerts.look(report.metrics)))
+            self._beside.call(lambda: self._found.update(self._alerts.check(report.metrics)))
         metrics = report.metrics | self._found | {"journal/cut_steps": float(self._metrics.cut)}
         if "scorer/failed" in metrics:  # absent in the row of an evaluation
             metrics["scorer/restarts"] = float(self._scorer.restarts)

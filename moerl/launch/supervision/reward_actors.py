@@ -27,7 +27,7 @@ from moerl.core.types import Score
 from moerl.launch.run_context import RunContext
 from moerl.launch.supervision.engine_judge import EngineJudge
 from moerl.launch.supervision.ray_proxy import ActorServer, log_to, own_errors
-from moerl.scoring.direct import DirectScorer
+from moerl.scoring.scorers import DirectScorer
 
 log = logging.getLogger(__name__)
 _START_S = 600.0  # seconds for an actor to load its model

@@ -64,7 +64,7 @@ from moerl.trainer.hf_io.hf_save import (
     write_index,
     write_json,
 )
-from moerl.trainer.hf_io.tensor_stream import Planned
+from moerl.trainer.hf_io.safetensors_files import Planned
 
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHUNK_BYTES = 32 * 2**20  # of a stored tensor; larger tensors are cut into bands of rows

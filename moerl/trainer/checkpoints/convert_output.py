@@ -28,7 +28,7 @@ from moerl.core.errors import ModelError, MoerlError
 from moerl.core.json_files import read_json
 from moerl.trainer.checkpoints.checkpoint_files import SummedStream, sum_of
 from moerl.trainer.hf_io.hf_save import replace_folder
-from moerl.trainer.hf_io.tensor_stream import Planned, memory, safetensors_header
+from moerl.trainer.hf_io.safetensors_files import Planned, memory, safetensors_header
 
 _LOCK = ".lock"
 

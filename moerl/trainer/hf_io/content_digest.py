@@ -3,6 +3,8 @@
 A sum over all elements of the Hugging Face tensors, each mixed with its tensor and place, so parts
 of ranks add up in any cut.  Boxes that several ranks hold count once.  For one place the mixing is
 a bijection of the bits: one changed element always changes the sum.
+
+Digest of a trainer's weights, equal for two trainers of one layout with equal weights.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from moerl.core.serialization import encode_value
 from moerl.distributed.object_collectives import all_gather_values
 from moerl.layout import Box, Named, at
 
@@ -74,3 +77,18 @@ def _sum(part: Tensor, name: str, box: Box, shape: tuple[int, ...]) -> int:
             x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * factor
         total += int((x ^ ((x >> 32) & 0xFFFFFFFF)).sum())
     return total % 2**64
+
+
+def weights_digest(tensors: Mapping[str, Tensor], control: dist.ProcessGroup) -> str:
+    """xxh3-128 over the ranks' digests of their tensors, by name; 32 hex digits.  Collective."""
+    own = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        own.update(name.encode())
+        own.update(_bytes(tensors[name]))
+    ranks = all_gather_values(own.hexdigest(), str, control)
+    return xxhash.xxh3_128_hexdigest(encode_value(ranks))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    whole = tensor.detach().contiguous().reshape(-1)
+    return whole.view(torch.uint8).cpu().numpy().tobytes()

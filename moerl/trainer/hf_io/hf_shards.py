@@ -55,7 +55,7 @@ from moerl.trainer.hf_io.hf_save import (
     write_index,
     write_json,
 )
-from moerl.trainer.hf_io.tensor_stream import Planned, memory, safetensors_header
+from moerl.trainer.hf_io.safetensors_files import Planned, memory, safetensors_header
 
 BUCKET_BYTES = 64 * 2**20
 SHARD_BYTES = 4 * 2**30

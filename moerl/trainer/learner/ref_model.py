@@ -38,8 +38,8 @@ from moerl.trainer.hf_io.content_digest import content_digest
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.hf_io.teacher_folder import check_digest, factors_digest
 from moerl.trainer.model.gpt import Model, build
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes.router_losses import without_router_losses
 from moerl.trainer.passes.schedule import Batches, score
 from moerl.trainer.passes.values import values_at

@@ -50,10 +50,9 @@ from moerl.config.schema import Config
 from moerl.config.task_mixture import by_label
 from moerl.core.errors import TrainerError
 from moerl.core.types import Array, BatchPlan, PolicyVersion
-from moerl.data.batching import Minibatch, split_plan
+from moerl.data.batching import Minibatch, pair_cost, split_plan
 from moerl.data.packing import LossInputs, Microbatch
 from moerl.data.ref_scores import check_teachers, received
-from moerl.data.row_cost import pair_cost
 from moerl.data.shared_prefix import count_apart
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.learner.bad_steps import BadSteps, bad_gradients
@@ -69,8 +68,8 @@ from moerl.trainer.learner.optimizer import (
 from moerl.trainer.learner.ref_model import BorrowedPolicy, RefModel, open_ref_models
 from moerl.trainer.learner.step_sums import SampledScores, StepSums, describe, load_metrics, no_loss
 from moerl.trainer.model.gpt import Chunk, Model, wrap
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward, probe, proximal
 from moerl.trainer.passes.over_support import (
     TeacherSupport,

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from moerl.layout.spec import ModelSpec
 from moerl.trainer.model.family_modules import DuplicatedLinear
-from moerl.trainer.model.layer_calls import Key, LayerCalls, Mode
 from moerl.trainer.model.local_modules import RMSNorm
 from moerl.trainer.model.packed_rows import RotaryOnHostEnds
+from moerl.trainer.model.replay import Key, LayerCalls, Mode
 
 Read = Callable[[int], Tensor]  # layer -> [B, S, K] key numbers, -1 = none
 

@@ -34,9 +34,9 @@ from moerl.config.schema import TrainerConfig
 from moerl.data.grid import Grid, Span
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.packed_rows import PackedRows
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.model.shared_attention import rotary_at
 
 

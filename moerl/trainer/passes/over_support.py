@@ -21,8 +21,8 @@ from moerl.config.algorithms import RatioRule
 from moerl.config.schema import AlgorithmConfig
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Model
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.schedule import Batches, values_of
 

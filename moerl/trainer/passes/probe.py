@@ -19,11 +19,16 @@ their contract are refused on arrival), a copy of older weights (the segment aud
 Every layout is covered: the two forwards are passes of Megatron's schedule, and the differences of
 a rank's routers are joined over tensor, context and pipeline parallel ranks (one byte per token and
 layer of the microbatch), because a difference affects later positions and layers on other ranks.
+
+Agreement of two choices of experts for the same tokens; differences count at their origin.
+
+A layer reads the outputs of lower layers at its own and at earlier positions, so one near tie in a
+prompt causes many differences; only the first is two routers disagreeing about one input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,13 +42,69 @@ from moerl.core.types import BatchPlan
 from moerl.data.packing import Microbatch
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Model
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import RouteReplay
+from moerl.trainer.model.replay import Mode, RouteReplay
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.proximal import recorded_positions, recorded_routes
-from moerl.trainer.passes.route_agreement import RouteAgreement
 from moerl.trainer.passes.schedule import Batches, ScheduledPass, score
+
+
+@dataclass(slots=True)
+class RouteAgreement:
+    """Counts of (token, layer) pairs; they add over microbatches and ranks."""
+
+    pairs: float = 0.0
+    agree: float = 0.0
+    clean: float = 0.0  # pairs whose inputs no earlier difference has changed
+    roots: float = 0.0  # clean pairs that differ
+
+    @classmethod
+    def of(
+        cls, differs: Mapping[int, Tensor], real: Tensor, *, rows_per_position: int
+    ) -> RouteAgreement:
+        """Agreement of two routings.
+
+        differs: layer -> [S * B] bool, position-major, of all layers and positions; real: not
+        padding.
+        """
+        touched = downstream(differs, rows=rows_per_position)
+        result = cls()
+        for layer, differ in differs.items():
+            clean = real & ~touched[layer]
+            result.pairs += float(real.sum())
+            result.agree += float((real & ~differ).sum())
+            result.clean += float(clean.sum())
+            result.roots += float((clean & differ).sum())
+        return result
+
+    def counts(self) -> list[float]:
+        return [self.pairs, self.agree, self.clean, self.roots]
+
+    @classmethod
+    def of_counts(cls, counts: list[float]) -> RouteAgreement:
+        return cls(*counts)
+
+    @property
+    def agree_frac(self) -> float:
+        return self.agree / self.pairs
+
+    @property
+    def same_input_frac(self) -> float:
+        return 1.0 - self.roots / self.clean
+
+
+def downstream(differs: Mapping[int, Tensor], *, rows: int) -> dict[int, Tensor]:
+    """Which router inputs an earlier difference has changed: layer -> [S * rows] bool.
+
+    differs: layer -> [S * rows] bool, router order (row = s * rows + b), causal attention.
+    """
+    touched: dict[int, Tensor] = {}
+    seen = torch.zeros_like(next(iter(differs.values()))).view(-1, rows)
+    for layer in sorted(differs):
+        touched[layer] = seen.reshape(-1)
+        seen = seen | differs[layer].view(-1, rows).cummax(0).values
+    return touched
+
 
 # Nats.  fp32 on both sides: the largest, which measures 1e-5 and less.  bf16 rounds, and of a
 # million tokens some differ by more than any limit, so 99 of 100 are judged: 0.03 and less are

@@ -37,9 +37,8 @@ from moerl.distributed.object_collectives import all_gather_values
 from moerl.records.blob_ranges import read_logprobs
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
-from moerl.trainer.model.layer_calls import Key, Mode
 from moerl.trainer.model.parallel import Parallel
-from moerl.trainer.model.replay import RouteReplay, RouterTopK
+from moerl.trainer.model.replay import Key, Mode, RouteReplay, RouterTopK
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.over_support import TeacherSupport, of_tasks
 from moerl.trainer.passes.schedule import Batches, LoadRoutes, ScheduledPass, score

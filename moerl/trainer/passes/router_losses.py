@@ -37,8 +37,8 @@ from moerl.config.schema import TrainerConfig
 from moerl.core.types import BatchPlan
 from moerl.data.packing import Microbatch
 from moerl.trainer.model.gpt import Chunk, Model
-from moerl.trainer.model.layer_calls import Key
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Key
 from moerl.trainer.passes import forward
 
 NAMES = ("router_z", "router_balance")

@@ -35,8 +35,8 @@ from moerl.data.packing import (
 )
 from moerl.records.blob_store import RecordReads
 from moerl.trainer.model.gpt import Chunk, Model
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.model.transformer import equal_shapes
 from moerl.trainer.passes import forward
 

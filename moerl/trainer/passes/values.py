@@ -12,8 +12,8 @@ from moerl.algorithms.device_copies import upload
 from moerl.data.packing import Microbatch
 from moerl.trainer.hf_io.hf_folder import HfFolder, load_hf
 from moerl.trainer.model.gpt import Model
-from moerl.trainer.model.layer_calls import Mode
 from moerl.trainer.model.parallel import Parallel
+from moerl.trainer.model.replay import Mode
 from moerl.trainer.passes import forward
 from moerl.trainer.passes.schedule import (
     Batches,

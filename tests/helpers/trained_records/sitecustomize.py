@@ -32,7 +32,7 @@ def hook(module: ModuleType) -> None:
 
 def copy(handler, step: int, groups: list) -> None:  # type: ignore[no-untyped-def]
     from moerl.core.serialization import encode_value
-    from moerl.records.record_uris import group_uris
+    from moerl.records.header_check import group_uris
 
     run, blobs = Path(FOLDER) / handler._config.run.name, handler._services.blobs
     folder = run / str(handler._pool.incarnation)
@@ -47,7 +47,7 @@ def copy(handler, step: int, groups: list) -> None:  # type: ignore[no-untyped-d
 
 def left(handler, blobs) -> dict[str, object]:  # type: ignore[no-untyped-def]
     """Blobs in the store of this machine, and the names of those that no group refers to."""
-    from moerl.records.record_uris import group_uris
+    from moerl.records.header_check import group_uris
 
     partials = (*handler._producer.episodes(), *handler._scoring_stage.episodes())
     uris = group_uris(*handler._availability.trainable())
