@@ -182,10 +182,11 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return await running(controller, train(controller, 1), 600)
 
     with pytest.MonkeyPatch.context() as patch:
-        from moerl.episodes import finished_episode
+        from moerl.episodes.finished_episode import RecordedTurn
 
-        real = finished_episode.join
-        patch.setattr(finished_episode, "join", lambda n, t: joins.append(n) or real(n, t))
+        real = RecordedTurn.rollout.fget
+        made = property(lambda turn: joins.append(turn.name) or real(turn))
+        patch.setattr(RecordedTurn, "rollout", made)
         store.delete = lambda uris: None  # type: ignore[method-assign]
         (plan,) = asyncio.run(body())
     return Long(turns, store, engine, tokens, plan, runner.played[:2], joins)
