@@ -238,22 +238,23 @@ CRITIC_BLUNDERS = (
         "output_BS1.device)",
     ),
 )  # fmt: skip
-HEAD = "moerl.algorithms.head_logprob"
+HEAD = "moerl.algorithms.head_plan"
 HEAD_BLUNDERS = (
     Blunder(
-        "owners of kept entries as many as the device counts", HEAD, "_List.make",
+        "owners of kept entries as many as the device counts", HEAD, "KeptList.make",
         "lengths, output_size=len(ids))", "lengths)",
     ),
     Blunder(
-        "kept entries from pageable memory", HEAD, "_List.make",
+        "kept entries from pageable memory", HEAD, "KeptList.make",
         "moved = upload(", "moved = (lambda tensor, place: tensor.to(place))(",
     ),
     Blunder(
-        "the first row of a piece read on the device", HEAD, "_List.logits",
+        "the first row of a piece read on the device", HEAD, "KeptList.logits",
         "- rows.start", "- (rows.start + 0 * int(self.owner[0]))",
     ),
     Blunder(
-        "entries of a piece made unique", HEAD, "_Product._add_to_entries",
+        "entries of a piece made unique", "moerl.algorithms.head_logprob",
+        "_Product._add_to_entries",
         "some = ids[entries]", "some = ids[entries]\n        some.unique_consecutive()",
     ),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -62,6 +63,10 @@ class WarmEngines:
         """A family of tests/helpers/family_servers.py, from start to end."""
         self.ask(family=family, folder=str(folder))
 
+    def is_alive(self) -> bool:
+        """Whether it runs: a test that ends every child of pytest ends it, and its servers."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Servers end with the process, and it ends with its standard input."""
         self._process.communicate()
@@ -78,7 +83,8 @@ class WarmServer(ForkedServer):
 
     def poll(self) -> int | None:
         if self._code is None:
-            self._code = self._warm.ask(poll=self.pid)
+            alive = self._warm.is_alive()
+            self._code = self._warm.ask(poll=self.pid) if alive else -signal.SIGKILL
         return self._code
 
 
