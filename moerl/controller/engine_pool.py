@@ -326,8 +326,8 @@ class EnginePool:
         exact = config.fixed_lag >= 0
 
         def unsettled() -> int:
-            if engine.phase != EnginePhase.UP:
-                return 0  # it failed; its groups continue elsewhere
+            if engine.phase != EnginePhase.UP or engine.behind:
+                return 0  # it failed; its groups continue elsewhere, or here after the update
             return engine.groups + to_come(engine.version) if exact else engine.generating
 
         engine.draining = not exact

@@ -31,6 +31,7 @@ from moerl.core.messages import (
     TakePlan,
 )
 from moerl.core.types import (
+    BatchPlan,
     PolicyVersion,
     Prompt,
     Score,
@@ -194,6 +195,33 @@ async def test_fixed_lag_is_exact(tmp_path: Path, lag: int) -> None:
         assert versions == {max(0, plan.step - lag)}
     assert [g.group_id for p in plans for g in p.groups] == list(range(8))
     assert [r.metrics["async/lag_min"] for r in reports] == [min(s, lag) for s in range(4)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+async def test_an_engine_that_came_back_is_updated_before_its_groups_end(
+    tmp_path: Path, lag: int
+) -> None:
+    """They wait for its weights; an update that waited for them would never begin."""
+    dead = StubEngine(hangs=lambda request: dead.version.step == 1)
+    controller, _ = make(tmp_path, dead, with_rollout(fixed_lag=lag, drain_timeout_s=2.0))
+
+    async def dies() -> None:
+        while not (dead.version.step == 1 and controller.context.pool.engines[0].generating):
+            await asyncio.sleep(0.002)
+        controller.engine_lost(0)
+        dead.kill()
+        while controller.context.pool.engines[0].generating:
+            await asyncio.sleep(0.002)
+        controller.engine_back(0, StubEngine())
+
+    async def work() -> list[BatchPlan]:
+        accident = asyncio.create_task(dies())
+        plans: list[BatchPlan] = await train(controller, 4)
+        await accident
+        return plans
+
+    plans = await running(controller, work())
+    assert [g.group_id for plan in plans for g in plan.groups] == list(range(8))
 
 
 async def test_drain_finishes_what_runs_before_an_update(tmp_path: Path) -> None:
