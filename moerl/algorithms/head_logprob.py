@@ -52,13 +52,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from moerl.algorithms.device_copies import upload
 from moerl.algorithms.head_plan import (
-    Block,
     Head,
     HeadFactors,
+    HeadPlan,
     Kept,
     KeptList,
-    Piece,
-    Plan,
+    KeptPiece,
+    LogitBlock,
     SamplingMask,
     check_mask,
     compute_dtype,
@@ -118,13 +118,13 @@ def kept_logprobs(
     check_mask(sampled, offsets, ids)
     lengths = offsets.diff()
     few, many = Kept.make(head, sampled, lengths, ids).by_size(head)
-    plan = Plan(few, many_blocks(many, head), lengths if support else None)
+    plan = HeadPlan(few, many_blocks(many, head), lengths if support else None)
     scores = _score(hidden_SH, head, temperature_S, plan)
     if not full_entropy:
         return scores
     with torch.no_grad():
         nowhere = Kept.make(head, torch.full_like(sampled, -1), lengths * 0, ids[:0])
-        every = _score(hidden_SH, head, temperature_S, Plan(None, full_blocks(nowhere, head)))
+        every = _score(hidden_SH, head, temperature_S, HeadPlan(None, full_blocks(nowhere, head)))
     return scores._replace(full_entropy=every.entropy)
 
 
@@ -149,7 +149,7 @@ def full_logprobs(
     if support is not None:
         lengths, ids = support.offsets.cpu().diff(), support.ids.cpu().long()
     blocks = full_blocks(Kept.make(head, sampled, lengths, ids), head)
-    plan = Plan(None, blocks, None if support is None else lengths)
+    plan = HeadPlan(None, blocks, None if support is None else lengths)
     scores = _score(hidden_SH, head, temperature_S, plan)
     return scores._replace(full_entropy=scores.entropy)
 
@@ -169,7 +169,7 @@ def top_logprobs(
     ids = torch.zeros((num, k), dtype=torch.long, device=device)
     for rows in row_blocks(num, device):
         for part in vocab_runs(head, len(rows)):
-            block = Block(rows, torch.full_like(rows, -1), rows[:0], part, rows[:0], False)
+            block = LogitBlock(rows, torch.full_like(rows, -1), rows[:0], part, rows[:0], False)
             z_NU = _logits(hidden_SH, head, tau_S, block)
             top, columns = z_NU.topk(min(k, z_NU.shape[1]), dim=1)
             merged = torch.cat([best[rows], top], 1).topk(k, dim=1)
@@ -195,7 +195,7 @@ def sum_of_rows(values_Z: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 # --- the head -------------------------------------------------------------------------------------
-def _score(hidden: Tensor, head: Head, temperature: Tensor, plan: Plan) -> Scores:
+def _score(hidden: Tensor, head: Head, temperature: Tensor, plan: HeadPlan) -> Scores:
     """Score rows."""
     wanted, blocks, kept = plan.support, plan.blocks, None
     if wanted is None:
@@ -230,7 +230,7 @@ class _Score(Function):
         num: int,
         head: Head,
         kept: KeptList | None,
-        blocks: list[Block],
+        blocks: list[LogitBlock],
     ) -> tuple[Tensor, Tensor, Tensor]:
         tau_S = temperature.to(compute_dtype(hidden))
         sums, z_Z = _RowSums(tau_S, num), None
@@ -306,7 +306,7 @@ class _Gradients(NamedTuple):
         grad_Z = grad_Z.add_(kept.is_own).mul_(self.scale_S[kept.owner])
         return grad_Z if of_support is None else grad_Z + of_support
 
-    def block(self, block: Block, z_NU: Tensor) -> Tensor:
+    def block(self, block: LogitBlock, z_NU: Tensor) -> Tensor:
         """[N, U], of a block of logits, which is then used up."""
         grad = z_NU.sub_(self.log_z_S[block.rows, None]).exp_().neg_()
         of_support = None
@@ -319,7 +319,7 @@ class _Gradients(NamedTuple):
         return grad if of_support is None else grad + of_support
 
 
-def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: Block) -> Tensor:
+def _logits(hidden: Tensor, head: Head, tau_S: Tensor, block: LogitBlock) -> Tensor:
     """[N, U] / temperature in the dtype of tau_S; _ABSENT outside of the mask."""
     dtype = head.operand_dtype(hidden)
     z_NU = hidden[block.rows].to(dtype) @ head.weight[block.entries].to(dtype).T
@@ -354,7 +354,7 @@ class _RowSums:
         self.total = sum_of_rows(e_Z, lengths)
         self.weighted = sum_of_rows(shifted.mul_(e_Z), lengths)
 
-    def add(self, block: Block, z_NU: Tensor) -> None:
+    def add(self, block: LogitBlock, z_NU: Tensor) -> None:
         """Add a block of logits, which is then used up."""
         rows, columns = block.rows, block.columns
         own = z_NU.gather(1, columns.clamp(min=0)[:, None])[:, 0]
@@ -415,7 +415,7 @@ class _Product:
             buffer = getattr(weight, "main_grad", None) if self._in_buffer else None
             self._d_w = torch.zeros_like(weight, dtype=sum_dtype) if buffer is None else buffer
 
-    def add(self, block: Block, grad_NU: Tensor) -> None:
+    def add(self, block: LogitBlock, grad_NU: Tensor) -> None:
         """From a block of logits."""
         rows, entries = block.rows, block.entries
         if self._d_x is not None:
@@ -436,7 +436,7 @@ class _Product:
         weight, pieces = self._weight, kept.pieces
         is_cast = weight.dtype != grad_Z.dtype
         if not is_cast and pieces:  # the sums read the weight itself: no piece is copied
-            pieces = [Piece(slice(0, len(grad_Z)), slice(0, len(d_x)))]
+            pieces = [KeptPiece(slice(0, len(grad_Z)), slice(0, len(d_x)))]
         for entries, rows in pieces:
             ids = kept.ids[entries]
             every = torch.arange(len(ids), device=ids.device)

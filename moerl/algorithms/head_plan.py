@@ -65,7 +65,7 @@ class Head:
 
 
 # --- rows, blocks, pieces -------------------------------------------------------------------------
-class Block(NamedTuple):
+class LogitBlock(NamedTuple):
     rows: Tensor  # [N] i64, sampled tokens
     columns: Tensor  # [N] i64, where each row's own token is in the block; -1: in no column
     places: Tensor  # [Z] i64, kept entries in the flattened block
@@ -74,11 +74,11 @@ class Block(NamedTuple):
     is_masked: bool  # entries that are not kept are absent
 
 
-class Plan(NamedTuple):
+class HeadPlan(NamedTuple):
     """Rows that keep few entries, blocks of the others; on the host until `_score` uploads it."""
 
     few: Kept | None
-    blocks: list[Block]
+    blocks: list[LogitBlock]
     support: Tensor | None = None  # [S] i64, entries of the support of each row; None: not wanted
 
 
@@ -88,7 +88,7 @@ def row_blocks(num_rows: int, device: torch.device | None = None) -> tuple[Tenso
     return parts
 
 
-def full_blocks(kept: Kept, head: Head) -> list[Block]:
+def full_blocks(kept: Kept, head: Head) -> list[LogitBlock]:
     """Every row with every entry of this shard."""
     return [
         block._replace(is_masked=False)
@@ -97,7 +97,7 @@ def full_blocks(kept: Kept, head: Head) -> list[Block]:
     ]
 
 
-def many_blocks(many: Kept, head: Head) -> list[Block]:
+def many_blocks(many: Kept, head: Head) -> list[LogitBlock]:
     """Rows that keep many entries, with every entry of this shard."""
     rows = many.lengths.nonzero()[:, 0]
     return [
@@ -139,7 +139,7 @@ class Kept(NamedTuple):
         lengths = torch.diff(ends, prepend=ends.new_zeros(1))
         return self._replace(lengths=lengths, ids=self.ids[at], numbers=numbers)
 
-    def pieces(self, most: int) -> list[Piece]:
+    def pieces(self, most: int) -> list[KeptPiece]:
         """All entries in turn: `most` at a time, and no more logits than in a block."""
         ends, num_rows, found, begin = self.lengths.cumsum(0).tolist(), len(self.lengths), [], 0
         while begin < len(self.ids):
@@ -148,7 +148,7 @@ class Kept(NamedTuple):
             begin = piece.entries.stop
         return found
 
-    def runs(self, rows: Tensor, parts: list[slice]) -> list[Block]:
+    def runs(self, rows: Tensor, parts: list[slice]) -> list[LogitBlock]:
         """Blocks of rows with runs of equal length of the vocabulary."""
         if not parts:
             return []
@@ -158,7 +158,7 @@ class Kept(NamedTuple):
         lengths = torch.bincount(number, minlength=len(parts)).tolist()
         pieces = (one[order].split(lengths) for one in (owner, ids, numbers))
         return [
-            Block(
+            LogitBlock(
                 rows,
                 _columns(self.sampled[rows], part),
                 of * (part.stop - part.start) + kept - part.start,
@@ -179,19 +179,19 @@ class Kept(NamedTuple):
         return number[at], self.ids[at].long(), numbers
 
 
-class Piece(NamedTuple):
+class KeptPiece(NamedTuple):
     entries: slice  # of the list
     rows: slice  # all that have an entry here, and others
 
 
-def _piece(ends: list[int], num_rows: int, begin: int, end: int) -> Piece:
+def _piece(ends: list[int], num_rows: int, begin: int, end: int) -> KeptPiece:
     """A piece that ends there or before.  ends: of the entries of each row, rising."""
     first = bisect_right(ends, begin)
     num = -(-(bisect_right(ends, end - 1) + 1 - first) // _ALIGNED) * _ALIGNED
     if end - begin > 1 and (end - begin) * num > _BLOCK:
         return _piece(ends, num_rows, begin, (begin + end) // 2)
     first = max(min(first, num_rows - num), 0)
-    return Piece(slice(begin, end), slice(first, min(first + num, num_rows)))
+    return KeptPiece(slice(begin, end), slice(first, min(first + num, num_rows)))
 
 
 def vocab_runs(head: Head, num_rows: int) -> list[slice]:
@@ -208,14 +208,15 @@ def _columns(local: Tensor, part: slice) -> Tensor:
     return torch.where(inside, local - part.start, -1)
 
 
-def upload_blocks(blocks: list[Block], device: torch.device) -> list[Block]:
+def upload_blocks(blocks: list[LogitBlock], device: torch.device) -> list[LogitBlock]:
     """All of them in one copy."""
     parts = [t for block in blocks for t in block if isinstance(t, Tensor)]
     if device.type == "cpu" or not parts:
         return blocks
     moved = iter(upload(torch.cat(parts), device).split([len(part) for part in parts]))
     return [
-        Block._make(next(moved) if isinstance(t, Tensor) else t for t in block) for block in blocks
+        LogitBlock._make(next(moved) if isinstance(t, Tensor) else t for t in block)
+        for block in blocks
     ]
 
 
@@ -227,7 +228,7 @@ class KeptList(NamedTuple):
     owner: Tensor  # [Z] i64, rising
     is_own: Tensor  # [Z] bool, the sampled token of its row
     support: Tensor | None  # [Z] i64, numbers in the support; None: the same, or not wanted
-    pieces: list[Piece]
+    pieces: list[KeptPiece]
 
     @classmethod
     def make(cls, few: Kept, like_VH: Tensor) -> KeptList:
