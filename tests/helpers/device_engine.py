@@ -31,7 +31,7 @@ LAYERS = "auto" if importlib.util.find_spec("transformer_engine") is not None el
 _RECORDS = "records.msgpack"
 needs_kernels = pytest.mark.skipif(
     on_gpu() and importlib.util.find_spec("sgl_kernel") is None,
-    reason="SGLang's CUDA kernels are not installed: the environment of requirements/gpu.lock has them",
+    reason="SGLang's CUDA kernels are missing: requirements/gpu.lock has them",
 )
 
 
